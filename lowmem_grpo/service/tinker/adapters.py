@@ -23,8 +23,10 @@ from lowmem_grpo.models.lora_targets import Scope, lora_targets
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.several_targets import several_logprobs
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.whole_folder import flush, remove, removed_after
+from lowmem_grpo.service.tinker.cells import Cells
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 from lowmem_grpo.train.rewind import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
@@ -161,16 +163,33 @@ class Adapters:
             data = [datums[id(rollout)] for rollout in packed.rollouts]
             batch = replace(packed, targets=torch.cat([datum.targets for datum in data]).to(self.policy.device))
             with self.offload:
-                logprobs, _ = self.policy.logprobs(batch, 1.0)
-            values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
-            loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
-                                len(data)).sum()
+                loss, parts = self.wide(batch, data) if any(datum.cells for datum in data) else self.plain(
+                    batch, data, asked)
             if not asked.forward_only:
                 loss.backward()
             total += loss.item()
-            parts = unpack(logprobs.detach().float().cpu(), batch)
             found |= {id(rollout): part for rollout, part in zip(batch.rollouts, parts, strict=True)}
         return found, total
+
+    def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
+        """(the loss, log-probabilities (T,) of each datum), with a target for each token."""
+        logprobs, _ = self.policy.logprobs(batch, 1.0)
+        values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
+        loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
+                            len(data)).sum()
+        return loss, unpack(logprobs.detach().float().cpu(), batch)
+
+    def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
+        """The same with several targets for a token: cross entropy, and (T, K) log-probabilities."""
+        begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
+        cells = [datum.cells or one_each(datum) for datum in data]
+        places = torch.cat([one.rows + begin for one, begin in zip(cells, begins, strict=False)])
+        tokens, weights = (torch.cat([getattr(one, name) for one in cells]) for name in ("tokens", "weights"))
+        logprobs = several_logprobs(self.policy, batch, places.to(self.policy.device), tokens.to(self.policy.device))
+        loss = -(weights.to(logprobs) * logprobs).sum()
+        parts = logprobs.detach().float().cpu().split([len(one.rows) for one in cells])
+        return loss, [one.matrix(part) if datum.cells else part
+                      for datum, one, part in zip(data, cells, parts, strict=True)]
 
     def not_finite(self, found: dict[int, Tensor]) -> str | None:
         """What is not finite after a pass, in words."""
@@ -242,6 +261,12 @@ class Adapters:
             if moments:  # torch keeps the count of steps on the host
                 held.optimizer.state[one] = {part: value.clone().to("cpu" if part == "step" else one.device)
                                              for part, value in moments.items()}
+
+
+def one_each(datum: Datum) -> Cells:
+    """The targets of a datum that has one for each token, as those of one that has several."""
+    rows = torch.arange(len(datum.ids))
+    return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 
 
 def group_of(datum: Datum) -> RolloutGroup:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, loss_named
 from lowmem_grpo.service.tinker import wire
+from lowmem_grpo.service.tinker.cells import Cells, cells_of, is_wide
+from lowmem_grpo.service.tinker.dense import DTYPES, as_bytes, from_bytes, whole_dtype
 
-DTYPES = {wire.FLOAT32: torch.float32, wire.INT64: torch.int64, wire.INT32: torch.int32, wire.BFLOAT16: torch.bfloat16}
 TARGETS = "target_tokens"
+MOST_CELLS = 2**24  # targets of a request, where tokens have several
 KNOWN = {TARGETS, *(name for loss in LOSSES.values() for name in loss.needs)}
 
 
@@ -21,8 +24,9 @@ class Datum:
     """T tokens, a target for each, and what the loss needs of each."""
 
     ids: list[int]  # (T,)
-    targets: Tensor  # (T,) int64
-    values: dict[str, Tensor]  # (T,) float32 each
+    targets: Tensor  # (T,) int64; where there are several of each, the first
+    values: dict[str, Tensor]  # (T,) float32 each; empty where there are several targets
+    cells: Cells | None = None  # several targets of each token
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,11 @@ def pass_of(request: Any, bounds: Bounds) -> Pass:
     if not request.data:
         raise ValueError("data is empty; send at least one datum")
     needs = loss_named(request.loss_fn).needs
-    return Pass([datum_of(one, f"data[{place}]", needs, bounds, request.loss_fn)
-                 for place, one in enumerate(request.data)], request.loss_fn, settings, request.forward_only)
+    data = [datum_of(one, f"data[{place}]", needs, bounds, request.loss_fn) for place, one in enumerate(request.data)]
+    if (cells := sum(one.cells.length * one.cells.width for one in data if one.cells is not None)) > MOST_CELLS:
+        raise ValueError(f"data has {cells} targets; at most {MOST_CELLS} are taken where tokens have several: send "
+                         "fewer datums in a call")
+    return Pass(data, request.loss_fn, settings, request.forward_only)
 
 
 def datum_of(given: Any, where: str, needs: tuple[str, ...], bounds: Bounds, loss: str) -> Datum:
@@ -66,10 +73,23 @@ def datum_of(given: Any, where: str, needs: tuple[str, ...], bounds: Bounds, los
     if missing := [name for name in (TARGETS, *needs) if name not in given.loss_fn_inputs]:
         raise ValueError(f"{inputs} lacks {missing[0]!r}; {loss} needs {', '.join((TARGETS, *needs))}, each with a "
                          "value for every token of model_input")
+    if is_wide(given.loss_fn_inputs[TARGETS]):
+        return wide_datum(given.loss_fn_inputs, inputs, ids, bounds, loss)
     targets = tensor_of(given.loss_fn_inputs[TARGETS], f"{inputs}[{TARGETS!r}]", len(ids), torch.int64)
     check_ids(targets, f"{inputs}[{TARGETS!r}]", bounds)
     return Datum(ids, targets, {name: tensor_of(given.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids),
                                                 torch.float32) for name in needs})
+
+
+def wide_datum(given: Any, where: str, ids: list[int], bounds: Bounds, loss: str) -> Datum:
+    """A datum with several targets for a token."""
+    if loss != "cross_entropy":
+        raise ValueError(f"{where}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
+                         "cross_entropy does")
+    cells = cells_of(given[TARGETS], given["weights"], where, len(ids))
+    check_ids(cells.tokens, f"{where}[{TARGETS!r}]", bounds)
+    firsts = torch.zeros(len(ids), dtype=torch.int64)
+    return Datum(ids, firsts, {}, cells)
 
 
 def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
@@ -99,16 +119,11 @@ def check_ids(ids: Tensor, where: str, bounds: Bounds) -> None:
 
 def tensor_of(given: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
     """A Tensor message of (length,) values, whole numbers or floats as `dtype` says."""
-    if given.WhichOneof("kind") == "sparse_csr":
-        raise ValueError(f"{where} is sparse, which is not offered yet: send one value for each token")
-    if given.dtype not in DTYPES or DTYPES[given.dtype].is_floating_point != dtype.is_floating_point:
-        raise ValueError(f"{where} has the dtype {given.dtype}; it must be "
-                         + ("1 (float32) or 4 (bfloat16)" if dtype.is_floating_point else "2 (int64) or 3 (int32)"))
-    values = from_bytes(given.dense, DTYPES[given.dtype], where)
+    if is_wide(given):
+        raise ValueError(f"{where} has the shape {list(given.shape)}, and may be sparse; it must be [{length}], as the "
+                         "targets are: several values for a token go with several targets only")
+    values = from_bytes(given.dense, DTYPES[whole_dtype(given, where, dtype)], where)
     shape = list(given.shape) or [len(values)]
-    if len(shape) > 1:
-        raise ValueError(f"{where} has the shape {shape}; several targets for a token are not offered yet: send the "
-                         f"shape [{length}]")
     if math.prod(shape) != len(values) or len(values) != length:
         raise ValueError(f"{where} has the shape {shape} and {len(values)} values; model_input has {length} tokens, "
                          "and each needs one value")
@@ -117,25 +132,21 @@ def tensor_of(given: Any, where: str, length: int, dtype: torch.dtype) -> Tensor
     return values.to(dtype)
 
 
-def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
-    """The values (N,) of bytes, little-endian."""
-    if len(data) % dtype.itemsize:
-        raise ValueError(f"{where} has {len(data)} bytes; it must be a multiple of {dtype.itemsize}")
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-
-
 def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput: `logprobs` (T,) float32 of each datum, in the request's order."""
+    """A ForwardBackwardOutput: `logprobs` (T,) or (T, K) float32 of each datum, in the request's order."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
+    for shape, alike in groupby(logprobs, lambda one: one.shape[1:]):
+        add_record(message, list(shape), list(alike))
+    found: bytes = message.SerializeToString()
+    return found
+
+
+def add_record(message: Any, shape: list[int], logprobs: list[Tensor]) -> None:
+    """Datums whose tokens have as many targets each."""
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     field = record.fields["logprobs"]
     field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(logprobs).float())
-    ends = torch.tensor([0, *(len(one) * 4 for one in logprobs)]).cumsum(0)
+    field.trailing_shape.extend(shape)
+    ends = torch.tensor([0, *(one.numel() * 4 for one in logprobs)]).cumsum(0)
     field.offsets = as_bytes(ends)
-    return message.SerializeToString()
-
-
-def as_bytes(values: Tensor) -> bytes:
-    """The bytes of values on the host, little-endian."""
-    return values.contiguous().numpy().tobytes()

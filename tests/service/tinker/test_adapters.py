@@ -13,7 +13,8 @@ from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.tinker.adapters import Adam, Adapters, LoraSettings
+from lowmem_grpo.service.tinker.adapters import Adam, Adapters, LoraSettings, one_each
+from lowmem_grpo.service.tinker.cells import Cells
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 
 
@@ -80,6 +81,47 @@ def test_log_probabilities_and_gradients_are_those_of_whole_logits(loss: str, to
         assert expected.norm() > 0
         assert (got[name] - expected).norm() <= 1e-9 * expected.norm(), name
     assert metrics["num_tokens:sum"] == 20
+
+
+def wide_data(seed: int = 0) -> list[Datum]:
+    """Four datums with several targets for a token, of several widths; the second has cells that are left out, the last
+    one target for each."""
+    torch.manual_seed(seed)
+    made = []
+    for length, width, kept in ((7, 3, 1.0), (12, 5, 0.4), (1, 2, 1.0)):
+        rows, columns = (torch.rand(length, width) < kept).nonzero(as_tuple=True)
+        cells = Cells(rows, columns, torch.randint(3, 384, rows.shape), torch.randn(len(rows)), length, width)
+        made.append(Datum(torch.randint(3, 384, (length,)).tolist(), torch.zeros(length, dtype=torch.long), {}, cells))
+    return [*made, replace(data(seed)[0], values={"weights": data(seed)[0].values["weights"]})]
+
+
+@pytest.mark.parametrize("tokens", [None, 8])
+@pytest.mark.parametrize("block", [4, 4096])
+def test_several_targets_have_the_log_probabilities_and_gradients_of_whole_logits(
+    tokens: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.models.several_targets.ROWS", block)
+    made, given = created(adapters(tokens), "a", "b"), wide_data()
+    expected, total = [], torch.zeros((), dtype=torch.float64)
+    with made.active("b") as held:
+        for one in given:
+            all_of_them = made.model(input_ids=torch.tensor([one.ids])).logits[0].log_softmax(-1)
+            cells = one.cells or one_each(one)
+            logprobs = all_of_them[cells.rows, cells.tokens]
+            total = total - (cells.weights.double() * logprobs).sum()
+            matrix = torch.zeros(cells.length, cells.width).double()
+            matrix[cells.rows, cells.columns] = logprobs.detach()
+            expected.append(matrix if one.cells else matrix[:, 0])
+        slopes = dict(zip(held.parameters, torch.autograd.grad(total, list(held.parameters.values())), strict=True))
+    found, metrics = made.run("b", Pass(given, "cross_entropy", {}, False))
+    assert [one.shape for one in found] == [one.shape for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-6)
+    assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-9)
+    got = gradients(made, "b")
+    for name, slope in slopes.items():
+        assert slope.norm() > 0 and (got[name] - slope).norm() <= 1e-9 * slope.norm(), name
+    assert not gradients(made, "a")
 
 
 def test_gradients_of_calls_add_up_until_the_step() -> None:

@@ -62,7 +62,9 @@ def spoiled(spoil: str) -> Any:
 
 @pytest.mark.parametrize(("made", "told"), [
     (spoiled("no data"), "data is empty"), (spoiled("image"), r"data\[0\].model_input.chunks\[1\] is image"),
-    (spoiled("unknown input"), "'mask'"), (spoiled("two targets"), "several targets"), (spoiled("sparse"), "sparse"),
+    (spoiled("unknown input"), "'mask'"),
+    (spoiled("two targets"), r"weights'\] has the shape \[3\]; it must be \[3, K\]"),
+    (spoiled("sparse"), "may be sparse"),
     (spoiled("missing"), "lacks 'weights'"), (spoiled("cut bytes"), "11 bytes"), (spoiled("dtype"), "dtype 2"),
     (spoiled("shape"), r"\[4\] and 3 values"), (request(ids=[]), "no tokens"), (request(ids=[5, 100, 7]), "is 100"),
     (request(ids=[5, -1, 7]), "is -1"), (request(targets=[1, 2, 2**40]), r"\[2\] is 1099511627776"),

@@ -163,3 +163,26 @@ def test_weights_under_a_name_are_trained_on_and_sampled_with(client: Any) -> No
     rest.delete_checkpoint_from_tinker_path(state).result()
     with pytest.raises(Exception, match="no such weights"):
         client.create_training_client_from_state(state).result()
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_several_targets_for_a_token_are_trained_on_and_their_log_probabilities_told(
+    client: Any, is_sparse: bool
+) -> None:
+    training = client.create_lora_training_client(base_model="tiny", rank=4, seed=1, train_unembed=False).result()
+    tokens, weights = torch.zeros(4, 9, dtype=torch.long), torch.zeros(4, 9)
+    tokens[1:3, :2], weights[1:3, :2] = torch.tensor([[6, 7], [8, 9]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    made = tinker.TensorData.from_torch_sparse if is_sparse else tinker.TensorData.from_torch
+    given = tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7, 8]),
+                         loss_fn_inputs={"target_tokens": made(tokens), "weights": made(weights)})
+    assert (given.loss_fn_inputs["weights"].sparse_crow_indices is not None) == is_sparse
+    found = training.forward_backward([given, data(1)[0]], "cross_entropy").result()
+    logprobs, alone = (one["logprobs"].to_torch() for one in found.loss_fn_outputs)
+    assert logprobs.shape == (4, 9) and alone.shape == (4,)
+    for k in range(2):
+        one_each = datum([5, 6, 7, 8], tokens[:, k].tolist(), weights=[1.0] * 4)
+        one = training.forward([one_each], "cross_entropy").result()
+        assert torch.allclose(logprobs[1:3, k], one.loss_fn_outputs[0]["logprobs"].to_torch()[1:3], atol=1e-5)
+    expected = -(weights * logprobs).sum() - (torch.tensor([0.0, 1.0, 1.0, -0.5]) * alone).sum()
+    assert found.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
+    assert training.optim_step(tinker.AdamParams()).result().metrics["grad_norm"] > 0
