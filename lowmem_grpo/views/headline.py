@@ -108,7 +108,8 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
     """The tiles: what each counts, and its value. What was not recorded has none."""
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
-    seconds = summary.get("train_seconds", last.get("elapsed"))
+    known = [seconds for seconds in (summary.get("train_seconds"), last.get("elapsed")) if seconds]  # 0 until the end
+    seconds = known[0] if known else summary.get("train_seconds")
     made, noun = count_text(step, "step").split()
     if steps and steps != step:
         made, noun = f"{made} of {steps:,}", "steps"

@@ -425,3 +425,8 @@ def test_seconds_on_top_of_each_other_are_not_cut_at_one(tmp_path: Path) -> None
     tops = [min(float(pair.split(",")[1]) for pair in area.split())
             for area in re.findall(r'area" points="([^"]*)"', drawing)]
     assert tops[1] < tops[0] - 50
+
+
+def test_while_a_run_goes_on_the_training_time_is_that_of_its_last_step(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "running", "train_seconds": 0.0}))
+    assert "2 min 5 s" in page_of(tmp_path, [metric(1, elapsed=61.0), metric(2, elapsed=125.0)]).prose

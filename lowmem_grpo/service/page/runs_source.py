@@ -12,7 +12,7 @@ from lowmem_grpo.views.dashboard.runs_folder import WORDS, Run, one_run, runs_be
 
 KEEP = 1.0  # seconds for which the list of runs is taken as it was
 SHARE = 0.1  # of the time that may be spent with looking for runs, where there are very many
-COLOURS = {"interrupted": "stopped", "killed": "failed", "silent": "waiting", "nothing": "waiting"}
+COLOURS = {"nothing": "waiting"}
 
 
 class RunsSource:

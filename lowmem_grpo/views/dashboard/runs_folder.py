@@ -20,10 +20,8 @@ DEPTH = 4  # folders below the watched one in which runs are looked for
 MOST_FOLDERS, MOST_RUNS = 20_000, 500  # that are looked at, and that are shown
 SILENT = 3600.0  # seconds after which a run of another machine that writes nothing is no longer taken for running
 LOCKS = Path("/proc/locks")
-WORDS = {
-    "running": "running", "finished": "done", "failed": "failed", "interrupted": "stopped", "killed": "killed",
-    "silent": "silent", "nothing": "not begun",
-}
+WORDS = {state: state for state in ("running", "finished", "failed", "interrupted", "killed", "silent")} | {
+    "nothing": "not begun"}
 ENDED = ("finished", "failed", "interrupted")  # as a summary says it
 
 
