@@ -76,7 +76,8 @@ def accuracy(summary: Record) -> str:
     before, after = before_and_after(summary)
     if before is None and after is None:
         return ""
-    shown = " \u2192 ".join("not measured" if each is None else f"{each.share:.1%}" for each in (before, after))
+    nothing = "not yet measured" if summary.get("status") == "running" else "not measured"
+    shown = " \u2192 ".join(nothing if each is None else f"{each.share:.1%}" for each in (before, after))
     lines = ["right answers before \u2192 after training"]
     if problems := summary.get("eval_problems"):
         lines[0] += f", n = {count_text(problems, 'held-out problem')}"
@@ -108,8 +109,9 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
     """The tiles: what each counts, and its value. What was not recorded has none."""
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
-    known = [seconds for seconds in (summary.get("train_seconds"), last.get("elapsed")) if seconds]  # 0 until the end
-    seconds = known[0] if known else summary.get("train_seconds")
+    # the summary has it at the end; until then it has that of the last time, or 0
+    known = (summary.get("train_seconds"), last.get("elapsed"))
+    seconds = max((each for each in known if each is not None), default=None)
     made, noun = count_text(step, "step").split()
     if steps and steps != step:
         made, noun = f"{made} of {steps:,}", "steps"

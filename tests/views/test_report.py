@@ -189,7 +189,8 @@ def test_a_run_that_did_not_finish_says_so_and_why_and_what_the_page_lacks(
     found = {"accuracy_before": 0.2, "eval_problems": 200, "steps": 2, "config": {"max_steps": 60}, **summary}
     (tmp_path / "summary.json").write_text(json.dumps(found))
     prose = page_of(tmp_path, [metric(1), metric(2)]).prose
-    for expected in (*said, "20.0% → not measured", "Not on this page: samples, since no completion was logged"):
+    after = "20.0% → not yet measured" if summary["status"] == "running" else "20.0% → not measured"
+    for expected in (*said, after, "Not on this page: samples, since no completion was logged"):
         assert expected in prose
 
 
