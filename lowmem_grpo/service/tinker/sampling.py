@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.models.packing import pack, unpack
 from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import whole
 from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, check_ids
 from lowmem_grpo.service.tinker.ledger import Answer, UnknownError
+from lowmem_grpo.service.tinker.scoring import Scored, Scoring
 from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.waiting import DeskClosedError
-from lowmem_grpo.types import Rollout, RolloutGroup, Turn
+from lowmem_grpo.types import Turn
 
-NOT_OFFERED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
-               "prompt_logprobs_last_n", "record_stability_info")
+NOT_OFFERED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+MOST_TOP = 128  # of the likeliest tokens at each place of a prompt
 logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1024
 KEPT = 8192  # promises
@@ -40,6 +39,8 @@ class Sample:
     count: int
     params: SamplingParams
     prompt_logprobs: bool
+    top: int  # of the likeliest tokens at each place of the prompt; 0 is none
+    last: int | None  # how many of the prompt's last tokens are scored; None is all
 
 
 @dataclass
@@ -48,7 +49,8 @@ class Promise:
 
     owner: str
     turns: "list[Future[Turn]]"
-    prompt: "Future[Tensor] | None"
+    prompt: "Future[Scored] | None"
+    asked: Sample
     adapter: Path | None = None
     ids: list[str] = field(default_factory=list)
 
@@ -73,8 +75,18 @@ class Promise:
             response.sequences.add(stop_reason=reason, tokens=int32(turn.completion_ids),
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
-            response.prompt_logprobs = as_bytes(self.prompt.result())
+            add_scores(response, self.prompt.result(), self.asked)
         return Answer(response.SerializeToString(), wire.PROTOBUF)
+
+
+def add_scores(response: Any, scored: Scored, asked: Sample) -> None:
+    """Put into a SampleResponse what was asked for of the prompt."""
+    if asked.prompt_logprobs:
+        response.prompt_logprobs = as_bytes(scored.logprobs)
+    if asked.top:
+        top = response.topk_prompt_logprobs
+        top.token_ids, top.logprobs = as_bytes(scored.ids), as_bytes(scored.values)
+        top.length, top.k = scored.ids.shape
 
 
 def failed(error: BaseException, adapter: Path | None) -> Answer:
@@ -98,7 +110,7 @@ class Sampling:
     """Answers samples by the desk, which decodes calls from one snapshot together."""
 
     def __init__(self, desk: Desk, bounds: Bounds, usage: Usage) -> None:
-        self.desk, self.bounds, self.usage = desk, bounds, usage
+        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, Scoring(desk)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
         self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
@@ -126,10 +138,9 @@ class Sampling:
         seed = asked.params.seed
         turns = [self.desk.submit(Call(asked.ids, replace(asked.params, seed=None if seed is None else seed + number),
                                        adapter)) for number in range(asked.count)]
-        prompt = None
-        if asked.prompt_logprobs:
-            prompt = self.desk.run(lambda: self.logprobs(asked.ids, adapter), sleep=False)
-        promise = Promise(owner, turns, prompt, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
+        wanted = asked.prompt_logprobs or asked.top
+        prompt = self.scoring.ask(asked.ids, adapter, asked.top, asked.last) if wanted else None
+        promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
         promise.when_done(lambda: self.usage.end_sample(owner))
         return promise
 
@@ -146,17 +157,6 @@ class Sampling:
             raise UnknownError(f"request_id is {name!r}; there is no such promise of yours")
         return found
 
-    @torch.no_grad()
-    def logprobs(self, ids: list[int], adapter: Path | None) -> Tensor:
-        """(P,) of a prompt's tokens; NaN for the first, which nothing predicts. In the desk's thread."""
-        first = torch.full((1,), float("nan"))
-        if len(ids) == 1:
-            return first
-        [batch] = pack([RolloutGroup({}, ids[:1], [Rollout(ids[1:], [0.0] * (len(ids) - 1), "length")])])
-        with self.desk.computing_with(adapter):
-            found, _ = self.desk.policy.logprobs(batch.to(self.desk.policy.device), 1.0)
-        return torch.cat([first, *unpack(found.float().cpu(), batch)])
-
 
 def sample_of(given: dict[str, Any], bounds: Bounds) -> Sample:
     """A request, checked. ValueError names the field that is wrong."""
@@ -170,7 +170,23 @@ def sample_of(given: dict[str, Any], bounds: Bounds) -> Sample:
     params = given.get("sampling_params")
     if not isinstance(params, dict):
         raise ValueError(f"sampling_params is {params!r}; it must be an object")
-    return Sample(ids, count, params_of(params, bounds.context - len(ids)), given.get("prompt_logprobs") is True)
+    top = whole(given, "topk_prompt_logprobs") if given.get("topk_prompt_logprobs") else 0
+    if top > min(MOST_TOP, bounds.vocabulary):
+        raise ValueError(f"topk_prompt_logprobs is {top}; it must be at most {min(MOST_TOP, bounds.vocabulary)}")
+    scored = given.get("prompt_logprobs") is True
+    last = last_of(given, len(ids), scored)
+    return Sample(ids, count, params_of(params, bounds.context - len(ids)), scored, top, last)
+
+
+def last_of(given: dict[str, Any], length: int, scored: bool) -> int | None:
+    """How many of a prompt's last tokens are scored; None is all."""
+    if given.get("prompt_logprobs_last_n") is None:
+        return None
+    last = whole(given, "prompt_logprobs_last_n", 1)
+    if last >= length or not scored:
+        raise ValueError(f"prompt_logprobs_last_n is {last}; it must be 1 to {length - 1}, less than the prompt's "
+                         "tokens, and goes with prompt_logprobs")
+    return last
 
 
 def prompt_of(given: Any, bounds: Bounds) -> list[int]:

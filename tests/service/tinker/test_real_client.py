@@ -186,3 +186,16 @@ def test_several_targets_for_a_token_are_trained_on_and_their_log_probabilities_
     expected = -(weights * logprobs).sum() - (torch.tensor([0.0, 1.0, 1.0, -0.5]) * alone).sum()
     assert found.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
     assert training.optim_step(tinker.AdamParams()).result().metrics["grad_norm"] > 0
+
+
+def test_the_likeliest_tokens_of_a_prompt_and_its_last_ones_only(client: Any) -> None:
+    base = client.create_sampling_client(base_model="tiny").result()
+    prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
+    asked = {"prompt": prompt, "num_samples": 1, "sampling_params": tinker.SamplingParams(max_tokens=1)}
+    found = base.sample(**asked, include_prompt_logprobs=True, topk_prompt_logprobs=4).result()
+    assert found.topk_prompt_logprobs[0] is None and [len(one) for one in found.topk_prompt_logprobs[1:]] == [4] * 3
+    likeliest = max(logprob for _, logprob in found.topk_prompt_logprobs[2])
+    assert found.topk_prompt_logprobs[2][0][1] == likeliest >= found.prompt_logprobs[2]
+    last = base.sample(**asked, include_prompt_logprobs=True, prompt_logprobs_last_n=2).result()
+    assert last.prompt_logprobs[:2] == [None, None]
+    assert last.prompt_logprobs[2:] == pytest.approx(found.prompt_logprobs[2:], abs=1e-5)

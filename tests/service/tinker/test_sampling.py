@@ -92,7 +92,10 @@ def test_a_sample_of_an_earlier_server_is_gone_so_that_the_client_asks_again(ser
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is 3"), ({"prompt": {"chunks": []}}, "no chunks"),
+    ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is 3"),
+    ({"topk_prompt_logprobs": 129}, "it must be at most 128"), ({"topk_prompt_logprobs": -1}, "must be a whole number"),
+    ({"prompt_logprobs": True, "prompt_logprobs_last_n": 4}, "it must be 1 to 3"),
+    ({"prompt_logprobs_last_n": 2}, "goes with prompt_logprobs"), ({"prompt": {"chunks": []}}, "no chunks"),
     ({"prompt": {"chunks": [{"tokens": [5, 400]}]}}, "is 400"),
     ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "token ids"),
     ({"prompt": {"chunks": [{"tokens": [5] * 64}]}}, "1 to 63"), ({"num_samples": 0}, "num_samples is 0"),

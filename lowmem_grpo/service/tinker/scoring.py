@@ -1,0 +1,140 @@
+"""`Scoring`: log-probabilities of prompts. Those that wait for one adapter are computed together, packed."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.kernels.logits import LogitShape
+from lowmem_grpo.kernels.matmul import matmul_fp32
+from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.policy import OutputHead
+from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+TOGETHER = 8192  # tokens that are computed at a time
+AT_ONCE = 32 * TOGETHER  # tokens until others have their turn at the desk
+ROWS = 256  # tokens whose logits are in memory at a time, where the likeliest ones are asked for
+NONE = -99999.0  # in place of a log-probability that was not computed, as the protocol has it
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What is known of a prompt of P tokens. What was not computed is NaN, or the token 0 with NONE."""
+
+    logprobs: Tensor  # (P,) float32
+    ids: Tensor  # (P, k) int32, the likeliest ones in order
+    values: Tensor  # (P, k) float32, their log-probabilities
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that waits."""
+
+    ids: list[int]  # (P,)
+    adapter: Path | None
+    top: int  # how many of the likeliest tokens are asked for
+    last: int  # how many of the last tokens are scored
+    future: "Future[Scored]" = field(default_factory=Future)
+
+    def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
+        """Of what was found at all tokens but the first: (P - 1,), and twice (P - 1, k)."""
+        found = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
+                       torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
+                       torch.cat([torch.full((1, self.top), NONE), values]))
+        before = len(self.ids) - self.last
+        found.logprobs[:before], found.ids[:before], found.values[:before] = torch.nan, 0, NONE
+        return found
+
+
+class Scoring:
+    """Any thread may ask it; the desk's computes."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk, self.lock, self.waiting = desk, threading.Lock(), list[Prompt]()
+        self.packer = Packer(desk.policy.device, desk.memory.train)
+
+    def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
+        """What the base model, or a saved adapter, thinks of a prompt."""
+        prompt = Prompt(ids, adapter, top, len(ids) if last is None else last)
+        with self.lock:
+            self.waiting.append(prompt)
+        self.desk.run(self.work, sleep=False).add_done_callback(lambda done: self.tell(prompt, done))
+        return prompt.future
+
+    def tell(self, prompt: Prompt, done: "Future[None]") -> None:
+        """A prompt whose job was not run, as the desk was closed, fails."""
+        error = done.exception()
+        if error is not None and not prompt.future.done():
+            prompt.future.set_exception(error)
+
+    def work(self) -> None:
+        """Score all that wait for the adapter of the first one; there is nothing to do where an earlier job did it."""
+        taken = self.take()
+        try:
+            self.score(taken)
+        except Exception as error:  # noqa: BLE001, told to whom asked for it
+            for prompt in taken:
+                prompt.future.set_exception(error)
+
+    def take(self) -> list[Prompt]:
+        """Those that wait for the adapter of the first one, up to AT_ONCE tokens."""
+        with self.lock:
+            taken, left, tokens = list[Prompt](), list[Prompt](), 0
+            for one in self.waiting:
+                fits = one.adapter == self.waiting[0].adapter and (not taken or tokens + len(one.ids) <= AT_ONCE)
+                (taken if fits else left).append(one)
+                tokens += len(one.ids) * fits
+            self.waiting = left
+        return taken
+
+    @torch.no_grad()
+    def score(self, prompts: list[Prompt]) -> None:
+        """Set the results of prompts of one adapter."""
+        long = [prompt for prompt in prompts if len(prompt.ids) > 1]
+        groups = [RolloutGroup({}, one.ids[:1], [Rollout(one.ids[1:], [0.0] * (len(one.ids) - 1), "length")])
+                  for one in long]
+        asked = {id(group.rollouts[0]): one for group, one in zip(groups, long, strict=True)}
+        found = [(one, one.scored(torch.empty(0), torch.empty(0, one.top), torch.empty(0, one.top)))
+                 for one in prompts if len(one.ids) == 1]
+        if groups:
+            with self.desk.computing_with(long[0].adapter):
+                found += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
+                                         lambda batches: self.passes(batches, asked))
+        for prompt, scored in found:
+            prompt.future.set_result(scored)
+
+    def passes(self, batches: Iterator[MicroBatch], asked: dict[int, Prompt]) -> list[tuple[Prompt, Scored]]:
+        """The results of all prompts in these micro-batches."""
+        found = []
+        for batch in batches:
+            prompts = [asked[id(rollout)] for rollout in batch.rollouts]
+            most = max(prompt.top for prompt in prompts)
+            logprobs, _ = self.desk.policy.logprobs(batch, 1.0)
+            ids, values = self.likeliest(batch, most)
+            parts = [unpack(one.cpu(), batch) for one in (logprobs.float(), ids, values)]
+            for prompt, one, tokens, likely in zip(prompts, *parts, strict=True):
+                found.append((prompt, prompt.scored(one, tokens[:, :prompt.top], likely[:, :prompt.top])))
+        return found
+
+    def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
+        """(ids (N, k), log-probabilities (N, k)) of the likeliest tokens at each of the N places."""
+        head = self.desk.policy.head
+        if count == 0:
+            return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
+        hidden = batch.at_trained(self.desk.policy.hidden(batch)).to(head.weight.dtype)
+        found = [top_of(head, rows, count) for rows in hidden.split(ROWS)]
+        return torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
+
+
+def top_of(head: OutputHead, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same of some rows (R, D)."""
+    shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
+    top = shape.apply_(matmul_fp32(hidden, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
+    return top.indices, top.values.float()
