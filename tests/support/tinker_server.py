@@ -40,7 +40,8 @@ class Server:
         session = self.post("create_session", {"tags": []}, key).json()["session_id"]
         made = self.post("create_model", {"session_id": session, "model_seq_id": number, "base_model": "tiny",
                                           "lora_config": {"rank": rank, "seed": 3}}, key).json()
-        assert self.wait(made, key).json()["model_id"] == made["model_id"]
+        kept = self.wait(made, key).json()
+        assert kept.get("model_id") == made["model_id"], kept
         return str(made["model_id"])
 
     def wait(self, promise: dict[str, Any], key: str = OWNER) -> Any:

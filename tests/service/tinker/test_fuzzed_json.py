@@ -90,15 +90,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[Any]:
-    made = schemathesis.openapi.from_dict(schema_of(server))
-    with pytest.MonkeyPatch.context() as patched:  # nothing is waited for
-        for name in ("POLL", "SOON"):
-            patched.setattr(f"lowmem_grpo.service.tinker.routes.{name}", 0.02)
-        yield made
+def api(server: Server) -> Any:
+    return schemathesis.openapi.from_dict(schema_of(server))
 
 
-def test_no_request_breaks_the_server_or_tells_of_its_inside(api: Any, server: Server) -> None:
+def test_no_request_breaks_the_server_or_tells_of_its_inside(
+    api: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLL", "SOON"):  # nothing is waited for
+        monkeypatch.setattr(f"lowmem_grpo.service.tinker.routes.{name}", 0.02)
     inside, statuses = str(server.database.path.parent), set[int]()
     for found in api.get_all_operations():
 
