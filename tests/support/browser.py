@@ -40,7 +40,7 @@ class Browser:
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
 
-    def until(self, script: str, wanted: Callable[[Any], bool] = bool, seconds: float = 8.0) -> Any:
+    def until(self, script: str, wanted: Callable[[Any], bool] = bool, seconds: float = 20.0) -> Any:
         """What a script returns, as soon as it is what is wanted."""
         end = time.monotonic() + seconds
         while not wanted(found := self.run(script)):
