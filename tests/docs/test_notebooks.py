@@ -73,6 +73,13 @@ PROMISED = {
          r"model: \d+", r"after: found \d+% of 128 numbers", r"turn 1: '\d+' -> \['", "3 steps with a tool",
          "tool calculate: 252", "calls: 1 right: "],
     ),
+    "train_from_your_laptop": Shows(
+        [{"Mean reward of each step"}],
+        ["what it uses: tiny-games .no card here: the CPU", "the server answers: True", "a model of rank 16",
+         "reward of 16: 1.0 of a word: -1.0", r"step 1: mean reward -?[\d.]+", r"step 8: mean reward -?[\d.]+",
+         "it guesses better: True", "it is there: True", r"base  : \d+", r"trained: \d+",
+         "saved: True in a new model: True", "the server ended with "],
+    ),
     "bring_your_agent": Shows(
         [{"Reward", "Groups with signal"}],
         ["what it uses: tiny-games .no card here: the CPU", "model guesser at step 0",
