@@ -10,7 +10,6 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from lowmem_grpo.views.alarm_list import Warned, alarmed, alarms_section
 from lowmem_grpo.views.chart import Chart, how_smoothed
 from lowmem_grpo.views.charts import Record, figures, taught
 from lowmem_grpo.views.headline import NOTHING, clipped, headline
-from lowmem_grpo.views.palette import LINES, css, sign
+from lowmem_grpo.views.page_file import page
+from lowmem_grpo.views.palette import LINES, sign
 from lowmem_grpo.views.svg import MOST_POINTS, drawing, hover_data
 from lowmem_grpo.views.trajectories import CONTEXT_SIGN, SAMPLED_SIGN, shown_turns
 
@@ -40,7 +40,6 @@ ANSWERS = """<div class="scroll card"><table><thead><tr id="head"></tr></thead><
 EPISODES = f"""<p class="quiet"><b class="sampled">{SAMPLED_SIGN} sampled</b> by the policy, which learns from it;
 <b class="context">{CONTEXT_SIGN} context</b> from the prompt, tools and the environment, which it only reads</p>
 <div id="rows" class="episodes"></div>"""
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def write_report(run_dir: Path) -> Path:
@@ -147,42 +146,9 @@ def content(
     return Content(found.title, sections, data | {"samples": samples}, f"{lacks.note} {how_smoothed(charts)}")
 
 
-def page(title: str, body: str, data: Record) -> str:
-    """The HTML file with this body; its script reads `data`."""
-    assets = files("lowmem_grpo") / "assets"
-    held = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
-<style>{style()}{(assets / "uplot" / "uPlot.min.css").read_text()}</style></head>
-<body><main>{body}</main>
-<script type="application/json" id="data">{held}</script>
-<script>{drawing_script()}{(assets / "page" / "run.js").read_text()}</script></body></html>
-"""
-
-
-def drawing_script() -> str:
-    """uPlot with its licence in place of its first line, which names an address."""
-    folder = files("lowmem_grpo") / "assets" / "uplot"
-    script = (folder / "uPlot.min.js").read_text(encoding="utf-8").partition("\n")[2]
-    return f"/*! uPlot\n{(folder / 'LICENSE').read_text(encoding='utf-8')}*/\n{script}\n"
-
-
-def style() -> str:
-    """The style sheet of the pages about runs."""
-    return css() + line_rules() + (files("lowmem_grpo") / "assets" / "page" / "run.css").read_text()
-
-
 def size(text: str) -> int:
     """Bytes of a text in a file."""
     return len(text.encode("utf-8", errors="replace"))
-
-
-def line_rules() -> str:
-    """The style of the lines of a chart, each in its colour."""
-    return "".join(f".l{place}{{--own:var(--line{place})}}" for place in range(len(LINES))) + "\n"
 
 
 def missing(rows: list[Record], completions: list[Record], summary: Record) -> list[str]:

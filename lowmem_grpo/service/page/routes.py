@@ -12,7 +12,7 @@ from lowmem_grpo.service.gate import HOSTS, Gate
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.units import MIB
-from lowmem_grpo.views.report import style
+from lowmem_grpo.views.page_file import style
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "

@@ -9,7 +9,7 @@ import pytest
 from lowmem_grpo.views.dashboard import followed
 from lowmem_grpo.views.dashboard.followed import Followed
 from lowmem_grpo.views.dashboard.log_tail import log_tail
-from lowmem_grpo.views.report import page
+from lowmem_grpo.views.page_file import page
 from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
 
 
