@@ -5,7 +5,8 @@
 The model in the package; every request has a prompt of its own and draws the same number of tokens. "Served" are
 requests of the Tinker protocol from a process of their own, each over a connection of its own that is open already,
 until the last sample is read; "in process" are the same calls given to the desk, which batches them for the engine.
-They take turns. At least 0.9 of the tokens a second in the process are wanted over HTTP.
+They take turns. At least 0.9 of the tokens a second in the process are wanted over HTTP. The ratio of
+the processor's seconds tells what a request costs on a machine that has other work.
 """
 
 import asyncio
@@ -110,18 +111,22 @@ def in_process(model: ServedModel, count: int, tokens: int) -> tuple[float, int]
 def measured(model: ServedModel, pipe: Any, count: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens a second of both ways."""
     taken: dict[str, list[float]] = {"served": [], "in_process": []}
+    worked: dict[str, list[float]] = {"served": [], "in_process": []}  # seconds of this process, not the client's
     for number in range(rounds + 1):  # the first one warms up
         for name in sorted(taken, reverse=bool(number % 2)):
+            began = time.process_time()
             if name == "served":
                 pipe.send(number)
             seconds, drawn = pipe.recv() if name == "served" else in_process(model, count, tokens)
             if drawn != count * tokens:
                 raise click.ClickException(f"{name} drew {drawn} tokens instead of {count * tokens}")
             taken[name].append(seconds)
-            console.print(f"round {number}, {name}: {seconds:.2f} s")
+            worked[name].append(time.process_time() - began)
+            console.print(f"round {number}, {name}: {seconds:.2f} s, processor {worked[name][-1]:.2f} s")
     ratio = median(b / a for a, b in zip(taken["served"][1:], taken["in_process"][1:], strict=True))
     speeds = {f"{name}_tokens_s": round(count * tokens / median(times[1:])) for name, times in taken.items()}
-    return speeds | {"ratio": round(ratio, 4)}
+    processor = median(b / a for a, b in zip(worked["served"][1:], worked["in_process"][1:], strict=True))
+    return speeds | {"ratio": round(ratio, 4), "processor_ratio": round(processor, 4)}
 
 
 @click.command(help=__doc__)

@@ -25,11 +25,12 @@ LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-gr
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
               help="Tokens of a sequence that clients train on.")
 @click.option("--4bit/--16bit", "load_in_4bit", default=True, show_default=True, help="How the model is stored.")
+@click.option("--offload-embedding", is_flag=True, help="Keep the embedding on the host, to save the card's memory.")
 @click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="A folder of recipe files that jobs may name.")
 def serve(
     port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
-    load_in_4bit: bool, recipes: Path | None,
+    load_in_4bit: bool, offload_embedding: bool, recipes: Path | None,
 ) -> None:
     """Serve this card: recipes that are submitted wait here, and run when it is free.
 
@@ -66,7 +67,7 @@ def serve(
             dispatcher = dispatcher_of(database, home.jobs, recipes)
             served = None if model is None else serve_model(
                 model, database, home.folder / "models", allowances, load_in_4bit=load_in_4bit,
-                max_seq_length=max_seq_length)
+                max_seq_length=max_seq_length, offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
             app = app_of(dispatcher.queue, users, partial(checked, recipes), everywhere,
                          None if served is None else served.routers())
