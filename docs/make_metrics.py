@@ -30,6 +30,9 @@ METRICS = {
         "shares of completions: those that got no judgement, and those whose judgement was in the cache",
     "judge/NAME/retries, judge/NAME/tokens, judge/NAME/cost, judge/NAME/seconds":
         "of a judge: repeated requests, tokens and cost (at the given prices) per completion; seconds per call",
+    "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
+        "of a run in several processes, for each of them: seconds of sampling, of training, of waiting for the others, "
+        "and of a step without that",
     "frac_reward_zero_std": "share of groups in which all completions got the same reward",
     "groups/total, groups/with_signal, groups/signal_share":
         "groups that are trained on, and those of them with any advantage other than 0",

@@ -15,6 +15,7 @@ from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.first_look import look
 from lowmem_grpo.models.named import TINY, find
+from lowmem_grpo.parallel.place import own_device
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class FastLanguageModel:
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
         from lowmem_grpo.offload.embedding import embed_on_host, movable
 
-        device = named or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        device = named or own_device(torch.cuda.device_count())
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, found, where)

@@ -27,7 +27,7 @@ import lowmem_grpo.rewards
 ROOT = Path(lowmem_grpo.__file__).parent
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
-    ("kernels", "sandbox", "types", "units", "rules", "later", "hub", "unsloth_names"),
+    ("kernels", "sandbox", "parallel", "types", "units", "rules", "later", "hub", "unsloth_names"),
     ("losses", "offload", "memory", "planning"),
     ("config", "models"),
     ("engines",),
@@ -38,6 +38,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
+    "parallel": {"numpy"},
     "hub": {"huggingface_hub"},
     "models": {"bitsandbytes", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "packaging", "transformers", "vllm"},
@@ -73,7 +74,7 @@ LAZY = {  # packages with doors: their names, and the homes of these
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub")  # of vLLM, and of datasets, which is not imported to look it up
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "parallel.place")  # of vLLM, datasets (not imported) and torchrun
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 

@@ -18,7 +18,7 @@ TAUGHT: dict[str, Any] = {
     "per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "lr_scheduler_type": "cosine",
     "save_steps": 2, "save_total_limit": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3,
 }
-TIMES = ("elapsed", "step_time", "tokens_per_second", "time/", "memory/")  # and what begins so
+TIMES = ("elapsed", "step_time", "tokens_per_second", "time/", "memory/", "ranks/")  # and what begins so
 
 
 def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:

@@ -1,6 +1,7 @@
 """`lowmem-grpo plan`: what a run will hold in memory and how long a step will take, before there is a card."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "fal
 @click.option("--model", required=True, help="A built-in shape, a model on the hub, or a folder or file with a "
               "config.json.")
 @click.option("--gpu", required=True, help="A card (t4, 4090, a100-40, ...) or a memory size (16GiB).")
+@click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Such cards, which share the "
+              "prompts of a step; memory and time are of one of them.")
 @click.option("--context", default=2048, show_default=True, help="Tokens of the longest sequence.")
 @click.option("--generations", "num_generations", default=8, show_default=True, help="Completions for each prompt.")
 @click.option("--rank", "lora_rank", default=32, show_default=True, help="Rank of LoRA on all linear layers.")
@@ -42,7 +45,7 @@ CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "fal
 def plan(
     model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
     prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
-    **settings: Any,
+    gpus: int, **settings: Any,
 ) -> None:
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
@@ -67,9 +70,14 @@ def plan(
         asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
         if prompts is not None and prompts < 1:
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
-        step = (PROMPTS if prompts is None else prompts) * asked.num_generations
+        whole = PROMPTS if prompts is None else prompts
+        if whole < gpus:
+            raise ValueError(f"a step of {whole} prompts cannot be shared by {gpus} cards, each of which takes whole "
+                             "prompts; raise --prompts, or plan fewer --gpus")
+        prompts = math.ceil(whole / gpus)
+        step = prompts * asked.num_generations
         asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES),
-                        longest_completion=max_completion_length)
+                        longest_completion=max_completion_length, ranks=gpus)
         longest = planner.max_context(config, asked, card) if max_context else None
         found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
         work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,

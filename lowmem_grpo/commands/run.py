@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from lowmem_grpo.parallel.place import take_card
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.views.terminal import plain_errors, quiet
@@ -42,6 +43,7 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
     with plain_errors():
         from lowmem_grpo.commands.asked import check_recipe
 
+        take_card()
         check_recipe(recipe, options)
     quiet()
     with plain_errors():

@@ -52,6 +52,9 @@ class SamplingParams(metaclass=CheckedCall):
     logprobs: int | None = None
     """`fast_generate` returns, for each token, its own log-probability and those of so many likeliest ones (-1: of
     all), in vLLM's shape."""
+    part: tuple[int, int] | None = None
+    """(F, N): these prompts are those from place F on of N, which several processes share. Their random numbers are
+    those that they would have in a call with all N."""
 
     unsupported = FIXED  # what `CheckedCall` refuses by
 

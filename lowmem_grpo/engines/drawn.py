@@ -56,10 +56,12 @@ class Drawn:
         """Before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         total, width, most = len(budgets), max(budgets) + 1, torch.tensor(budgets, device=device)
+        part = None if params.part is None else (params.part[0] * params.n, params.part[1] * params.n)
         return cls(
-            prompts, params, Numbers(seed, total, device), torch.zeros(total, width, dtype=torch.long, device=device),
-            torch.zeros(total, width, device=device), most, most.clone(),
-            torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts), until=until,
+            prompts, params, Numbers(seed, total, device, part),
+            torch.zeros(total, width, dtype=torch.long, device=device), torch.zeros(total, width, device=device), most,
+            most.clone(), torch.zeros(total, dtype=torch.bool, device=device), finished, [params.n] * len(prompts),
+            until=until,
         )
 
     def uniform(self, rows: Tensor, place: int) -> Tensor:

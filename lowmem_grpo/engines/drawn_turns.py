@@ -40,8 +40,8 @@ class DrawnTurns(Drawn):
                 conversation.give(requests[row].key, rollouts[0])
 
         finished = FinishedPrompts(len(requests), give)
-        nothing = Drawn.nothing([request.ids for request in requests], replace(params, n=1, seed=0), budgets, device,
-                                finished)
+        params = replace(params, n=1, seed=0, part=None)
+        nothing = Drawn.nothing([request.ids for request in requests], params, budgets, device, finished)
         numbers = torch.zeros(nothing.ids.shape, dtype=torch.float64)
         for row, request in enumerate(requests):
             numbers[row].uniform_(generator=torch.Generator().manual_seed(request.seed))

@@ -14,8 +14,10 @@ class Numbers:
     """Numbers from [0, 1) that depend on a seed, the row and the place, and on nothing that happened before. So a
     completion is the same however its row was batched, interrupted or guessed ahead."""
 
-    def __init__(self, seed: int, rows: int, device: torch.device) -> None:
+    def __init__(self, seed: int, rows: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
+        """`part` (F, N) says that these are the rows from F on of N; their numbers are as in a call with all N."""
         self.seed, self.rows, self.device = seed, rows, device
+        self.first, self.whole = part or (0, rows)
         self.blocks: OrderedDict[int, Tensor] = OrderedDict()
 
     def at(self, rows: Tensor, place: int) -> Tensor:
@@ -35,8 +37,8 @@ class Numbers:
         if index not in self.blocks:
             seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
             generator = torch.Generator(self.device).manual_seed(seed)
-            self.blocks[index] = torch.rand(self.rows, STEPS, dtype=torch.float64, device=self.device,
-                                            generator=generator)
+            made = torch.rand(self.whole, STEPS, dtype=torch.float64, device=self.device, generator=generator)
+            self.blocks[index] = made[self.first : self.first + self.rows]
         self.blocks.move_to_end(index)
         while len(self.blocks) > HELD:
             self.blocks.popitem(last=False)

@@ -52,7 +52,7 @@ def decode(
     """One round. What it samples depends on its requests only: they share the seed of the first. `generate` has one
     limit of tokens for all, so longer completions than a turn may have are cut."""
     most = max(request.max_tokens for request in requests)
-    one = replace(params, n=1, max_tokens=most, seed=requests[0].seed)
+    one = replace(params, n=1, max_tokens=most, seed=requests[0].seed, part=None)
 
     def give(index: int, rollouts: list[Rollout]) -> None:
         request = requests[index]

@@ -24,16 +24,30 @@ class Reducer:
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
         """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
         for name, value in metrics.items():
-            seen = self.sums.get(name)
             if name.endswith(("min", "max")):
-                extreme = torch.minimum if name.endswith("min") else torch.maximum
-                self.sums[name] = value if seen is None else extreme(seen, value)
-                self.weights[name] = 1.0
+                self.take(name, value, 1.0)
             else:
                 share = (counts or {}).get(name, weight)
-                value = value if share else torch.zeros_like(value)  # a mean over nothing may be NaN
-                self.sums[name] = value * share if seen is None else seen + value * share
-                self.weights[name] = self.weights.get(name, 0.0) + share
+                self.take(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
+
+    def take(self, name: str, value: Tensor, weight: float) -> None:
+        """Take in an extreme, or a sum over `weight` things."""
+        seen = self.sums.get(name)
+        if name.endswith(("min", "max")):
+            extreme = torch.minimum if name.endswith("min") else torch.maximum
+            self.sums[name], self.weights[name] = value if seen is None else extreme(seen, value), 1.0
+        else:
+            self.sums[name] = value if seen is None else seen + value
+            self.weights[name] = self.weights.get(name, 0.0) + weight
+
+    def join(
+        self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]
+    ) -> None:
+        """Take in what another reducer has."""
+        for name, value in sums.items():
+            self.take(name, value, weights[name])
+        for name, parts in samples.items():
+            self.samples.setdefault(name, []).extend(parts)
 
     def keep(self, samples: dict[str, Tensor]) -> None:
         """Keep values (N,) that are wanted for the whole step."""

@@ -2,6 +2,7 @@
 
     prefill, decode              `sampling_time`
     forward, backward, optimizer, copies   `training_time`
+    ranks                        their gradients are added up on the hosts, where there are several cards
     engine                       it falls asleep and wakes, and quick rewards: a constant
 
 Speeds are those of the card's data sheet (`card_speeds`), costs of launches and instructions are `time_costs`.
@@ -16,8 +17,9 @@ from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import MemoryPlan
+from lowmem_grpo.memory.rows import ADAPTER_BYTES
 from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
-from lowmem_grpo.planning.costs import COSTS, ENGINE_SECONDS, Costs, calibration
+from lowmem_grpo.planning.costs import COSTS, ENGINE_SECONDS, SUM_BYTES_PER_SECOND, Costs, calibration
 from lowmem_grpo.planning.sampling_time import Sampling
 from lowmem_grpo.planning.training_time import Training
 from lowmem_grpo.planning.workload import Workload
@@ -85,7 +87,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
         "optimizer": work.updates * training.optimizer(),
         "copies": work.iterations * training.copies(work, forward.seconds, backward.seconds)
         + work.updates * costs.optimizer_copy_seconds,
-        "engine": ENGINE_SECONDS,
+        **ranks_part(plan, shape, work), "engine": ENGINE_SECONDS,
     }
     return TimePlan(
         work, card, calibrated(seconds, card), None, training.micro_batches,
@@ -93,6 +95,14 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs 
         round(work.tail_steps), sampling.tail(work) * calibration(card, "generate"),
         {"forward": forward.bound, "backward": backward.bound},
     )
+
+
+def ranks_part(plan: MemoryPlan, shape: ModelShape, work: Workload) -> dict[str, float]:
+    """What adding up the gradients of several ranks takes; nothing for one."""
+    if plan.settings.ranks == 1:
+        return {}
+    size = ADAPTER_BYTES * shape.lora_weights(plan.settings.lora_rank)
+    return {"ranks": work.updates * size / SUM_BYTES_PER_SECOND}
 
 
 def unknown(name: str) -> str:

@@ -1,7 +1,7 @@
 """What all recipes share: one call from a lesson (data, rewards, what is right) to a trained model and its report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
 from lowmem_grpo.memory.peaks import keep_to
+from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.preflight.before_run import refuse_errors
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
@@ -58,13 +59,18 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
     """Load, measure, train, measure again, report. The `state` of the returned trainer says how far the run came.
 
     Where Ctrl-C stops it, this ends the command, with the exit status 130."""
-    console = opened(lesson, console)
+    with ranks().together():
+        return taught(setup, lesson, opened(lesson, console))
+
+
+def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
+    """`teach`, in each of the processes of a run."""
     if not setup.resume:
         check_folders(setup, lesson)
     model, trainer = load(setup, lesson)
     if trainer.args.preflight:  # before minutes go into held-out answers; train() repeats it and logs the warnings
         refuse_errors(trainer.preflight())
-    if setup.resume and is_done(trainer, lesson):
+    if setup.resume and trainer.ranks.first("whether all is done", lambda: is_done(trainer, lesson)):
         made = count_text(trainer.state.max_steps, "step")
         console.print(f"{trainer.run_dir} is finished: {made}; raise max_steps to go on", soft_wrap=True, markup=False,
                       highlight=False)
@@ -161,16 +167,26 @@ def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
 
 def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRequest | None) -> Answers | None:
     """One answer to each held-out problem at temperature 1, by the base model or with an adapter; None where the lesson
-    has no test. All are sampled in one batch, so that a seed gives the same answers before and after."""
+    has no test. All are sampled in one batch, so that a seed gives the same answers before and after; of several ranks
+    each samples its share of it."""
     if lesson.test is None or lesson.right is None:
         return None
     params = SamplingParams(
         temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed
     )
-    rows, together = rows_of(lesson.test, None), len(lesson.test)
-    if lesson.play is None:
-        return answer(model, rows, [lesson.right], params, adapter, together)
-    return lesson.play.answers(model, rows, [lesson.right], params, adapter, together, episode_settings(setup.config))
+    rows, together, all_of_them = rows_of(lesson.test, None), len(lesson.test), ranks()
+    share = all_of_them.share(len(rows))
+    if all_of_them.count > 1:
+        rows, params = [rows[place] for place in share], replace(params, part=(share.start, len(rows)))
+
+    found = None
+    if rows and lesson.play is None:
+        found = answer(model, rows, [lesson.right], params, adapter, together)
+    elif rows and lesson.play is not None:
+        settings = episode_settings(setup.config)
+        found = lesson.play.answers(model, rows, [lesson.right], params, adapter, together, settings)
+    parts = all_of_them.gather("answers to held-out problems", found)
+    return Answers.joined([part for part in parts if part is not None])
 
 
 def warm_up(

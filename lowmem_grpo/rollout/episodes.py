@@ -78,6 +78,7 @@ class Batch:
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
+        self.first = 0 if params.part is None else params.part[0]  # place of these prompts in a whole
         self.workers = Workers(max(64, params.n), episodes.loop)
         self.tries: Counter[int] = Counter()
         self.live: dict[int, Episode] = {}
@@ -156,7 +157,7 @@ class Batch:
 
     def seed_of(self, index: int, member: int, turn: int | str) -> int:
         """The seed of a turn: not of when it came."""
-        return random.Random(f"{self.seed}-{index}-{member}-{turn}").getrandbits(62)
+        return random.Random(f"{self.seed}-{self.first + index}-{member}-{turn}").getrandbits(62)
 
     def submit(self, key: int, work: Callable[[Job], Any]) -> None:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)

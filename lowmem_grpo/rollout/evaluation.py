@@ -4,6 +4,7 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
+from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
@@ -16,14 +17,14 @@ class Evaluation:
 
     def __init__(
         self, dataset: Any, strategy: str, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
-        scoring: Scoring,
+        scoring: Scoring, ranks: Ranks | None = None,
     ) -> None:
         if dataset is not None:
             check_dataset(dataset)
         elif strategy != "no":
             raise ValueError(f'eval_strategy is "{strategy}", which needs an eval_dataset; pass one')
         self.dataset, self.params, self.size, self.encoder = dataset, params, size, encoder
-        self.sampler, self.scoring = sampler, scoring
+        self.sampler, self.scoring, self.ranks = sampler, scoring, ranks or Ranks()
 
     def run(self, dataset: Any = None) -> dict[str, float]:
         """Mean rewards and lengths of the current policy on these rows, or on its own, named eval_*; ValueError where
@@ -36,10 +37,19 @@ class Evaluation:
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:
             raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
+        batches = [prompts[start : start + self.size] for start in range(0, len(prompts), self.size)]
+        own = [batches[place] for place in self.ranks.share(len(batches))]
+        groups = [group for part in self.ranks.gather("the evaluation", self.groups_of(own)) for group in part]
+        return {f"eval_{name}": value for name, value in rollout_metrics(groups, self.scoring.names).items()}
+
+    def groups_of(self, batches: list[list[Prompt]]) -> list[RolloutGroup]:
+        """The groups of all batches, one batch sampled after the other, with rewards."""
         groups: list[RolloutGroup] = []
-        with self.scoring.begin(prompts) as calls:
-            for start in range(0, len(prompts), self.size):
-                groups += self.sampler.sample(prompts[start : start + self.size], self.params)
+        if not batches:
+            return groups
+        with self.scoring.begin([prompt for batch in batches for prompt in batch]) as calls:
+            for batch in batches:
+                groups += self.sampler.sample(batch, self.params)
             scores = calls.settle(groups)
         self.scoring.apply(groups, scores)
-        return {f"eval_{name}": value for name, value in rollout_metrics(groups, self.scoring.names).items()}
+        return groups

@@ -92,8 +92,12 @@ class ParityGate:
             metrics = self.check(groups)
         if not due:
             return {}
-        self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
+        self.take_in(metrics)
         return metrics
+
+    def take_in(self, metrics: dict[str, float]) -> None:
+        """What was measured, here or by the rank that all go by."""
+        self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Metrics over some groups; ParityError if the mean difference is above the bound.

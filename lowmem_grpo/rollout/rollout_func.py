@@ -94,8 +94,9 @@ class RolloutFunction:
         asked for again, is answered anew."""
         self.calls += 1
         usual = self.params or self.trainer.args.sampling(None)
-        seed = None if usual.seed is None else random.Random(f"{usual.seed}-{self.calls}").getrandbits(62)
-        params = replace(usual, **{"n": 1, "seed": seed, **overrides})
+        part = "" if usual.part is None else f"-{usual.part[0]}"
+        seed = None if usual.seed is None else random.Random(f"{usual.seed}-{self.calls}{part}").getrandbits(62)
+        params = replace(usual, **{"n": 1, "seed": seed, "part": None, **overrides})
         if params.n != 1:
             raise ValueError(f"generation_overrides has n={params.n}; repeat the prompt in `prompts` instead")
         ids = [self.encoded(prompt, as_chat) for prompt in prompts]

@@ -84,6 +84,22 @@ class Answers:
     metrics: dict[str, float]  # mean of each further reward function
     episodes: dict[str, float] = field(default_factory=dict)  # of agents: turns, ends by reason, calls of tools
 
+    @classmethod
+    def joined(cls, parts: Sequence["Answers"]) -> "Answers":
+        """The answers to all prompts, of answers to some of them; means count each part by its prompts."""
+        sizes = [len(part.texts) for part in parts]
+
+        def means(each: list[dict[str, float]]) -> dict[str, float]:
+            return {name: sum(size * one[name] for size, one in zip(sizes, each, strict=True)) / sum(sizes)
+                    for name in each[0]} if all(one.keys() == each[0].keys() for one in each) else {}
+
+        return parts[0] if len(parts) == 1 else cls(
+            [texts for part in parts for texts in part.texts], [right for part in parts for right in part.right],
+            sum(part.unjudged for part in parts), sum(part.tokens for part in parts),
+            sum(part.cut_off for part in parts), means([part.metrics for part in parts]),
+            means([part.episodes for part in parts]),
+        )
+
     @property
     def counts(self) -> list[int]:
         """Right answers of each prompt (P,)."""

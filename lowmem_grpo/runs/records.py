@@ -135,6 +135,31 @@ class RunRecords:
         self.lines[name] += len(texts)
 
 
+class NoRecords(RunRecords):
+    """Of a rank that does not lead: what the run writes, the first rank writes."""
+
+    def begin(self) -> Path | None:
+        return None
+
+    def rewind(self, step: int) -> None:
+        return None
+
+    def flush(self) -> None:
+        return None
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        return None
+
+    def known(self) -> dict[str, Any]:
+        return {}
+
+    def missing(self, written: dict[str, int]) -> list[str]:
+        return []
+
+    def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
+        return None
+
+
 def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:
     """The error for `needed` bytes that could not be written to `path`, when `free` were free before."""
     return RecordError(f"{refused(path, error, needed, free)}. What was written before is whole; afterwards go on with "

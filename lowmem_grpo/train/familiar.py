@@ -11,6 +11,7 @@ from typing import Any
 from lowmem_grpo import hub
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
@@ -27,7 +28,7 @@ LOSS = "the loss is computed on packed sequences: trainer.forward_backward(group
 MADE = "the trainer makes its optimizer itself, or takes optimizers=(optimizer, scheduler)"
 SAMPLE = ("sample with model.fast_generate(prompts, lora_request=model.current_lora()), or measure with "
           "trainer.evaluate()")
-ONE = "there is one process and one device"
+ONE = "every process has the whole model on one device"
 NOT_HERE = {
     **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
                      "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
@@ -57,18 +58,24 @@ class NotHereError(AttributeError, UnsupportedError):
     """Other trainers have this and ours do not; the message says what to use instead."""
 
 
-class OneProcess:
-    """What people ask of `trainer.accelerator`, where there is one process."""
+class Processes:
+    """What people ask of `trainer.accelerator`."""
 
-    num_processes, process_index, local_process_index = 1, 0, 0
-    is_main_process = is_local_main_process = is_last_process = True
-    print = staticmethod(print)
+    def __init__(self, device: Any, ranks: Ranks) -> None:
+        self.device, self.ranks = device, ranks
+        self.num_processes, self.process_index = ranks.count, ranks.rank
+        self.local_process_index = ranks.place.local
+        self.is_main_process, self.is_local_main_process = ranks.leads, not ranks.place.local
+        self.is_last_process = ranks.rank == ranks.count - 1
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print in the first process."""
+        if self.is_main_process:
+            print(*values, **options)
 
     def wait_for_everyone(self) -> None:
-        """There is nobody to wait for."""
+        """Wait until all processes are here."""
+        self.ranks.meet("wait_for_everyone()")
 
     def unwrap_model(self, model: Any, **_: Any) -> Any:
         """The model: nothing is wrapped around it."""
@@ -89,6 +96,7 @@ class Familiar:
     callbacks: Callbacks
     saver: Saver
     run_dir: Path
+    ranks: Ranks
     given_rows: Any  # as they were passed
     given_eval_rows: Any
 
@@ -134,9 +142,9 @@ class Familiar:
         return self.model
 
     @property
-    def accelerator(self) -> OneProcess:
-        """What can be asked of the one process."""
-        return OneProcess(self.learner.policy.device)
+    def accelerator(self) -> Processes:
+        """What can be asked of the run's processes."""
+        return Processes(self.learner.policy.device, self.ranks)
 
     @property
     def optimizer(self) -> Any:
@@ -159,10 +167,12 @@ class Familiar:
         return self.args.hub_model_id or self.run_dir.resolve().name
 
     def is_world_process_zero(self) -> bool:
-        """There is one process."""
-        return True
+        """Whether this process leads."""
+        return self.ranks.leads
 
-    is_local_process_zero = is_world_process_zero
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return not self.ranks.place.local
 
     def get_learning_rates(self) -> list[float]:
         """Of each group of the optimizer."""

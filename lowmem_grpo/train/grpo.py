@@ -109,7 +109,8 @@ class GRPOTrainer(Trainer):
 
     def first_engine(self, given: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
-        self.model.loaded.keeper.expect(self.args.prompts_at_once * self.args.sampled_per_prompt)
+        prompts = len(self.ranks.share(self.args.prompts_at_once)) or 1
+        self.model.loaded.keeper.expect(prompts * self.args.sampled_per_prompt)
         engine = given or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
             raise ValueError(
@@ -136,10 +137,11 @@ class GRPOTrainer(Trainer):
         self.evaluation = Evaluation(
             self.evaluation_rows(eval_dataset), config.eval_strategy,
             config.sampling(config.seed, n=config.num_generations_eval or 1),
-            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
+            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring, self.ranks,
         )
         self.collector = Collector(
-            config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity
+            config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity,
+            self.ranks,
         )
 
     def trains_ahead(self, plan: MemoryPlan | None) -> Ahead | None:

@@ -20,6 +20,7 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.begun import Begun
 from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
@@ -32,13 +33,14 @@ from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 class Learner:
     """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step.
 
-    If memory runs out, the work is undone and repeated in smaller micro-batches, with the same result.
+    If memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. Of several ranks
+    each gets all groups and trains its part of them; the gradients are summed before they are clipped.
     """
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: Bound | None = None,
-        guard: Guard | None = None,
+        guard: Guard | None = None, ranks: Ranks | None = None,
     ) -> None:
         self.policy, self.config, self.objective = policy, config, objective
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -48,6 +50,7 @@ class Learner:
         self.bound = bound or RunMemory().train
         self.packer = Packer(policy.device, self.bound)
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
+        self.ranks = ranks or Ranks()
         self.flags = Flags()  # of the pass in progress
         self.prepare_again: Callable[[], None] | None = None  # while no step was made since `prepare`
 
@@ -61,12 +64,30 @@ class Learner:
         return Limits(tokens, spread=self.bound.spread)
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set `old_logprobs`, `ref_logprobs` or `entropy` of every rollout from the policy as it is now."""
+        """Set `old_logprobs`, `ref_logprobs` or `entropy` of every rollout from the policy as it is now; of several
+        ranks each does its part of the groups, and `tell_fields` the rest."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
-        for rollout, *found in self.packer.run(what, groups, self.limits, self.recompute, random.restore):
+        for rollout, *found in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
             for field in fields:
                 setattr(rollout, field, found[field == "entropy"])
+
+    def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
+        """Give every rank what the others filled in."""
+        if self.ranks.count == 1 or not fields:
+            return
+        rollouts = members(groups)
+        places = {id(rollout): place for place, rollout in enumerate(rollouts)}
+        own = {places[id(one)]: [getattr(one, field) for field in fields] for one in members(self.mine(groups))}
+        for filled in self.ranks.gather("recomputed log-probabilities", own):
+            for place, values in filled.items():
+                for field, value in zip(fields, values, strict=True):
+                    setattr(rollouts[place], field, value)
+
+    def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """This rank's part of the groups; all parts have about as many tokens."""
+        return self.ranks.mine(groups, lambda group: sum(
+            len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
 
     @torch.no_grad()
     def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor, Tensor]]:
@@ -99,11 +120,16 @@ class Learner:
                     self.fill_logprobs(rollouts, "ref_logprobs")
             if self.bound.lowered != limit:
                 fill()  # all of it in micro-batches of one size, as in a run that began with this bound
-            else:
-                self.objective.prepared([rollout for group in rollouts for rollout in group.rollouts])
+
+        def again() -> None:
+            fill()
+            self.objective.prepared(members(rollouts))
 
         fill()
-        self.prepare_again = fill if fields else None
+        self.tell_fields(rollouts, fields)
+        self.objective.prepared(members(rollouts))
+        # what all ranks decided together stays as it is where one of them does its own part again
+        self.prepare_again = None if not fields else again if self.ranks.count == 1 else fill
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """The groups with only the rollouts that can move the policy; an unjudged group keeps none."""
@@ -137,7 +163,7 @@ class Learner:
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         totals, begun = self.totals(groups, num_tokens), begun or Begun.nothing(self.policy.device)
         begun.divide_by(totals, self.objective, self.policy.trainable)
-        left = [group for group in trained if not begun.holds(group)]
+        left = [group for group in self.mine(trained) if not begun.holds(group)]
         before = self.objective.state()
         gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
 
@@ -150,11 +176,14 @@ class Learner:
                 self.prepare_again()
                 random.take()
 
-        def work(batches: Iterator[MicroBatch]) -> dict[str, float]:
+        def work(batches: Iterator[MicroBatch]) -> Sums:
             return self.accumulate(batches, totals, begun.sums)
 
-        metrics = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
-        if self.guard.passed(trained, self.flags):
+        sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
+        sums = Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(members(trained))),
+                             members(trained)) if self.ranks.count > 1 else sums
+        metrics = sums.metrics(self.objective) | self.policy.differing_routes()
+        if self.guard.passed(trained, sums.flags):
             self.objective.restore(before)  # what was measured is no measure of anything
         self.prepare_again = None
         kept, total = (sum(len(group.rollouts) for group in some) for some in (trained, groups))
@@ -163,9 +192,8 @@ class Learner:
 
     def accumulate(
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums | None = None
-    ) -> dict[str, float]:
-        """Add the gradient of each micro-batch to what was begun; returns the loss, its metrics over all of them, and
-        their number."""
+    ) -> Sums:
+        """Add the gradient of each micro-batch to what was begun; returns what they add up to."""
         self.policy.model.train()
         sums = Sums(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
@@ -173,7 +201,7 @@ class Learner:
         self.flags = sums.flags
         for batch in batches:
             self.add(batch, totals, sums)
-        return sums.metrics(self.objective) | self.policy.differing_routes()
+        return sums
 
     def add(self, batch: MicroBatch, totals: StepTotals, sums: Sums) -> None:
         """Add the gradient of one micro-batch, which is on the device, and what it adds to the sums."""
@@ -192,10 +220,12 @@ class Learner:
         return out
 
     def optim_step(self) -> dict[str, float]:
-        """Clip, step and clear the gradients. A step without gradient, or with NaN or infinity, is skipped.
+        """Sum the ranks' gradients, clip them, step and clear them. A step without gradient, or with NaN or infinity,
+        is skipped.
 
         Raises NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values.
         """
+        self.ranks.sum_gradients(self.policy.trainable)
         named = self.policy.model.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
         broken: list[str] = []  # names of parameters
@@ -235,3 +265,8 @@ class Learner:
             failed = tried(step, self.policy.device, self.before.restore)
         if isinstance(failed, Shortage):
             self.bound.end(what, failed)
+
+
+def members(groups: list[RolloutGroup]) -> list[Rollout]:
+    """The rollouts of all groups, in order."""
+    return [rollout for group in groups for rollout in group.rollouts]

@@ -11,6 +11,7 @@ import torch
 
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
 from lowmem_grpo.runs.facts import error_text, facts
 from lowmem_grpo.runs.records import FINAL, RunRecords
@@ -31,8 +32,10 @@ class Lifecycle(Familiar):
     records: RunRecords
     control: TrainerControl
     interrupt: Interrupt
+    ranks: Ranks
     told: dict[str, Any]  # what the trainer's caller knows of the run, for the summary however the run ends
     began = ""  # when this trainer began the run in its folder
+    stops = False  # whether all ranks have agreed to stop
     began_here = False  # whether this call of `train` has begun or resumed it
 
     def save_state(self) -> Path:
@@ -47,8 +50,8 @@ class Lifecycle(Familiar):
         """A fresh run directory, or the state of a checkpoint."""
         torch.manual_seed(self.args.seed)
         self.control.should_training_stop = False  # what stopped an earlier `train`
-        known = self.records.known()
-        if not resume and self.stopped(known):
+        known, goes_on = self.ranks.first("how the run begins", self.found)
+        if not resume and goes_on:
             logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
                            "a new run, make a new trainer)", self.run_dir)
             resume = True
@@ -67,6 +70,11 @@ class Lifecycle(Familiar):
         self.began_here = True
         self.records.summary(self.describe("running") | {"began": self.began, "error": None})
 
+    def found(self) -> tuple[dict[str, Any], bool]:
+        """What the folder's summary knows, and whether it is of this trainer's own run, which can go on."""
+        known = self.records.known()
+        return known, self.stopped(known)
+
     def stopped(self, known: dict[str, Any]) -> bool:
         """Whether the run in the folder is this trainer's, has not come to its end, and can go on."""
         mine = bool(self.began) and known.get("began") == self.began
@@ -82,6 +90,21 @@ class Lifecycle(Familiar):
         """Whether the adapter has been trained before: in a fresh one the second factors are 0."""
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
+    def agree(self) -> None:
+        """What a signal or a listener asks of one rank, all do."""
+        asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
+        self.interrupt.got = next((got for got, _ in asked if got is not None), None)
+        for name in vars(self.control):
+            setattr(self.control, name, any(getattr(control, name) for _, control in asked))
+        self.stops = self.should_stop_here()
+
+    def should_stop(self) -> bool:
+        """Whether the run ends before the next step. Of several ranks all say the same."""
+        return self.stops if self.ranks.count > 1 else self.should_stop_here()
+
+    def should_stop_here(self) -> bool:
+        return self.interrupt.requested or self.control.should_training_stop
+
     def end(self, status: str) -> None:
         """Save where the run stopped, and write the adapter and the summary."""
         if self.args.save_strategy != "no" or status == "interrupted":
@@ -89,15 +112,21 @@ class Lifecycle(Familiar):
             if status == "interrupted":
                 logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
                                self.state.global_step, folder)
+        self.ranks.meet("the last checkpoint")  # it is written; another rank may read it
         if self.args.load_best_model_at_end and self.saver.load_best():
             self.weights_changed()
-        save_adapter(self.run_dir / FINAL, self.model.save_lora)
-        self.finish(self.describe(status))
-        if self.args.push_to_hub and not self.interrupt.requested:
-            self.upload()
+        if self.ranks.leads:
+            save_adapter(self.run_dir / FINAL, self.model.save_lora)
+            self.finish(self.describe(status))
+            if self.args.push_to_hub and not self.interrupt.requested:
+                self.upload()
+        self.ranks.meet("the end of the run")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run."""
+        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run. Of
+        several ranks the first one does so."""
+        if not self.ranks.leads:
+            return
         self.records.summary(summary)
         try:
             write_report(self.run_dir)
@@ -121,7 +150,7 @@ class Lifecycle(Familiar):
         try:
             yield
         except BaseException as error:
-            if self.began_here:
+            if self.began_here and self.ranks.leads:
                 try:
                     self.finish(self.describe("failed") | {"error": error_text(error)})
                 except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell

@@ -8,7 +8,8 @@ A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its ro
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import enable_checkpointing
+from lowmem_grpo.parallel.meeting import RankError
+from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.preflight.before_run import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
@@ -35,11 +38,12 @@ from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.outcome import TrainOutput, outcome
-from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.records import NoRecords, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.train.brought_model import Brought, tokenizer_of
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.lifecycle import Lifecycle
+from lowmem_grpo.train.likeness import check_alike, check_settings
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.train.optim import own_or_made
 from lowmem_grpo.train.saver import Saver
@@ -64,7 +68,8 @@ class Trainer(Lifecycle):
         """`model` is one of ours, one of transformers or a name, the last two with a `peft_config`. `tokens` are those
         that prompt and completion need by the settings."""
         self.tokenizer = tokenizer_of(processing_class)
-        self.args, self.optimizers = args, optimizers
+        self.args, self.optimizers, self.ranks = args, optimizers, ranks()
+        check_settings(args, self.ranks.count)
         model = str(model) if isinstance(model, Path) else model
         model = Brought(model, self.tokenizer, peft_config, quantization_config, args, tokens).trainable()
         self.model, self.tokenizer = model, self.tokenizer or model.loaded.tokenizer
@@ -72,7 +77,8 @@ class Trainer(Lifecycle):
         if args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)
         self.run_dir = Path(args.output_dir)
-        self.records, self.control, self.interrupt = RunRecords(self.run_dir), TrainerControl(), Interrupt()
+        self.records = RunRecords(self.run_dir) if self.ranks.leads else NoRecords(self.run_dir)
+        self.control, self.interrupt = TrainerControl(), Interrupt()
         self.told = {}
 
     def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
@@ -80,6 +86,8 @@ class Trainer(Lifecycle):
         self.source, self.objective, self.memory, self.peaks = source, objective, memory, peaks
         rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
         self.state = TrainerState(max_steps=self.args.total_steps(rows))
+        if not self.ranks.leads:  # what a rank that saves has of its own is read by all
+            self.state.is_world_process_zero, self.state.is_local_process_zero = False, not self.ranks.place.local
         self.clock = Clock(peaks)
         self.learner = self.make_learner()
 
@@ -90,6 +98,7 @@ class Trainer(Lifecycle):
         return Learner(
             self.policy, self.args, self.objective, optimizer, scheduler, offload=offload, fp16=fp16,
             bound=self.memory.train, guard=Guard(self.args.nonfinite_steps, self.state, self.records),
+            ranks=self.ranks,
         )
 
     def write(
@@ -97,14 +106,15 @@ class Trainer(Lifecycle):
         log_completions: bool = False, partial: PartialRollouts | None = None,
     ) -> None:
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
-        self.view = None if self.args.disable_tqdm else self.view_class()
+        self.view = None if self.args.disable_tqdm or not self.ranks.leads else self.view_class()
         views, say = ([self.view], self.view.say) if self.view else ([], None)
-        first = FirstSteps(self.records, say, self.scorer)
-        self.callbacks = Callbacks([*views, first, *make_sinks(self.args.report_to), *(callbacks or [])])
+        own = [FirstSteps(self.records, say, self.scorer), *make_sinks(self.args.report_to)] if self.ranks.leads else []
+        self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
+        alarms, log_completions = (alarms, log_completions) if self.ranks.leads else (None, False)
         self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
         self.saver = Saver(
             self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
-            self.scorer.names if self.scorer else [], partial,
+            self.scorer.names if self.scorer else [], partial, self.ranks,
         )
         self.notify("on_init_end")
 
@@ -178,14 +188,18 @@ class Trainer(Lifecycle):
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
         Without it a new run begins, and one that is in `output_dir` moves to `output_dir/earlier`. But a trainer whose
         own run stopped before its end goes on with it. A run stopped by SIGTERM or SIGHUP saves, and then the process
-        ends by that signal. RunInUseError where another process is training into `output_dir`.
+        ends by that signal. RunInUseError where another process is training into `output_dir`. Of several ranks each
+        calls this; RankError where another one has failed.
         """
-        before_training(self)
-        with self.running(resume_from_checkpoint):
-            began, started = self.state.global_step, time.monotonic()
-            with self.training():
-                while not self.finished and not self.should_stop():
-                    self.train_step()
+        with self.ranks.together():
+            check_alike(self)
+            self.ranks.first("preflight", partial(before_training, self))
+            with self.running(resume_from_checkpoint):
+                began, started = self.state.global_step, time.monotonic()
+                with self.training():
+                    self.agree()
+                    while not self.finished and not self.should_stop():
+                        self.train_step()
         self.interrupt.pass_on()
         samples = self.args.completions_per_step
         return outcome(self.state, self.finished, began, time.monotonic() - started, samples)
@@ -193,7 +207,7 @@ class Trainer(Lifecycle):
     @contextmanager
     def running(self, resume: bool | str | None) -> Iterator[None]:
         """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
-        with owned(self.run_dir), self.failure_recorded():
+        with owned(self.run_dir) if self.ranks.leads else nullcontext(), self.failure_recorded():
             self.begin(resume)
             self.notify("on_train_begin")
             self.notify("on_epoch_begin")
@@ -226,16 +240,18 @@ class Trainer(Lifecycle):
     def train_step(self) -> None:
         """One update, its records, and an evaluation and a save where they are due."""
         self.clock.restart()
+        self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
         self.notify("on_step_begin")
         before, epoch = self.state.global_step, int(self.state.epoch)
         with self.saved_before(Exception):
             groups = self.next_groups()
-        with self.saved_before(MemoryExhaustedError, NonFiniteError):
+        with self.saved_before(MemoryExhaustedError, NonFiniteError, RankError):
             metrics = self.update(groups, self.state.max_steps - before)
         self.record(before, metrics, groups)
         self.saver.mark()
         self.notify("on_step_end", groups=self.sampled)
+        self.agree()
         self.follow(epoch)
         asked = self.control.taken()
         if asked.should_log and (line := self.journal.flush()) is not None:
@@ -272,9 +288,6 @@ class Trainer(Lifecycle):
                 error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
             raise
 
-    def should_stop(self) -> bool:
-        return self.interrupt.requested or self.control.should_training_stop
-
     def notify(self, event: str, **details: Any) -> None:
         """Tell the listeners, with what transformers' Trainer tells them."""
         self.callbacks(
@@ -284,12 +297,13 @@ class Trainer(Lifecycle):
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
         """Write one step's metrics and completions, and tell the listeners."""
-        timing = self.clock.metrics()
+        timing, memory = self.clock.metrics(), peak_memory(self.policy.device)
+        seconds = {f"{phase}_s": self.clock.seconds[phase] for phase in ("generate", "train")}
         self.state.elapsed += timing["step_time"]
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
-            **metrics, **self.measured(before, groups, timing), **peak_memory(self.policy.device),
-            **self.peaks.metrics(),
+            **metrics, **self.measured(before, groups, timing), **memory,
+            **self.peaks.metrics(), **self.ranks.metrics(timing["step_time"], seconds | memory),
         }
         logged = self.journal.write(before, line, groups if self.samples else [])
         if logged is not None:

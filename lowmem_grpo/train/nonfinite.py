@@ -57,6 +57,7 @@ class Flags:
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
         self.tables: list[Tensor] = []  # (CAUSES, R) of each micro-batch
+        self.known: list[tuple[Rollout, list[str]]] = []  # bad ones that are read already
 
     @torch.no_grad()
     def look(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
@@ -74,10 +75,10 @@ class Flags:
     def read(self) -> list[tuple[Rollout, list[str]]]:
         """The bad rollouts, each with its CAUSES. Only this waits for the device."""
         if not self.tables:
-            return []
+            return self.known
         columns = torch.cat(self.tables, 1).gt(0).T.tolist()
         named = [[name for name, wrong in zip(CAUSES, column, strict=True) if wrong] for column in columns]
-        return [(rollout, what) for rollout, what in zip(self.rollouts, named, strict=True) if what]
+        return [*self.known, *((rollout, what) for rollout, what in zip(self.rollouts, named, strict=True) if what)]
 
 
 class Guard:

@@ -27,6 +27,7 @@ from lowmem_grpo.offload.host_room import (
     host_bytes_needed,
     on_wsl,
 )
+from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.units import size_text
 
@@ -50,14 +51,14 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         host_embedding=bool(on_host(base)),
         head_groups=1 if getattr(base.config.get_text_config(), "attention_dropout", 0.0) else None,
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
-        completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
+        completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(), ranks=ranks().count,
     )
 
 
 def host_bytes_to_fill() -> int | None:
-    """Bytes of the host's memory that a run may take; None if that is unknown."""
+    """Bytes of the host's memory that this process of a run may take; None if that is unknown."""
     available = available_host_bytes()
-    return None if available is None else max(0, available - SPARE)
+    return None if available is None else max(0, available - SPARE) // ranks().place.here
 
 
 def plan_memory(

@@ -11,6 +11,7 @@ from peft import PeftModel
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
@@ -29,7 +30,7 @@ class Saver:
     def __init__(
         self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
         state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
-        partial: PartialRollouts | None = None,
+        partial: PartialRollouts | None = None, ranks: Ranks | None = None,
     ) -> None:
         """`replay` and `reward_names` are those of a run that samples, `partial` of one that carries sequences."""
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
@@ -37,15 +38,19 @@ class Saver:
         self.memory, self.reward_names = memory, reward_names
         self.replay = ReplayBuffer(0) if replay is None else replay
         self.partial = PartialRollouts(1, 1.0) if partial is None else partial
-        self.carries = partial is not None
+        self.carries, self.ranks = partial is not None, ranks or Ranks()
         self.random = RandomStates(learner.policy.device)
         self.mark()
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
 
     def save(self) -> Path:
-        """Write a checkpoint, then delete the oldest ones beyond `save_total_limit`, but never the best."""
+        """Write a checkpoint, then delete the oldest ones beyond `save_total_limit`, but never the best. Of several
+        ranks the first one does so."""
         self.records.flush()
-        self.note_best(self.run_dir / f"checkpoint-{self.state.global_step}")
+        folder = self.run_dir / f"checkpoint-{self.state.global_step}"
+        self.note_best(folder)
+        if not self.ranks.leads:
+            return folder
         folder = checkpoint.save_checkpoint(
             self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
             self.snapshot(),
@@ -121,7 +126,15 @@ class Saver:
 
     def resume(self, wanted: bool | str) -> bool:
         """Restore from a folder, or (True) from the newest good checkpoint; broken newer ones are named and passed
-        over. Returns False if there is none yet, and raises CheckpointError if all are broken."""
+        over. Returns False if there is none yet, and raises CheckpointError if all are broken. Of several ranks the
+        first one looks, and the others read what it has found."""
+        folder = self.ranks.first("the checkpoint", lambda: self.restored(wanted))
+        if folder is not None and not self.ranks.leads:
+            self.load(folder)
+        return folder is not None
+
+    def restored(self, wanted: bool | str) -> Path | None:
+        """The folder that everything was restored from."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
         newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]
@@ -135,11 +148,11 @@ class Saver:
                 broken.append(str(error))
             else:
                 logger.info("resumed from %s", folder)
-                return True
+                return folder
         if broken:
             raise CheckpointError(f"no checkpoint of {self.run_dir} can be used: {'; '.join(broken)}. Without "
                                   "resume_from_checkpoint a new run begins, and this one moves to a folder of its own")
-        return False
+        return None
 
     def load(self, folder: Path) -> None:
         """Restore from a checkpoint. What a file of the run lacks of the lines up to there is said."""

@@ -144,6 +144,7 @@ class SFTTrainer(Trainer):
         training = self.model.training
         self.model.eval()
         self.learner.fill_logprobs(groups, "old_logprobs", "entropy")
+        self.learner.tell_fields(groups, ("old_logprobs", "entropy"))
         self.model.train(training)
         rollouts: list[Any] = [rollout for group in groups for rollout in group.rollouts]
         loss, entropy = (torch.cat([of_trained(rollout, getattr(rollout, name)) for rollout in rollouts])

@@ -1,13 +1,14 @@
 """What the micro-batches of an optimizer step add up to, beside the gradient."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.losses.objective import Objective, Reducer
 from lowmem_grpo.train.nonfinite import Flags
-from lowmem_grpo.types import LossOutput, MicroBatch
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
 
 
 class Sums:
@@ -34,6 +35,28 @@ class Sums:
         copied.reducer.sums, copied.reducer.weights = dict(self.reducer.sums), dict(self.reducer.weights)
         copied.reducer.samples = {name: list(values) for name, values in self.reducer.samples.items()}
         return copied
+
+    def sent(self, rollouts: list[Rollout]) -> dict[str, Any]:
+        """What `together` needs of one rank, on the host; bad rollouts by their places in all `rollouts`."""
+        places = {id(rollout): place for place, rollout in enumerate(rollouts)}
+        return {
+            "totals": {name: total.cpu() for name, total in self.totals.items()}, "count": self.count,
+            "sums": {name: value.cpu() for name, value in self.reducer.sums.items()}, "weights": self.reducer.weights,
+            "samples": {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()},
+            "bad": [(places[id(rollout)], what) for rollout, what in self.flags.read()],
+        }
+
+    @classmethod
+    def together(cls, sent: list[dict[str, Any]], rollouts: list[Rollout]) -> "Sums":
+        """The sums of all ranks, which are the same in each of them."""
+        made = cls(torch.device("cpu"))
+        for one in sent:
+            for name, total in one["totals"].items():
+                made.totals[name] = made.totals.get(name, torch.zeros(())) + total
+            made.reducer.join(one["sums"], one["weights"], one["samples"])
+            made.flags.known += [(rollouts[place], what) for place, what in one["bad"]]
+            made.count += one["count"]
+        return made
 
     def scale(self, factor: float) -> None:
         """The loss is divided by another total: multiply what is there."""

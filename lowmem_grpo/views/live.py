@@ -32,6 +32,7 @@ OF_EPISODES = (  # label, metric, and its words
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
     ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
 )
+OF_RANKS = {"generate_s": "sampling", "train_s": "training", "waiting_s": "waiting for others"}
 OF_SAMPLING = {
     "time/sampling/prefill_s": "prompts", "time/sampling/full_s": "full width", "time/sampling/tail_s": "tail",
 }
@@ -260,6 +261,9 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
     if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
         found["ends"] = " ".join(ends)
     found |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
+    ranks = sorted({int(match[1]) for key in logs if (match := re.fullmatch(r"ranks/(\d+)/busy_s", key))})
+    found |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
+                                       if (key := f"ranks/{rank}/{part}") in logs) for rank in ranks}
     if {"groups/with_signal", "groups/total"} <= logs.keys():
         found["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
     return found

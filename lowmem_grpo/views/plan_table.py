@@ -31,7 +31,8 @@ def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None,
 def rows_table(plan: MemoryPlan) -> Table:
     """Every component in both phases, in GiB."""
     settings = plan.settings
-    title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {plan.device.name}, GiB"
+    cards = f"each of {settings.ranks} x {plan.device.name}" if settings.ranks > 1 else plan.device.name
+    title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {cards}, GiB"
     table = Table(title=title, title_justify="left", show_footer=True)
     for name, total in (("rollout", plan.rollout), ("train", plan.train), ("host", plan.host)):
         if name == "rollout":
@@ -78,6 +79,7 @@ def told(part: str, time: TimePlan) -> str:
         "backward": "the same again, and what is recomputed" + waits.get("backward", ""),
         "optimizer": "one step on the adapters",
         "copies": "layer inputs to the host and back, where no computation hides them",
+        "ranks": "the gradients of all cards, added up on the host (an assumption)",
         "engine": "falling asleep and waking, and quick rewards (an assumption)",
     }[part]
 

@@ -1,11 +1,14 @@
 """What all commands share: readable errors, and quiet libraries."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+
+from lowmem_grpo.parallel.place import this_place
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -45,9 +48,14 @@ class CurrentStderr(logging.StreamHandler):
 
 
 def quiet() -> None:
-    """Show our own notes on the terminal, and only errors of libraries."""
-    logging.basicConfig(format="%(message)s", level=logging.ERROR, handlers=[CurrentStderr()])
-    logging.getLogger("lowmem_grpo").setLevel(logging.INFO)
+    """Show our own notes on the terminal, and only errors of libraries. Of several ranks the first one shows what all
+    have in common, and the others only their warnings, with their number."""
+    place = this_place()
+    form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
+    logging.basicConfig(format=form, level=logging.ERROR, handlers=[CurrentStderr()])
+    logging.getLogger("lowmem_grpo").setLevel(logging.INFO if place.leads else logging.WARNING)
+    if not place.leads:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

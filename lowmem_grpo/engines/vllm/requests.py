@@ -79,7 +79,7 @@ class Prompts(FinishedPrompts):
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
-        seeds = seeds_of(params.seed, len(prompts))
+        seeds = seeds_of(params.seed, len(prompts), params.part)
         self.asked = [Request(number, ids, params.max_tokens, seed)
                       for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))]
         self.settings = sampling.settings(self.asked)
@@ -127,10 +127,12 @@ def settings_of(
     ]
 
 
-def seeds_of(seed: int | None, count: int) -> list[int]:
-    """A seed for each prompt, far apart because vLLM adds the number of the completion to it."""
+def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) -> list[int]:
+    """A seed for each prompt, far apart because vLLM adds the number of the completion to it. `part` is that of
+    SamplingParams: the seeds are those of these places."""
     source = random.Random(seed) if seed is not None else random.SystemRandom()
-    return [source.getrandbits(62) for _ in range(count)]
+    first = 0 if part is None else part[0]
+    return [source.getrandbits(62) for _ in range(first + count)][first:]
 
 
 def number_of(name: str) -> str:

@@ -1,0 +1,61 @@
+"""`Place`: which of a run's processes this one is, as torchrun and accelerate's launchers tell it. Loads no torch."""
+
+import os
+from dataclasses import dataclass
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+CARDS = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among `count`, and among the `here` of its machine."""
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+    here: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes and shows what the run does."""
+        return self.rank == 0
+
+
+def this_place() -> Place:
+    """The place that a launcher gave this process; without a launcher it is the only one. ValueError where the
+    launcher's variables do not fit together."""
+    given = {name: os.environ[name] for name in NAMES if name in os.environ}
+    if given.get("WORLD_SIZE", "1") == "1":
+        return Place()
+    try:
+        count = int(given["WORLD_SIZE"])
+        place = Place(int(given["RANK"]), count, int(given.get("LOCAL_RANK", given["RANK"])),
+                      int(given.get("LOCAL_WORLD_SIZE", count)))
+    except (KeyError, ValueError):
+        place = Place(-1)
+    if not 0 <= place.rank < place.count or not 0 <= place.local < place.here <= place.count:
+        told = ", ".join(f"{name}={given.get(name)!r}" for name in NAMES)
+        raise ValueError(f"this process is to be one of several, and its variables do not fit together: {told}. Start "
+                         "it with torchrun --nproc-per-node N, or unset them for a run in one process")
+    return place
+
+
+def own_device(cards: int) -> str:
+    """The device of this process, which sees so many cards: the one of its place on the machine, or the only one."""
+    return f"cuda:{this_place().local % cards}" if cards else "cpu"
+
+
+def take_card() -> None:
+    """Let this process see only its own card of those that its machine's processes share. It has to be called before
+    torch looks for cards. ValueError where there are fewer cards than processes, as far as that can be told."""
+    place = this_place()
+    if place.count == 1:
+        return
+    listed = [name for name in os.environ.get(CARDS, "").split(",") if name]
+    if CARDS in os.environ and not listed:
+        return  # the cards are hidden: the run is on processors
+    if listed and place.local >= len(listed):
+        raise ValueError(f"rank {place.rank} is process {place.local} of its machine, and has no card: {CARDS} lists "
+                         f"{len(listed)} ({','.join(listed)}). Start at most one process for each card")
+    os.environ[CARDS] = listed[place.local] if listed else str(place.local)

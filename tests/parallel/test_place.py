@@ -1,0 +1,67 @@
+"""Which of several processes this one is, and the card that it takes."""
+
+import os
+
+import pytest
+
+from lowmem_grpo.parallel.place import Place, take_card, this_place
+
+GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*GIVEN, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_a_launcher_a_process_is_the_only_one_and_no_card_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert this_place() == Place(0, 1, 0, 1) and this_place().leads
+    launched(monkeypatch, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    take_card()
+    assert this_place() == Place() and "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_launched_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, **GIVEN)
+    assert this_place() == Place(3, 4, 1, 2) and not this_place().leads
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert this_place() == Place(3, 4, 3, 4), "one machine"
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "x"}, {"WORLD_SIZE": "two"},
+                                   {"LOCAL_RANK": "-2"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "8"}])
+def test_variables_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]) -> None:
+    launched(monkeypatch, **GIVEN | wrong)
+    with pytest.raises(ValueError, match=r"do not fit together: RANK=.*torchrun"):
+        this_place()
+
+
+def test_a_rank_without_its_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, WORLD_SIZE="2")
+    with pytest.raises(ValueError, match="RANK=None"):
+        this_place()
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(None, "1"), ("4,7", "7"), ("", "")])
+def test_a_process_sees_only_its_own_card(monkeypatch: pytest.MonkeyPatch, visible: str | None, taken: str) -> None:
+    launched(monkeypatch, **GIVEN)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    else:  # so that it is taken back afterwards
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "before")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    take_card()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+
+
+def test_a_rank_without_a_card_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, **GIVEN, CUDA_VISIBLE_DEVICES="0")
+    with pytest.raises(ValueError, match=r"rank 3 is process 1 of its machine, and has no card.*lists 1 \(0\)"):
+        take_card()
