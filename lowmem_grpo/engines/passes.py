@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.kernels.logits import LogitShape
+from lowmem_grpo.kernels.lora_factors import kept_factors
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.models.policy import Policy
 
@@ -61,11 +62,12 @@ class Passes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, nothing is dropped out and no gradient is computed; the mode of the model comes back."""
+        """Inside, nothing is dropped out and no gradient is computed, and adapters, which must not change, are kept as
+        products take them; the mode of the model comes back."""
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), kept_factors():
                 yield
         finally:
             self.policy.model.train(was_training)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.frozen import FrozenWeight, project, project_back, project_back_each, project_each
-from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 from lowmem_grpo.kernels.nf4 import NF4Weight
 
 
@@ -45,7 +45,7 @@ def lora_linear(
     if torch.is_grad_enabled():
         outputs: Sequence[Tensor] = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
     else:
-        (factors,) = factors_of([loras], x.dtype)
+        (factors,) = held_factors([loras], x.dtype)
         outputs = forward_linears(rows, frozen, factors, given)
     return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 

@@ -36,7 +36,7 @@ from lowmem_grpo.kernels.lora import (
     shapes_of,
     tensors_of,
 )
-from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"), "gelu": F.gelu,
@@ -74,10 +74,14 @@ def lora_mlp(
     check_linears(x, inner, loras[:-1])
     check_mlp(x, weights, loras[-1])
     rows, tensors = x.reshape(-1, x.shape[-1]), tensors_of(loras)
-    if tile_rows is None:
+    if tile_rows is not None:
+        check_tiles(weights, x.shape[-1], tile_rows)
+    if not torch.is_grad_enabled() and (tile_rows is None or len(rows) <= tile_rows):
+        inside, down_factors = held_factors([loras[:-1], loras[-1:]], x.dtype)
+        y = weights.output(forward_linears(rows, weights.inner, inside), down_factors)
+    elif tile_rows is None:
         y = LoRAMLPFunction.apply(rows, weights, *tensors)
     else:
-        check_tiles(weights, x.shape[-1], tile_rows)
         y = TileForward.apply(TileBackward.apply(rows, weights, tile_rows, *tensors), weights, tile_rows, tensors)
     return y.view(*x.shape[:-1], y.shape[-1])
 

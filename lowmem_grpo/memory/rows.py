@@ -110,10 +110,10 @@ def held(shape: ModelShape) -> str:
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """What vLLM computes with beside the trainer's tensors."""
-    if settings.engine != "vllm":
-        return []
+    """What is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the adapters."""
     copied = WORD * shape.lora_weights(settings.lora_rank)
+    if settings.engine != "vllm":
+        return [Row("adapter copy", copied, note="what the sampler reads, 16 bits, while it samples")]
     rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.sampling_weights == "16bit":
         rows.append(Row("sampling weights", WORD * shape.sampler_weights, card_only=True,
