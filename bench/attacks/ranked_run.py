@@ -69,7 +69,8 @@ class Ranked:
 def begin(folder: Path, rank: int, count: int, port: int, work: Callable[..., Any], given: dict[str, Any]) -> None:
     """In the process of a rank."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+    # all have the same place on the machine, so that on a card they may share it
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     try:
         ranks(patience=4.0)  # a process that is killed is missed sooner than in a run

@@ -3,18 +3,17 @@
 import os
 from dataclasses import dataclass
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM sets to its own
 CARDS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among `count`, and among the `here` of its machine."""
+    """This process among `count`; `local` is its number on its machine."""
 
     rank: int = 0
     count: int = 1
     local: int = 0
-    here: int = 1
 
     @property
     def leads(self) -> bool:
@@ -30,11 +29,10 @@ def this_place() -> Place:
         return Place()
     try:
         count = int(given["WORLD_SIZE"])
-        place = Place(int(given["RANK"]), count, int(given.get("LOCAL_RANK", given["RANK"])),
-                      int(given.get("LOCAL_WORLD_SIZE", count)))
+        place = Place(int(given["RANK"]), count, int(given.get("LOCAL_RANK", given["RANK"])))
     except (KeyError, ValueError):
         place = Place(-1)
-    if not 0 <= place.rank < place.count or not 0 <= place.local < place.here <= place.count:
+    if not 0 <= place.rank < place.count or not 0 <= place.local <= place.rank:
         told = ", ".join(f"{name}={given.get(name)!r}" for name in NAMES)
         raise ValueError(f"this process is to be one of several, and its variables do not fit together: {told}. Start "
                          "it with torchrun --nproc-per-node N, or unset them for a run in one process")

@@ -1,10 +1,12 @@
 """`Ranks`: what the processes of a run do together. In one process each of it is what a process does by itself."""
 
 import pickle
+import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +41,11 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this process writes and shows what the run does."""
         return self.place.leads
+
+    @property
+    def here(self) -> int:
+        """How many of the processes are on this machine."""
+        return 1
 
     # What each one takes of a whole
 
@@ -94,11 +101,18 @@ class Several(Ranks):
     def __init__(self, place: Place, store: Any, **patience: float) -> None:
         """`store` is torch's, which all processes reach; `patience` as `Meeting` has it."""
         super().__init__(place)
+        self.store = torch.distributed.PrefixStore("machine", store)
+        self.store.set(str(place.rank), platform.node())
         self.meeting = Meeting(torch.distributed.PrefixStore("meeting", store), place.rank, place.count, **patience)
         gloo = torch.distributed.PrefixStore("gloo", store)
         self.group: Any = torch.distributed.ProcessGroupGloo(gloo, place.rank, place.count, TRANSFER)
         self.buffer = torch.empty(0)  # of the gradients, on the host
         self.paces = Paces()
+
+    @cached_property
+    def here(self) -> int:
+        names = self.store.multi_get([str(rank) for rank in range(self.count)])
+        return sum(name == names[self.rank] for name in names)
 
     def gather(self, what: str, own: T) -> list[T]:
         """Whatever can be pickled."""
@@ -188,6 +202,13 @@ def ranks(**patience: float) -> Ranks:
     if place not in JOINED:
         JOINED[place] = Ranks(place) if place.count == 1 else join(place, **patience)
     return JOINED[place]
+
+
+def one_process(what: str) -> None:
+    """ValueError where the run has several processes, and `what` needs one."""
+    if (place := this_place()).count > 1:
+        raise ValueError(f"{what} need one process, and this is rank {place.rank} of {place.count}: start it without "
+                         "torchrun")
 
 
 def join(place: Place, **patience: float) -> Several:

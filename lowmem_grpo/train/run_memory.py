@@ -58,7 +58,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
 def host_bytes_to_fill() -> int | None:
     """Bytes of the host's memory that this process of a run may take; None if that is unknown."""
     available = available_host_bytes()
-    return None if available is None else max(0, available - SPARE) // ranks().place.here
+    return None if available is None else max(0, available - SPARE) // ranks().here
 
 
 def plan_memory(

@@ -21,6 +21,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.parallel.ranks import one_process
 from lowmem_grpo.preflight.before_run import before_training
 from lowmem_grpo.preflight.subject import Turns
 from lowmem_grpo.runs.checkpoint import list_checkpoints
@@ -82,6 +83,7 @@ class TrajectoryTrainer(GRPOTrainer):
         """ValueError for settings that have a meaning only where the trainer samples."""
         config = settings_of(args, GRPOConfig)
         check(config)
+        one_process("groups that the caller samples")
         self.given: list[RolloutGroup] = []
         self.extra: dict[str, float] = {}
         super().__init__(model, [given], config, TASKS, processing_class=processing_class, callbacks=callbacks,

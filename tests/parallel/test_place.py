@@ -6,7 +6,7 @@ import pytest
 
 from lowmem_grpo.parallel.place import Place, take_card, this_place
 
-GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 
 def test_without_a_launcher_a_process_is_the_only_one_and_no_card_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert this_place() == Place(0, 1, 0, 1) and this_place().leads
+    assert this_place() == Place(0, 1, 0) and this_place().leads
     launched(monkeypatch, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     take_card()
     assert this_place() == Place() and "CUDA_VISIBLE_DEVICES" not in os.environ
@@ -29,14 +29,20 @@ def test_without_a_launcher_a_process_is_the_only_one_and_no_card_is_hidden(monk
 
 def test_a_launched_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, **GIVEN)
-    assert this_place() == Place(3, 4, 1, 2) and not this_place().leads
+    assert this_place() == Place(3, 4, 1) and not this_place().leads
     monkeypatch.delenv("LOCAL_RANK")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert this_place() == Place(3, 4, 3, 4), "one machine"
+    assert this_place() == Place(3, 4, 3), "one machine"
+
+
+def test_a_vllm_in_the_process_which_sets_its_own_number_of_processes_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, **GIVEN, LOCAL_WORLD_SIZE="1")
+    assert this_place() == Place(3, 4, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "x"}, {"WORLD_SIZE": "two"},
-                                   {"LOCAL_RANK": "-2"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "8"}])
+                                   {"LOCAL_RANK": "-2"}, {"LOCAL_RANK": "4"}])
 def test_variables_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]) -> None:
     launched(monkeypatch, **GIVEN | wrong)
     with pytest.raises(ValueError, match=r"do not fit together: RANK=.*torchrun"):

@@ -12,13 +12,13 @@ from torch.distributed import HashStore
 
 from lowmem_grpo.parallel.meeting import RankError
 from lowmem_grpo.parallel.place import Place
-from lowmem_grpo.parallel.ranks import Ranks, Several
+from lowmem_grpo.parallel.ranks import Ranks, Several, one_process
 
 
 def several(count: int) -> list[Several]:
     store = HashStore()
     with ThreadPoolExecutor(count) as pool:  # they wait for each other
-        return list(pool.map(lambda rank: Several(Place(rank, count, rank, count), store, pulse=0.05, patience=2.0),
+        return list(pool.map(lambda rank: Several(Place(rank, count, rank), store, pulse=0.05, patience=2.0),
                              range(count)))
 
 
@@ -133,8 +133,22 @@ def test_random_states_follow_from_seed_step_and_rank_only() -> None:
     drawn = {}
     one = object.__new__(Several)
     for rank, step in ((0, 0), (1, 0), (0, 1), (1, 0)):
-        Ranks.__init__(one, Place(rank, 2, rank, 2))
+        Ranks.__init__(one, Place(rank, 2, rank))
         one.seed(11, step)
         value = torch.rand(1).item()
         assert drawn.setdefault((rank, step), value) == value
     assert len(set(drawn.values())) == 3
+
+
+def test_what_needs_one_process_is_refused_by_name_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_process("agents")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="agents need one process, and this is rank 1 of 2: start it without torchrun"):
+        one_process("agents")
+
+
+def test_ranks_know_how_many_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = ["a", "b", "a"]
+    monkeypatch.setattr("platform.node", machines.pop)
+    assert sorted(one.here for one in several(3)) == [1, 2, 2] and Ranks().here == 1
