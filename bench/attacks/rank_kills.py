@@ -61,6 +61,8 @@ def killed(folder: Path, victim: int, moment: float) -> Verdict | None:
     kind, name = f"kills of rank {victim}", f"after {moment:.2f} s, at step {''.join(steps) or 0}"
     if time.monotonic() - began > MINUTE:
         return Verdict(kind, name, f"the other rank went on for {time.monotonic() - began:.0f} s")
+    if finished(folder) and isinstance(found[1 - victim], tuple):
+        return None  # the victim had done its part, and was about to end
     if not str(found[1 - victim]).startswith("RankError"):
         return Verdict(kind, name, f"the other rank ended with {found[1 - victim]!r:.200}")
     if list_checkpoints(folder) and last_good(folder)[1]:

@@ -4,6 +4,7 @@ Each process writes into a common store where it has come, and every few seconds
 slow is waited for, however long; one that has died, hangs or cannot be reached is named, and one that failed says why.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,12 @@ class Meeting:
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.beat, args=(store.clone(), pulse), name="pulse", daemon=True)
         self.thread.start()
+        atexit.register(self.close)  # a thread inside the store while the interpreter goes would abort the process
+
+    def close(self) -> None:
+        """Show no more that this process is alive."""
+        self.ended.set()
+        self.thread.join(LAST)
 
     def beat(self, store: Any, pulse: float) -> None:
         """Show every few seconds that this process is alive, over a connection of its own."""

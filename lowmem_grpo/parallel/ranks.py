@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
+from lowmem_grpo.parallel.attempt import own_part
 from lowmem_grpo.parallel.meeting import Meeting, RankError
 from lowmem_grpo.parallel.paces import Paces
 from lowmem_grpo.parallel.place import Place, this_place
@@ -104,8 +106,9 @@ class Several(Ranks):
         self.store = torch.distributed.PrefixStore("machine", store)
         self.store.set(str(place.rank), platform.node())
         self.meeting = Meeting(torch.distributed.PrefixStore("meeting", store), place.rank, place.count, **patience)
-        gloo = torch.distributed.PrefixStore("gloo", store)
-        self.group: Any = torch.distributed.ProcessGroupGloo(gloo, place.rank, place.count, TRANSFER)
+        self.meeting.meet("the start")  # so that only a process that dies just now is waited for in vain
+        self.group: Any = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore("gloo", store), place.rank,
+                                                             place.count, timedelta(seconds=self.meeting.patience))
         self.buffer = torch.empty(0)  # of the gradients, on the host
         self.paces = Paces()
 
@@ -123,7 +126,7 @@ class Several(Ranks):
         sent = torch.zeros(max(sizes), dtype=torch.uint8)
         sent[: len(data)] = data
         found = [torch.empty_like(sent) for _ in sizes]
-        self.moved(what, lambda: self.group.allgather([found], [sent]))
+        self.moved(what, lambda: self.group.allgather([found], [sent], patient(AllgatherOptions())))
         return [own if rank == self.rank else pickle.loads(one[:size].numpy().tobytes())  # noqa: S301 - our own
                 for rank, (one, size) in enumerate(zip(found, sizes, strict=True))]
 
@@ -157,7 +160,7 @@ class Several(Ranks):
         for place, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
             flat[total + place] = float(parameter.grad is not None)
             view.zero_() if parameter.grad is None else view.view(parameter.shape).copy_(parameter.grad)
-        self.moved("the gradients", lambda: self.group.allreduce([flat]))
+        self.moved("the gradients", lambda: self.group.allreduce([flat], patient(AllreduceOptions())))
         for place, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
             if not flat[total + place]:
                 continue
@@ -211,14 +214,20 @@ def one_process(what: str) -> None:
                          "torchrun")
 
 
+def patient(options: Any) -> Any:
+    """The options of a transfer, which may take as long as many bytes take."""
+    options.timeout = TRANSFER
+    return options
+
+
 def join(place: Place, **patience: float) -> Several:
     """Find the other processes at the address that the launcher gave."""
     try:
         store, _, _ = next(torch.distributed.rendezvous("env://", timeout=START))
         store.set_timeout(START)
-        return Several(place, store, **patience)
+        return Several(place, own_part(store, place.rank, place.count, START), **patience)
     except RankError:
         raise
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise RankError(f"rank {place.rank} of {place.count} did not find the others: {error}. Start all of them with "
                         "one torchrun, or with the same MASTER_ADDR and MASTER_PORT") from error
