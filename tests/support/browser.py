@@ -35,18 +35,24 @@ class Browser:
         self.driver, self.url, self.page = driver, url, page
 
     def open(self, path: str = "/") -> None:
+        """Ask for a page, and wait until its scripts have run: on a busy machine the driver comes back before."""
         self.driver.get(self.url + path)
+        self.until("return document.readyState")
 
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
 
     def until(self, script: str, wanted: Callable[[Any], bool] = bool, seconds: float = 20.0) -> Any:
-        """What a script returns, as soon as it is what is wanted."""
+        """What a script returns, as soon as it is what is wanted, and not null."""
         end = time.monotonic() + seconds
-        while not wanted(found := self.run(script)):
+        while (found := self.run_once_ready(script)) is None or not wanted(found):
             assert time.monotonic() < end, f"{script} is still {found!r} after {seconds} s"
             time.sleep(0.05)
         return found
+
+    def run_once_ready(self, script: str) -> Any:
+        """What a script returns; None while a page that loads, or loads again, has not run its own scripts."""
+        return self.run(f"if (document.readyState !== 'complete') return null; {script}")
 
     def painted(self) -> float:
         """Milliseconds from asking for this page to its first paint."""

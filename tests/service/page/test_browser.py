@@ -135,11 +135,13 @@ def test_100_000_steps_are_drawn_and_stay_smooth_while_they_grow(browser: Browse
 
 def test_the_report_of_a_run_is_the_same_page_without_a_server(browser: Browser, folder: Path) -> None:
     report = write_report(folder / "short")
+    browser.driver.get("about:blank")  # what the page before still asked for is not the report's
     browser.asked_for()
     browser.driver.get(report.as_uri())
+    browser.until("return document.readyState")
     browser.run("element('curves').scrollIntoView()")
     assert browser.until(REWARD) == 60
-    assert browser.run("return document.querySelectorAll('#curves .uplot').length") >= 4
+    browser.until("return document.querySelectorAll('#curves .uplot').length", lambda count: count >= 4)
     assert browser.run("return element('rows').children.length") == 2
     assert browser.run("return getComputedStyle(figures()[0].querySelector('svg')).display") == "none"
     assert browser.asked_for() == {report.as_uri()}
