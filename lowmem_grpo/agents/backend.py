@@ -1,5 +1,6 @@
 """`LocalBackend`: what trains registered models and answers for them, in this process and on this machine."""
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.judges import DeskJudge
-from lowmem_grpo.agents.local_run import LocalRun, line_of
+from lowmem_grpo.agents.local_run import LocalRun
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.refused import OF_BACKEND, refuse
+from lowmem_grpo.agents.tally import Tally, of_split, tally_of
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
+from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.service.client import Client
@@ -134,8 +137,15 @@ class LocalBackend:
         caller's own numbers. What `train` wrote is not written again."""
         if trains(model):
             await self.run(model).log(list(groups), split, metrics or {}, step)
-        elif line := line_of(list(groups), split, metrics or {}):
-            RunRecords(self.folder(model)).metrics({"step": step or 0, **line})
+        else:
+            await asyncio.to_thread(self.write_down, model, tally_of(list(groups), metrics or {}), split, step or 0)
+
+    def write_down(self, model: Any, tally: Tally, split: str, step: int) -> None:
+        """What was measured of a model that is only asked, by all ranks together; the first one writes."""
+        joined = ranks()
+        line = of_split(split, Tally.total(joined.gather(f"the log of {model.name}", tally)))
+        if line and joined.leads:
+            RunRecords(self.folder(model)).metrics({"step": step, **line})
 
     # Checkpoints
 
@@ -149,7 +159,7 @@ class LocalBackend:
 
     async def best_step(self, model: Any, metric: str = "val/reward") -> int | None:
         """The step with a checkpoint and the highest value of a number that was logged; None where there is none."""
-        return self.run(model).best_step(metric)
+        return await self.run(model).best_step(metric)
 
     async def delete_checkpoints(self, model: Any, keep: Iterable[int] = ()) -> None:
         """Delete all checkpoints but these and the newest."""

@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from random import Random
+from statistics import fmean
 from typing import Any, TypeVar
 
 from lowmem_grpo.agents.judges import OPEN, DeskJudge
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.sampled import Sampled, means
+from lowmem_grpo.agents.sampled import Sampled
+from lowmem_grpo.agents.tally import Tally, of_split, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
+from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints, prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
@@ -32,7 +35,11 @@ TRAIN = "train"  # the split whose numbers the step itself writes
 
 
 class LocalRun:
-    """All of it but the loading happens in the desk's thread, which owns the model."""
+    """All of it but the loading happens in the desk's thread, which owns the model.
+
+    Of several ranks each plays rollouts of its own, and all of them open, train, log, delete and close: what one has is
+    put together with what the others have. The first one writes.
+    """
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
@@ -47,20 +54,31 @@ class LocalRun:
     async def open(self, model: Any = None) -> None:
         """Load the model, or take one that is loaded; go on from the newest checkpoint. RunInUseError where another
         process trains into the folder."""
-        with owned(self.folder):
-            pass  # before a model is loaded for nothing
-        adapted = await asyncio.to_thread(partial(self.options.load, self.base_model) if model is None
-                                          else partial(self.options.adapt, model))
-        self.desk = Desk(adapted, seed=self.options.settings(self.folder).seed)
-        try:
-            await self.at_desk(partial(self.begin, adapted), sleep=False)
-        except BaseException:
-            self.desk.close()
-            raise
+        self.ranks = await asyncio.to_thread(ranks)
+        with self.ranks.together():
+            adapted = await asyncio.to_thread(self.loaded, model)
+            self.desk = Desk(adapted, seed=self.own_seed())
+            try:
+                await self.at_desk(partial(self.begin, adapted), sleep=False)
+            except BaseException:
+                self.desk.close()
+                raise
         atexit.register(self.at_exit)
         OPEN.append(self)
         self.chat = Chat(self.desk, adapted.loaded.tokenizer, self.names,
                          template_kwargs=self.trainer.args.chat_template_kwargs)
+
+    def loaded(self, model: Any) -> Any:
+        """The model with its adapter."""
+        if self.ranks.leads:
+            with owned(self.folder):
+                pass  # before a model is loaded for nothing
+        return self.options.load(self.base_model) if model is None else self.options.adapt(model)
+
+    def own_seed(self) -> int:
+        """The seed of what this process draws: ranks that play the same task say different things."""
+        seed = self.options.settings(self.folder).seed
+        return seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
 
     def begin(self, model: Any) -> None:
         """Make the trainer, and begin or resume its run."""
@@ -112,8 +130,9 @@ class LocalRun:
         return int(self.trainer.state.global_step)
 
     def look(self) -> None:
-        """See which checkpoints there are."""
-        self.saved = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(self.folder)}
+        """See which checkpoints there are; the first rank, which writes them, tells the others."""
+        found = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
+        self.saved = {int(path.name.rpartition("-")[2]): path for path in found}
 
     def names(self) -> Mapping[str, Path | str | None]:
         """What can be asked for: the base model, each checkpoint, and the policy as it is."""
@@ -147,10 +166,11 @@ class LocalRun:
         """The step itself."""
         sampled = Sampled(self.chat.histories, [name for name in self.names() if name != self.base_model])
         groups = sampled.groups(given)
-        counts = sampled.metrics(given, groups)
-        if not groups:
-            logger.warning("no step was made: none of %d groups can be trained on; the step stays %d", len(given),
-                           self.step)
+        told = self.ranks.gather("what was played", (len(groups), len(given), sampled.tally(given, groups)))
+        counts = Tally.total(tally for _, _, tally in told).metrics()
+        if not any(trained for trained, _, _ in told):
+            logger.warning("no step was made: none of %d groups can be trained on; the step stays %d",
+                           sum(played for _, played, _ in told), self.step)
             return counts
         self.training = True
         try:
@@ -174,13 +194,22 @@ class LocalRun:
         line of the step already; of these only what is new is written."""
         at = self.step if step is None else step
         known = {name for line in self.trainer.state.log_history if line.get("step") == at for name in line}
-        line = line_of([] if split == TRAIN else groups, split,
-                       {name: value for name, value in metrics.items() if split != TRAIN or name not in known})
-        if line:
-            await self.at_desk(partial(self.trainer.note, line, at), sleep=False)
+        tally = tally_of([] if split == TRAIN else groups,
+                         {name: value for name, value in metrics.items() if split != TRAIN or name not in known})
+        await self.at_desk(partial(self.note, tally, split, at), sleep=False)
 
-    def best_step(self, metric: str) -> int | None:
+    def note(self, tally: Tally, split: str, step: int) -> None:
+        """Write the numbers of all ranks together, if there are any."""
+        if line := of_split(split, Tally.total(self.ranks.gather(f"the log of {split}", tally))):
+            self.trainer.note(line, step)
+
+    async def best_step(self, metric: str) -> int | None:
         """The step with a checkpoint whose mean of a number is the highest, the last one of several."""
+        find = partial(self.ranks.first, "the best step", partial(self.find_best, metric))
+        return await self.at_desk(find, sleep=False)
+
+    def find_best(self, metric: str) -> int | None:
+        """The same, from the records."""
         path = self.folder / METRICS
         names = {metric, metric.removeprefix(f"{TRAIN}/")}
         values: dict[int, list[float]] = {}
@@ -197,27 +226,7 @@ class LocalRun:
         await self.at_desk(partial(self.prune, set(keep)), sleep=False)
 
     def prune(self, keep: set[int]) -> None:
-        prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
+        """The first rank deletes."""
+        if self.ranks.leads:
+            prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
         self.look()
-
-
-def line_of(groups: Sequence[TrajectoryGroup], split: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The means of a split and the caller's own numbers, as `split/NAME`."""
-    found = numbers_of(groups) | {name: float(value) for name, value in metrics.items()}
-    return {name if name.startswith(f"{split}/") else f"{split}/{name}": value for name, value in found.items()}
-
-
-def numbers_of(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """The means of a split, under ART's names."""
-    trajectories = [one for group in groups for one in group.trajectories]
-    failed = sum(len(group.exceptions) for group in groups)
-    found = {f"group_{name.partition('/')[2]}": value
-             for name, value in means("group", (group.metrics for group in groups)).items()}
-    found |= {name.partition("/")[2]: value
-              for name, value in means("of", (one.metrics for one in trajectories)).items()}
-    if trajectories:
-        spreads = [stdev(rewards) for group in groups if len(rewards := [one.reward for one in group.trajectories]) > 1]
-        found |= {"reward": fmean(one.reward for one in trajectories), "reward_std_dev": fmean(spreads or [0.0])}
-    if trajectories or failed:
-        found["exception_rate"] = failed / (failed + len(trajectories))
-    return found

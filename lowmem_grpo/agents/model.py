@@ -12,9 +12,12 @@ from lowmem_grpo.agents.dev import InternalModelConfig
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.refused import OF_MODEL, refuse
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
+from lowmem_grpo.parallel.place import this_place
+from lowmem_grpo.parallel.shares import share
 from lowmem_grpo.rewards.judge.judge import Judge
 
 ConfigT = TypeVar("ConfigT")
+Thing = TypeVar("Thing")
 STATE = "program_state.json"  # what a program keeps for itself in the folder of its run
 BEST = "val/reward"
 
@@ -127,6 +130,12 @@ class Model(BaseModel, Generic[ConfigT]):
         """Write trajectories and numbers into the run's records, under the name of their split."""
         await self.backend().log(self, groups_of(trajectories or []), split, metrics=metrics, step=step)
 
+    def share(self, things: Iterable[Thing]) -> list[Thing]:
+        """This process's part of the tasks of a step: all of them, but of several processes (torchrun) neighbours, as
+        many as any other has or one fewer. All of them call `train`, also one whose part is empty."""
+        items, place = list(things), this_place()
+        return [items[index] for index in share(len(items), place.rank, place.count)]
+
     # What a program keeps for itself
 
     def folder(self) -> Path:
@@ -145,8 +154,11 @@ class Model(BaseModel, Generic[ConfigT]):
         return dict(found)
 
     def overwrite_state(self, state: Mapping[str, Any]) -> None:
-        """Keep this state in the run's folder, in place of any other. TypeError for what JSON cannot hold."""
+        """Keep this state in the run's folder, in place of any other; of several processes the first one writes.
+        TypeError for what JSON cannot hold."""
         text, path = json.dumps(dict(state), indent=2), self.folder() / STATE
+        if not this_place().leads:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         new.write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ from uuid import uuid4
 from tqdm import auto
 
 from lowmem_grpo.agents.attempts import check
+from lowmem_grpo.parallel.place import this_place
 from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE
 from lowmem_grpo.service.rollouts import SESSION
 
@@ -48,7 +49,7 @@ class Progress:
     def shown(self, title: str | None) -> Iterator[None]:
         """The time of the gathering, in which the bar is shown and CURRENT is this."""
         token = CURRENT.set(self)
-        self.bar = auto.tqdm(desc=title, total=self.total)
+        self.bar = auto.tqdm(desc=title, total=self.total, disable=not this_place().leads)
         try:
             yield
         finally:

@@ -5,13 +5,13 @@ plain messages: those that the policy is known to have said are its turns. What 
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any, Protocol
 
 from openai.types.chat.chat_completion import Choice
 
+from lowmem_grpo.agents.tally import Tally
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
 from lowmem_grpo.rollout.from_turns import group_of
 from lowmem_grpo.service.errors import ChatError
@@ -82,18 +82,17 @@ class Sampled:
             rollout.opening = member.opening
         return made
 
-    def metrics(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> dict[str, float]:
-        """How many trajectories there were and what became of them, and the means of what the caller measured."""
+    def tally(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> Tally:
+        """How many trajectories there were and what became of them, and what the caller measured."""
         given = list(given)
-        trained = sum(len(group.rollouts) for group in groups)
-        return {
-            "trajectories/total": sum(map(len, given)), "trajectories/trained": trained,
+        found = Tally({
+            "trajectories/total": sum(map(len, given)),
+            "trajectories/trained": sum(len(group.rollouts) for group in groups),
             "trajectories/unexplained": len(self.lost), "groups/left_out": self.left_out,
             "trajectories/exceptions": sum(len(group.exceptions) for group in given),
-            **means("metrics", (one.metrics for group in given for one in group.trajectories)),
-            **means("group_metrics", (group.metrics for group in given)),
-        }
-
+        })
+        found.measure("metrics/", (one.metrics for group in given for one in group.trajectories))
+        return found.measure("group_metrics/", (group.metrics for group in given))
 
 
 class Member:
@@ -168,12 +167,3 @@ def names_of(history: History) -> Iterator[str | None]:
     """For each message: the turn that a choice names; None for messages, and for choices of other models."""
     for one in history.messages_and_choices:
         yield (getattr(one, "turn", None) or None) if isinstance(one, Choice) else None
-
-
-def means(prefix: str, measured: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each number, over those that have it."""
-    values: dict[str, list[float]] = {}
-    for one in measured:
-        for name, value in one.items():
-            values.setdefault(name, []).append(float(value))
-    return {f"{prefix}/{name}": fmean(found) for name, found in sorted(values.items())}

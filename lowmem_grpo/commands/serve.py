@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from lowmem_grpo.parallel.place import one_process
 from lowmem_grpo.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
@@ -38,6 +39,7 @@ def serve(
     Jobs that run go on when the server ends, and the next one finds them.
     """
     with plain_errors():
+        one_process("the server")
         from lowmem_grpo.service.home import Address, Home
 
         try:

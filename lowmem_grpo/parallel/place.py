@@ -39,6 +39,13 @@ def this_place() -> Place:
     return place
 
 
+def one_process(what: str) -> None:
+    """ValueError where the run has several processes, and `what` needs one."""
+    if (place := this_place()).count > 1:
+        raise ValueError(f"{what} needs one process, and this is rank {place.rank} of {place.count}: start it without "
+                         "torchrun")
+
+
 def own_device(cards: int) -> str:
     """The device of this process, which sees so many cards: the one of its place on the machine, or the only one."""
     return f"cuda:{this_place().local % cards}" if cards else "cpu"

@@ -207,13 +207,6 @@ def ranks(**patience: float) -> Ranks:
     return JOINED[place]
 
 
-def one_process(what: str) -> None:
-    """ValueError where the run has several processes, and `what` needs one."""
-    if (place := this_place()).count > 1:
-        raise ValueError(f"{what} need one process, and this is rank {place.rank} of {place.count}: start it without "
-                         "torchrun")
-
-
 def patient(options: Any) -> Any:
     """The options of a transfer, which may take as long as many bytes take."""
     options.timeout = TRANSFER

@@ -102,12 +102,14 @@ class Collector:
 
     def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
         """Groups that were sampled elsewhere, which are those of the next update; `to_check` has what the parity check
-        may look at."""
+        may look at. Of several ranks each checks its own, and all go by the first that has found something."""
         self.begin()
         self.sampled = groups
         self.pace.add(self.sampler.pace())
         self.count(groups)
-        self.watched = self.parity.watch(to_check)
+        found = self.ranks.gather("the parity check", self.parity.watch(to_check))
+        self.watched = next((one for one in found if one), {})
+        self.parity.take_in(self.watched)
 
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""

@@ -37,15 +37,16 @@ def check_alike(trainer: Any) -> None:
                          "settings, model and rows")
 
 
-def check_settings(config: Any, count: int) -> None:
-    """ValueError for settings that need one process, and for a step with fewer prompts than there are ranks."""
+def check_settings(config: Any, count: int, samples: bool = True) -> None:
+    """ValueError for settings that need one process, and for a step with fewer prompts than there are ranks, where the
+    trainer takes prompts."""
     if count == 1:
         return
     for name, why in ONE_PROCESS.items():
         if getattr(config, name, None):
             raise ValueError(f"{name} is {getattr(config, name)!r}, and the run has {count} processes: {why}")
     prompts = config.prompts_at_once if isinstance(config, GRPOConfig) else config.batch_size
-    if prompts < count:
+    if samples and prompts < count:
         raise ValueError(f"a step has {prompts} prompts, and the run has {count} processes, each of which takes whole "
                          "prompts: raise per_device_train_batch_size or gradient_accumulation_steps, or start fewer")
 

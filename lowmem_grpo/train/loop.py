@@ -60,6 +60,7 @@ class Trainer(Lifecycle):
     view_class: type[LiveView] = LiveView
     scorer: RewardScorer | None = None  # of a trainer with rewards
     samples = False  # whether the trainer's groups are sampled, or its rows hold the answers
+    takes_prompts = True  # whether a step takes prompts from its rows
 
     def __init__(
         self, model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
@@ -69,7 +70,7 @@ class Trainer(Lifecycle):
         that prompt and completion need by the settings."""
         self.tokenizer = tokenizer_of(processing_class)
         self.args, self.optimizers, self.ranks = args, optimizers, ranks()
-        check_settings(args, self.ranks.count)
+        check_settings(args, self.ranks.count, self.takes_prompts)
         model = str(model) if isinstance(model, Path) else model
         model = Brought(model, self.tokenizer, peft_config, quantization_config, args, tokens).trainable()
         self.model, self.tokenizer = model, self.tokenizer or model.loaded.tokenizer

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -21,11 +22,11 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.parallel.ranks import one_process
 from lowmem_grpo.preflight.before_run import before_training
 from lowmem_grpo.preflight.subject import Turns
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.train.grpo import GRPOTrainer
+from lowmem_grpo.train.likeness import check_alike
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.views.live import LiveView, shown
 
@@ -72,9 +73,13 @@ given.__name__ = REWARD
 
 
 class TrajectoryTrainer(GRPOTrainer):
-    """GRPO on given groups. `max_steps` -1 is a run whose end only the caller knows; its schedule must be constant."""
+    """GRPO on given groups. `max_steps` -1 is a run whose end only the caller knows; its schedule must be constant.
+
+    Of several ranks each gives the groups that it has sampled, perhaps none, and a step trains on all of them.
+    """
 
     view_class = TrajectoryView
+    takes_prompts = False
 
     def __init__(
         self, model: Any, args: Any = None, processing_class: Any = None, callbacks: list[Any] | None = None,
@@ -83,8 +88,8 @@ class TrajectoryTrainer(GRPOTrainer):
         """ValueError for settings that have a meaning only where the trainer samples."""
         config = settings_of(args, GRPOConfig)
         check(config)
-        one_process("groups that the caller samples")
         self.given: list[RolloutGroup] = []
+        self.own: list[RolloutGroup] = []  # of these, what was sampled in this process
         self.extra: dict[str, float] = {}
         super().__init__(model, [given], config, TASKS, processing_class=processing_class, callbacks=callbacks,
                          optimizers=optimizers)
@@ -106,35 +111,48 @@ class TrajectoryTrainer(GRPOTrainer):
         A new run begins with a checkpoint of step 0. Afterwards the run has ended: `finished`, or `failed` where an
         error left the block.
         """
-        before_training(self)
-        found = bool(list_checkpoints(self.run_dir)) if resume is None else resume
-        with super().running(found):
-            if not found:
-                self.save_state()
-            self.ended = time.perf_counter()
-            yield
+        with self.ranks.together():
+            check_alike(self)
+            self.ranks.first("preflight", partial(before_training, self))
+            kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
+            found = kept if resume is None else resume
+            with super().running(found):
+                if not found:
+                    self.save_state()
+                self.ended = time.perf_counter()
+                yield
 
     def step(
         self, groups: list[RolloutGroup], metrics: Mapping[str, float] | None = None, **changes: Any
     ) -> dict[str, Any]:
         """One update on these groups, whose rollouts have their `reward`; returns the line that was logged.
 
-        `metrics` go into that line as they are. `changes` are settings for this step alone, of PER_STEP. ValueError
-        for other settings, for no groups, and where all `max_steps` are made.
+        `metrics` go into that line as they are, those of the first rank. `changes` are settings for this step only, of
+        PER_STEP, the same in all ranks. ValueError for other settings, for no groups, and where all `max_steps` are
+        made.
         """
-        if not groups or not all(group.rollouts for group in groups):
+        together = self.of_all(groups, changes)
+        if not together or not all(group.rollouts for group in together):
             raise ValueError("there is nothing to train on: a step needs groups, each with its rollouts")
-        with self.changed(changes), self.interrupt.watch():
+        with self.changed(changes), self.interrupt.watch(), self.ranks.together():
             if self.open_end:
                 self.state.max_steps = self.state.global_step + self.args.num_iterations
             if self.finished:
                 raise ValueError(f"all {self.state.max_steps} steps (max_steps) are made; make a trainer with more")
-            self.given, self.extra = groups, dict(metrics or {})
+            self.given, self.own, self.extra = together, groups, dict(metrics or {})
             self.train_step()
-        self.given, self.ended = [], time.perf_counter()
+        self.given, self.own, self.ended = [], [], time.perf_counter()
         if self.interrupt.requested:
             raise KeyboardInterrupt("stopped after a step, which is saved")
         return dict(self.state.log_history[-1])
+
+    def of_all(self, groups: list[RolloutGroup], changes: Mapping[str, Any]) -> list[RolloutGroup]:
+        """The groups of all ranks, in their order. ValueError where a rank has other changes of settings."""
+        told = self.ranks.gather("the groups of a step", (groups, repr(sorted(changes.items()))))
+        if different := [rank for rank, (_, words) in enumerate(told) if words != told[0][1]]:
+            raise ValueError(f"the ranks train a step with different settings: rank 0 with {told[0][1]}, rank "
+                             f"{different[0]} with {told[different[0]][1]}; give all of them the same")
+        return [group for own, _ in told for group in own]
 
     @contextmanager
     def changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
@@ -185,7 +203,7 @@ class TrajectoryTrainer(GRPOTrainer):
             for rollout in group.rollouts:
                 pay(rollout)
         self.scoring.assign(self.given)
-        self.collector.take_in(self.given, self.to_check(self.given))
+        self.collector.take_in(self.given, self.to_check(self.own))
         return self.given
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:

@@ -68,7 +68,8 @@ def test_a_group_is_made_of_the_named_turns_and_shown_with_what_was_said() -> No
     assert (first.reward, second.reward, first.extras) == (1.0, 0.0, {"task": "sums"})
     assert first.opening == [SYSTEM, ASK]
     assert [record["replies"] for record in turn_records(first)[:1]] == [[MORE]]
-    assert sampled.metrics([TrajectoryGroup([TWO, ONE], exceptions=[ValueError("x")], metrics={"of": 2})], [group]) == {
+    given = [TrajectoryGroup([TWO, ONE], exceptions=[ValueError("x")], metrics={"of": 2})]
+    assert sampled.tally(given, [group]).metrics() == {
         "trajectories/total": 2, "trajectories/trained": 2, "trajectories/unexplained": 0, "groups/left_out": 0,
         "trajectories/exceptions": 1, "metrics/late": 3.0, "metrics/right": 1.5, "group_metrics/of": 2.0,
     }

@@ -9,6 +9,9 @@ from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
+from click.testing import CliRunner
+
+from lowmem_grpo.commands.serve import serve
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
@@ -30,3 +33,11 @@ def test_the_printed_link_opens_the_page_of_the_queue_and_ctrl_c_ends_both(tmp_p
             rest = process.stdout.read()
             process.wait(10)
     assert "Traceback" not in rest, rest
+
+
+def test_a_server_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = CliRunner().invoke(serve, ["--folder", str(tmp_path / "home")])
+    assert found.exit_code == 1 and "the server needs one process, and this is rank 1 of 2" in found.output
+    assert not (tmp_path / "home").exists()

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lowmem_grpo.parallel.place import Place, take_card, this_place
+from lowmem_grpo.parallel.place import Place, one_process, take_card, this_place
 
 GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
@@ -71,3 +71,10 @@ def test_a_rank_without_a_card_is_refused_before_anything_is_loaded(monkeypatch:
     launched(monkeypatch, **GIVEN, CUDA_VISIBLE_DEVICES="0")
     with pytest.raises(ValueError, match=r"rank 3 is process 1 of its machine, and has no card.*lists 1 \(0\)"):
         take_card()
+
+
+def test_what_needs_one_process_is_refused_by_name_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_process("the server")
+    launched(monkeypatch, **GIVEN)
+    with pytest.raises(ValueError, match="the server needs one process, and this is rank 3 of 4: start it without tor"):
+        one_process("the server")

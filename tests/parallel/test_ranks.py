@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from lowmem_grpo.parallel.meeting import RankError
 from lowmem_grpo.parallel.place import Place
-from lowmem_grpo.parallel.ranks import Ranks, Several, one_process
+from lowmem_grpo.parallel.ranks import Ranks, Several
 
 
 def several(count: int) -> list[Several]:
@@ -138,14 +138,6 @@ def test_random_states_follow_from_seed_step_and_rank_only() -> None:
         value = torch.rand(1).item()
         assert drawn.setdefault((rank, step), value) == value
     assert len(set(drawn.values())) == 3
-
-
-def test_what_needs_one_process_is_refused_by_name_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_process("agents")
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="agents need one process, and this is rank 1 of 2: start it without torchrun"):
-        one_process("agents")
 
 
 def test_ranks_know_how_many_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
