@@ -45,7 +45,7 @@ def serve(
         try:
             from lowmem_grpo.jobs.serving import app_of, dispatcher_of, page_of
             from lowmem_grpo.service.page.routes import Beside, page_app
-            from lowmem_grpo.service.server import is_loopback, made_for, open_socket
+            from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
 
             if model is not None:  # torch comes with it, for which a queue has no use
                 from lowmem_grpo.service.tinker.serving import serve_model
@@ -61,7 +61,7 @@ def serve(
             raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each user "
                              "has a key, and put a proxy with TLS before the server")
         home = Home(folder)
-        with home.owned() as database:
+        with ended_by_signals(), home.owned() as database:
             listening = open_socket(host, port)
             name = "127.0.0.1" if host == "0.0.0.0" else host
             address = Address(f"http://{name}:{listening.getsockname()[1]}", home.key())

@@ -29,7 +29,7 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
             from lowmem_grpo.service.page.routes import page_app
             from lowmem_grpo.service.page.runs_source import RunsSource
             from lowmem_grpo.service.page.sign_in import SignIn
-            from lowmem_grpo.service.server import is_loopback, made_for, open_socket
+            from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
         except ImportError as error:
             raise ImportError(f"{LACKING} ({error})") from error
         from lowmem_grpo.service.users import OWNER, User, Users, new_key, read_users
@@ -41,7 +41,7 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
         key = new_key()
         sign_in = SignIn(Users(key, others))
         page = Page(RunsSource(runs_dir), sign_in, CardUse())
-        with open_socket(host, port) as listening:
+        with ended_by_signals(), open_socket(host, port) as listening:
             url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{listening.getsockname()[1]}"
             click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"
                        f"key {key} (for further browsers, at {url})")

@@ -1,6 +1,9 @@
-"""An HTTP server in the main thread of a program, until Ctrl-C."""
+"""An HTTP server in the main thread of a program, until Ctrl-C or SIGTERM."""
 
+import signal
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -58,3 +61,28 @@ def made_for(app: ASGIApp) -> uvicorn.Server:
         server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),
         timeout_keep_alive=IDLE,
     ))
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM (of systemd, Docker or Slurm) and SIGHUP (of a terminal that closes) leave the block as an error
+    does, so that all that is open is closed; then the process ends with 143, as after SIGTERM. A second one, as tools
+    such as `timeout` send it, does not disturb the closing. SIGHUP that was ignored before (nohup) stays so.
+
+    A server that runs inside takes SIGTERM itself, ends its replies, and then sends it again."""
+    came: list[int] = []
+
+    def end(number: int, *_: object) -> None:
+        if not came:
+            came.append(number)
+            raise SystemExit(128 + number)
+
+    handlers: dict[int, Callable[..., None]] = {signal.SIGTERM: end}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = lambda *_: signal.raise_signal(signal.SIGTERM)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

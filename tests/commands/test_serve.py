@@ -17,7 +17,8 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
-def test_the_printed_link_opens_the_page_of_the_queue_and_ctrl_c_ends_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_the_printed_link_opens_the_page_of_the_queue_and_a_signal_closes_both(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
@@ -29,10 +30,13 @@ def test_the_printed_link_opens_the_page_of_the_queue_and_ctrl_c_ends_both(tmp_p
         browser.open(link[1], timeout=10)
         assert "No runs yet" in browser.open(link[1].partition("page/")[0], timeout=10).read().decode()
         with browser.open(link[1].partition("page/")[0] + "page/events", timeout=10):
-            process.send_signal(signal.SIGINT)
+            for _ in range(2 if number == signal.SIGTERM else 1):  # as `timeout` does
+                process.send_signal(number)
             rest = process.stdout.read()
             process.wait(10)
     assert "Traceback" not in rest, rest
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    assert not list(tmp_path.glob("*-wal")), "the database was closed"
 
 
 def test_a_server_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from lowmem_grpo.commands.watch import watch
 from tests.support.written_runs import write_run
 
 
-def test_the_printed_link_opens_the_page_and_ctrl_c_ends_it_while_a_page_is_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_the_printed_link_opens_the_page_and_a_signal_ends_it_while_a_page_is_open(tmp_path: Path, number: int) -> None:
     write_run(tmp_path / "the-run", 5)
     command = [sys.executable, "-m", "lowmem_grpo", "watch", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -33,10 +34,11 @@ def test_the_printed_link_opens_the_page_and_ctrl_c_ends_it_while_a_page_is_open
         with browser.open(base + "/page/events?run=the-run", timeout=10) as events:
             assert events.readline() == b"retry: 1000\n"
             began = time.monotonic()
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             rest = process.stdout.read()
             process.wait(10)
         assert time.monotonic() - began < 4 and "Traceback" not in rest, rest
+    assert process.returncode == 128 + number
 
 
 def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
