@@ -57,7 +57,8 @@ class FastLanguageModel:
         "transformers", True for vLLM if a checked version is installed, or False for transformers.
         `model.engine_choice` says which one it is and why. vLLM takes `gpu_memory_utilization` of the card, or
         `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
-        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. Its cache keeps
+        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. (False asks for
+        them: where steps cannot be graphs, it is refused with the reason.) Its cache keeps
         whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
         `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and of these five it takes
         `enforce_eager` only.
@@ -93,6 +94,7 @@ class FastLanguageModel:
         found = find(model_name, **where)
         look(found, model_name, dtype)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine
+        from lowmem_grpo.engines.recordable import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.models.dtypes import compute_dtype
@@ -104,6 +106,9 @@ class FastLanguageModel:
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, found, where)
+        if enforce_eager is False:
+            with stored.naming_the_model():
+                check_graphs(enforce_eager, keeper.choice.name, device, stored.config(), offload_embedding)
         model, tokenizer = stored.load(compute_dtype(dtype), device, form)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
         check_four_bit(sampling_weights, is_quantized(model))

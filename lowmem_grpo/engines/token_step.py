@@ -15,66 +15,50 @@ from torch import Tensor
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.fixed_cache import STEP, FixedCache, capacity_for
 from lowmem_grpo.engines.passes import Passes
+from lowmem_grpo.engines.recordable import (
+    card_text,
+    first_line,
+    not_recorded,
+    other_cache,
+    refuse_graphs,
+    say_plain,
+)
 from lowmem_grpo.engines.recorded import Recorded
-from lowmem_grpo.memory.families import family_of
-from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.embedding import on_host
 
 logger = logging.getLogger(__name__)
 WARM = 2  # steps of one form without a graph, in which kernels are compiled and libraries start
 AGREE = 0.02  # of the largest logit: how far the first run of a graph may be from the same step without one
-ASKS = ("dynamic", "longrope")  # kinds of RoPE that read the positions on the host
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
-def other_cache(policy: Policy) -> str:
-    """Why a model's rows cannot have their cache at fixed addresses; "" where they can."""
-    family = family_of(policy.base.config)
-    if policy.routed_layers:
-        return "its experts' routes are recorded"
-    if family is not None and family.delta_net:
-        return "the states of its gated delta nets are replaced in each step"
-    if family is not None and family.unlike_layers:
-        return "its layers lend each other keys"
-    return ""
-
-
-def not_recorded(policy: Policy) -> str:
-    """Why a step of a model cannot be a CUDA graph; "" where it can."""
-    if policy.device.type != "cuda":
-        return f"the model is on the {policy.device.type}"
-    if policy.autocast_dtype is not None:
-        return f"mixed precision converts weights in each step (load the model in {policy.autocast_dtype})"
-    if on_host(policy.base):
-        return "its embedding is on the host"
-    if any(kind in ASKS for kind in kinds_of_rope(policy.base.config.get_text_config())):
-        return f"its RoPE ({', '.join(ASKS)}) looks at the positions on the host"
-    return ""
-
-
-def kinds_of_rope(config: object) -> set[str]:
-    """The kinds of position embedding that a config names, of all its kinds of layers."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    nested = [part for part in settings.values() if isinstance(part, dict)]
-    return {str(part.get("rope_type", "default")) for part in (nested or [settings])}
+def differs(found: Tensor, logits: Tensor) -> str:
+    """How the logits of a graph's run, (B, V) as those of the same step without one, differ from these; "" where they
+    agree, and where there is nothing to compare with."""
+    far = (found - logits).abs().max() / logits.abs().max()
+    if bool(far <= AGREE) or bool(logits.isnan().any()):
+        return ""
+    return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"
 
 
 class TokenStep:
     """Feeds the rows of a batch the tokens they drew last."""
 
-    def __init__(self, passes: Passes, eager: bool = False) -> None:
-        """`eager` steps are never recorded."""
+    def __init__(self, passes: Passes, eager: bool | None = None) -> None:
+        """`eager` steps are never recorded. With False they must be: EngineUnavailableError says why they cannot."""
         self.passes = passes
-        self.unfit = other_cache(passes.policy)
-        why = not_recorded(passes.policy) or ("enforce_eager is True" if eager else "")
-        self.record: Record | None = None if self.unfit or why else Recorded
+        self.unfit = other_cache(passes.policy.base.config)
+        why = self.unfit or not_recorded(passes.policy)
+        if eager is False:
+            refuse_graphs(why)
+        self.must = eager is False  # until a graph has shown that this card and model can have them
+        self.record: Record | None = None if why or eager else Recorded
         # places that attention reads: a multiple of this, as a graph is of one length
         self.block = STEP if self.record else 1
         self.state: Decode | None = None
         self.run: Callable[[], Tensor] | None = None
-        if passes.policy.device.type == "cuda" and self.record is None:
-            logger.info("token steps run without a CUDA graph: %s", self.unfit or why)
+        if passes.policy.device.type == "cuda" and why and not eager:
+            say_plain(why)
 
     def extend(self, state: Decode) -> Tensor:
         """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which hold until the next call."""
@@ -142,21 +126,29 @@ class TokenStep:
 
     def make(self, record: Record, logits: Tensor) -> None:
         """Record the step that has just given `logits` (B, V), and hold its first run against them."""
+        at, positions = self.at - 1, self.positions - 1
         try:
             run = record(self.step)
+            self.at.copy_(at)
+            self.positions.copy_(positions)
+            why = differs(run(), logits)
         except RuntimeError as error:
-            return self.give_up(f"it could not be recorded ({str(error).splitlines()[0]})")
-        self.at.sub_(1)
-        self.positions.sub_(1)
-        far = (run() - logits).abs().max() / logits.abs().max()
-        if not bool(far <= AGREE) and not bool(logits.isnan().any()):
-            return self.give_up(f"it gave logits that differ by {float(far):.2g} of the largest from the same step "
-                                "without a graph")
-        self.run, self.held = run, self.addresses()
+            why = f"it could not be recorded ({first_line(error)})"
+        if not why:
+            self.run, self.held, self.must = run, self.addresses(), False
+            return
+        self.give_up(why)
+        self.at.copy_(at)
+        self.positions.copy_(positions)
+        self.step()  # a wrong graph has written wrong keys and values at that place
 
     def give_up(self, why: str) -> None:
-        """No graphs from now on."""
-        logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", why)
+        """No graphs from now on; EngineUnavailableError where they were asked for by name and there was none yet."""
+        device = self.passes.policy.device
+        named = f"{why}, on {card_text(device)}" if device.type == "cuda" else why
+        if self.must:
+            refuse_graphs(f"a token step of this model cannot be one: {named}")
+        logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", named)
         self.record = None
 
     def addresses(self) -> list[int]:

@@ -50,7 +50,7 @@ class TransformersEngine:
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, enforce_eager: bool | None = None
     ) -> None:
-        """`enforce_eager=True` turns CUDA graphs off."""
+        """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be."""
         self.policy, self.passes = policy, Passes(policy)
         self.tokenizer = tokenizer
         self.max_seq_length = max_seq_length
@@ -61,7 +61,7 @@ class TransformersEngine:
         self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
-        self.step = TokenStep(self.passes, bool(enforce_eager))
+        self.step = TokenStep(self.passes, enforce_eager)
         self.beginning = Beginning(self.passes, self.pace, tokenizer.pad_token_id or 0)
 
     @property

@@ -19,8 +19,9 @@ from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.decode import Decode
 from lowmem_grpo.engines.fixed_cache import STEP, capacity_for
 from lowmem_grpo.engines.passes import Passes
-from lowmem_grpo.engines.token_step import TokenStep, kinds_of_rope
+from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
@@ -294,6 +295,51 @@ def test_a_graph_that_gives_other_logits_is_not_used(
     assert "differ by" in caplog.text
 
 
+def test_the_cache_is_right_after_a_graph_that_wrote_other_keys(tiny: TransformersEngine) -> None:
+    recorder = Recorder(tiny)
+
+    def wrong(work: Any) -> Any:
+        run = recorder(work)
+
+        def spoils() -> Tensor:
+            logits = run() + 1.0
+            for layer in tiny.step.state.cache.layers:  # type: ignore[union-attr]
+                layer.keys.index_fill_(2, tiny.step.at - 1, 9.0)
+            tiny.step.at.add_(5)
+            return logits
+
+        return spoils
+
+    tiny.step.record = wrong
+    check_same(tiny.generate(PROMPTS[:2], PARAMS), growing(tiny).generate(PROMPTS[:2], PARAMS))
+    assert recorder.ran == 1
+
+
+@pytest.mark.parametrize("what", ["refuses", "fails when it runs"])
+def test_who_asks_for_graphs_by_name_gets_an_error_and_no_other_decoding(
+    what: str, tiny: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(token_step, "not_recorded", lambda policy: "")
+    engine = TransformersEngine(tiny.policy, tiny.tokenizer, CONTEXT, enforce_eager=False)
+    recorder = Recorder(engine)
+    engine.step.record = fails if what == "refuses" else lambda work: fails
+    with pytest.raises(EngineUnavailableError, match=r"enforce_eager is False.*cannot be one: it could not be recorded "
+                                                     r"\(operation not permitted when stream is capturing\); leave"):
+        engine.generate(PROMPTS[:2], PARAMS)
+    engine.step.record = recorder
+    engine.generate(PROMPTS[:2], PARAMS)
+    assert recorder.recorded and not engine.step.must, "one graph was made: of later ones a warning is enough"
+
+
+def test_an_engine_that_cannot_have_the_graphs_it_is_asked_for_is_not_made(engine: TransformersEngine) -> None:
+    why = engine.step.unfit or "the model is on the cpu"
+    with pytest.raises(EngineUnavailableError, match=f"enforce_eager is False.*{why}; leave enforce_eager out"):
+        TransformersEngine(engine.policy, engine.tokenizer, CONTEXT, enforce_eager=False)
+
+
 def test_which_families_keep_a_growing_cache_is_said(policy: Policy) -> None:
     config = policy.base.config.get_text_config()
     other = {"qwen3_5_text": "delta nets", "gemma4_text": "lend", "qwen3_moe": "experts"}
@@ -301,11 +347,3 @@ def test_which_families_keep_a_growing_cache_is_said(policy: Policy) -> None:
     assert other.get(config.model_type, "") in step.unfit
     assert bool(step.unfit) == (config.model_type in other)
     assert step.record is None, "on a CPU nothing is recorded"
-
-
-@pytest.mark.parametrize(("settings", "kinds"), [
-    ({"rope_type": "llama3"}, {"llama3"}), (None, {"default"}),
-    ({"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}}, {"linear", "default"}),
-])
-def test_kinds_of_rope_are_those_of_all_layers(settings: Any, kinds: set[str]) -> None:
-    assert kinds_of_rope(type("Config", (), {"rope_parameters": settings})()) == kinds
