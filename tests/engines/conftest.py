@@ -11,8 +11,8 @@ QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result
 
 @pytest.fixture(autouse=True)
 def only_new_objects_are_collected() -> None:
-    """vLLM collects garbage six times when it starts: most of its time would go to what imports have made. When an engine
-    closes, all is looked at again."""
+    """vLLM collects garbage six times when it starts: most of its time would go to what imports have made. When an
+    engine closes, all is looked at again."""
     gc.freeze()
 
 
