@@ -16,8 +16,13 @@ PRETEND := .venv-gpu-dry
 demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on two cores
 	$(BIN)/lowmem-grpo run arithmetic overwrite_output_dir=true
 
+# Engines are tested by processes of their own: vLLM collects garbage whenever it starts and ends, which takes longer the
+# more objects there are, and all other tests make many.
+OF_ENGINES := tests/engines tests/on_card
+
 test: $(VENV)/.installed-vllm  ## the whole test suite, vLLM's build for CPUs included
-	$(BIN)/python -m pytest --durations=60 --durations-min=5
+	$(BIN)/python -m pytest --durations=20 --durations-min=5 $(OF_ENGINES)
+	$(BIN)/python -m pytest --durations=40 --durations-min=5 $(addprefix --ignore=,$(OF_ENGINES))
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .

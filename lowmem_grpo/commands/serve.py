@@ -25,13 +25,16 @@ LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-gr
 @click.option("--model", help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
               help="Tokens of a sequence that clients train on.")
-@click.option("--4bit/--16bit", "load_in_4bit", default=True, show_default=True, help="How the model is stored.")
+@click.option("--4bit/--16bit", "load_in_4bit", default=None, help="How the model is stored.  [default: 4bit]")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="The same: in FP8, a scale for each row.")
+@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True,
+              help="What samples; vLLM does in recipes only.")
 @click.option("--offload-embedding", is_flag=True, help="Keep the embedding on the host, to save the card's memory.")
 @click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="A folder of recipe files that jobs may name.")
 def serve(
     port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
-    load_in_4bit: bool, offload_embedding: bool, recipes: Path | None,
+    load_in_4bit: bool | None, load_in_fp8: bool, engine: str, offload_embedding: bool, recipes: Path | None,
 ) -> None:
     """Serve this card: recipes that are submitted wait here, and run when it is free.
 
@@ -40,6 +43,7 @@ def serve(
     """
     with plain_errors():
         one_process("the server")
+        check_loading(load_in_4bit, load_in_fp8, engine)
         from lowmem_grpo.service.home import Address, Home
 
         try:
@@ -69,7 +73,7 @@ def serve(
             dispatcher = dispatcher_of(database, home.jobs, recipes)
             served = None if model is None else serve_model(
                 model, database, home.folder / "models", allowances, load_in_4bit=load_in_4bit,
-                max_seq_length=max_seq_length, offload_embedding=offload_embedding)
+                load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
             app = app_of(dispatcher.queue, users, partial(checked, recipes), everywhere,
                          None if served is None else served.routers())
@@ -85,6 +89,16 @@ def serve(
                 dispatcher.close()
                 if served is not None:
                     served.close()
+
+
+def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str) -> None:
+    """ValueError for a model that is not served so. Nothing is loaded for it."""
+    if engine == "vllm":
+        raise ValueError("--engine is 'vllm'; a served model samples with its clients' adapters between two of their "
+                         "steps, and is tested with our own engine only: leave --engine out. A recipe takes vLLM: "
+                         "`lowmem-grpo submit RECIPE engine=vllm`")
+    if load_in_fp8 and load_in_4bit is not None:
+        raise ValueError(f"--fp8 and --{'4bit' if load_in_4bit else '16bit'} contradict each other; give one of them")
 
 
 def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:

@@ -4,7 +4,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -23,14 +24,18 @@ from lowmem_grpo.service.text_completions import TextCompletions
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
+Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
 
 
 class Completions:
     """Answers requests by the Chat of whoever asks."""
 
-    def __init__(self, chats: Chats, sessions: Sessions, limits: Limits, closing: asyncio.Event) -> None:
+    def __init__(
+        self, chats: Chats, sessions: Sessions, limits: Limits, closing: asyncio.Event, counted: Counted | None = None,
+    ) -> None:
+        """`counted` raises ChatError where a key has as many requests as it may; None takes any number."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
-        self.slots = Slots(limits)
+        self.slots, self.counted = Slots(limits), counted or (lambda holder: nullcontext())
 
     async def chat(self, request: Request) -> Response:
         """The reply to POST /chat/completions."""
@@ -68,6 +73,7 @@ class Answering:
     ) -> None:
         """`source` makes the reply. Raises ChatError where the session that the address names is not open."""
         self.slots, self.body, self.chat, self.source = completions.slots, body, chat, source
+        self.counted = partial(completions.counted, request.scope["holder"])
         self.session = completions.sessions.find(request.path_params.get("session"))
         self.name = self.session.name if self.session else ""
         self.client = Attention(request.receive, completions.closing, completions.limits.seconds)
@@ -88,8 +94,9 @@ class Answering:
             return reply
 
     async def create(self) -> dict[str, Any]:
-        async with self.slots.one():
-            return await self.source.create(self.body, self.name)
+        with self.counted():
+            async with self.slots.one():
+                return await self.source.create(self.body, self.name)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The reply in pieces. Raises ChatError only before the first: a later error is an event of its own."""
@@ -112,9 +119,10 @@ class Answering:
                 yield event(error.body())
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        async with self.slots.one():
-            async for chunk in self.source.stream(self.body, self.name):
-                yield chunk
+        with self.counted():
+            async with self.slots.one():
+                async for chunk in self.source.stream(self.body, self.name):
+                    yield chunk
 
     def record(self, choices: list[dict[str, Any]]) -> None:
         """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""

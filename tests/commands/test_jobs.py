@@ -131,12 +131,13 @@ def test_what_is_wrong_is_refused_in_words(words: str, served: Served) -> None:
     assert found.returncode == 1 and words in found.stderr and "Traceback" not in found.stderr
 
 
-def test_a_job_outlives_a_killed_server_and_the_next_one_goes_on(served: Served) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Served, sent: signal.Signals) -> None:
     runs = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
     waits = int(served("submit", "small.py").stdout.split()[1].rstrip(":"))
     served.until(runs, "running")
-    served.process.send_signal(signal.SIGKILL)
-    served.process.wait(20)
+    served.process.send_signal(sent)
+    assert served.process.wait(20) == (-signal.SIGKILL if sent == signal.SIGKILL else 143)
     served.start()
     assert served.job(runs)["state"] == "running"
     served.enough(runs)

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from http.cookiejar import CookieJar
 from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
@@ -45,3 +46,18 @@ def test_a_server_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     found = CliRunner().invoke(serve, ["--folder", str(tmp_path / "home")])
     assert found.exit_code == 1 and "the server needs one process, and this is rank 1 of 2" in found.output
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (("--engine", "vllm"), "tested with our own engine only: leave --engine out"),
+    (("--fp8", "--16bit"), "--fp8 and --16bit contradict each other"),
+    (("--4bit", "--fp8"), "--fp8 and --4bit contradict each other"),
+])
+def test_a_model_that_cannot_be_served_so_is_refused_before_anything_is_made(
+    tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    began = time.monotonic()
+    asked = ["--model", "no/such", "--folder", str(tmp_path / "home"), *words]
+    found = CliRunner().invoke(serve, asked, terminal_width=400)
+    assert found.exit_code == 1 and told in found.output and not (tmp_path / "home").exists()
+    assert time.monotonic() - began < 1

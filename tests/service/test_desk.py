@@ -83,25 +83,14 @@ def test_those_who_were_just_served_are_decoded_together_again() -> None:
     desk.close()
 
 
-def test_calls_that_trickle_in_after_a_pause_are_decoded_together_where_many_came_before() -> None:
-    desk = scripted_desk(seconds=0.8)
-
-    def burst(count: int, between: float = 0.0) -> None:
-        futures = []
-        for _ in range(count):
-            futures.append(desk.submit(call_of(desk, "again")))
-            time.sleep(between)
-        assert [one.result(30).text for one in futures] == ["Yes."] * count
-
-    burst(8)
-    desk.run(lambda: None).result()  # as training between two steps
-    before = len(engine(desk).rounds)
-    burst(8, between=0.001)
-    assert engine(desk).rounds[before:] == [(1.0, 8)]
-    began = time.monotonic()
-    burst(1)
-    assert time.monotonic() - began < 0.8 + 0.5  # a call that comes alone does not wait for others for long
-    desk.close()
+def test_how_many_came_together_is_remembered_over_a_job(desk: Desk) -> None:
+    gate = threading.Event()
+    desk.run(gate.wait)
+    futures = [desk.submit(call_of(desk, "again")) for _ in range(8)]
+    gate.set()
+    assert [one.result(10).text for one in futures] == ["heard again"] * 8
+    desk.run(lambda: None).result(10)  # as training between two steps
+    assert engine(desk).rounds == [(1.0, 8)] and [count for count, _ in desk.rounds] == [8]
 
 
 def test_a_conversation_stays_open_while_nothing_else_is_asked_for(desk: Desk) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 
+from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
@@ -31,11 +32,12 @@ class Serving:
 
 
 @contextmanager
-def serving(folder: Path, name: str = "tiny", context: int = 64, **loading: Any) -> Iterator[Serving]:
+def serving(folder: Path, name: str = "tiny", context: int = 64, allowances: Allowances | None = None,
+            **loading: Any) -> Iterator[Serving]:
     """Inside, the model is served; its clients are to be closed before the end."""
     database = Database(folder / "server.sqlite")
     loading = {"load_in_4bit": False, "max_seq_length": context} | loading
-    model = serve_model(name, database, folder / "models", **loading)
+    model = serve_model(name, database, folder / "models", allowances, **loading)
     listening = open_socket("127.0.0.1", 0)
     server = made_for(make_server_app(model.routers(), Users(OWNER, [(User("other"), OTHER)]), Limits()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -134,10 +134,11 @@ class Sampling:
 
     def begun(self, asked: Sample, adapter: Path | None, owner: str) -> Promise:
         """A promise whose parts wait for the desk. BusyError where its user waits for too many."""
-        self.usage.begin_sample(owner)
         seed = asked.params.seed
-        turns = [self.desk.submit(Call(asked.ids, replace(asked.params, seed=None if seed is None else seed + number),
-                                       adapter)) for number in range(asked.count)]
+        calls = [Call(asked.ids, replace(asked.params, seed=None if seed is None else seed + number), adapter)
+                 for number in range(asked.count)]
+        self.usage.begin_sample(owner)
+        turns = [self.desk.submit(call) for call in calls]
         wanted = asked.prompt_logprobs or asked.top
         prompt = self.scoring.ask(asked.ids, adapter, asked.top, asked.last) if wanted else None
         promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])

@@ -1,7 +1,10 @@
 """A model in a server: loaded, with a desk that owns it, the routes of the Tinker protocol, and OpenAI's."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,15 @@ from lowmem_grpo.service.limits import Limits
 from lowmem_grpo.service.routes import Completions, chat_router, text_router
 from lowmem_grpo.service.sessions import Sessions
 from lowmem_grpo.service.tinker.adapters import Adapters
+from lowmem_grpo.service.tinker.asking import blamed
 from lowmem_grpo.service.tinker.chats import Chats
 from lowmem_grpo.service.tinker.datum import Bounds
 from lowmem_grpo.service.tinker.ledger import Ledger
 from lowmem_grpo.service.tinker.routes import Served, tinker_router
 from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.training import Training
+from lowmem_grpo.service.tinker.usage import Usage
+from lowmem_grpo.service.users import User
 
 MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
 AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the desk decodes them together
@@ -67,5 +73,17 @@ def serve_model(
     served = Served(name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
     router = tinker_router(training, Sampling(desk, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
-    completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event())
+    completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event(),
+                              partial(counted, training.usage))
     return ServedModel(desk, training, router, completions)
+
+
+@contextmanager
+def counted(usage: Usage, user: User) -> Iterator[None]:
+    """Inside, a request over OpenAI's routes is among those of its user. ChatError (429) where no more may wait."""
+    with blamed():
+        usage.begin_sample(user.name)
+    try:
+        yield
+    finally:
+        usage.end_sample(user.name)

@@ -44,10 +44,10 @@ class Usage:
     def begin_sample(self, owner: str) -> None:
         """BusyError where no more may wait. Each is to be ended."""
         may = self.allowances.of(owner).requests
-        requests = self.ledger.open_of(owner).requests + self.samples[owner]
-        if requests >= may:
-            raise BusyError(too_many(requests, may))
         with self.lock:
+            requests = self.ledger.open_of(owner).requests + self.samples[owner]
+            if requests >= may:
+                raise BusyError(too_many(requests, may))
             self.samples[owner] += 1
 
     def end_sample(self, owner: str) -> None:

@@ -1,4 +1,4 @@
-"""A model is served however it was loaded: in 4 bits, with its embedding on the host, or both."""
+"""A model is served however it was loaded: in 4 bits, with its embedding on the host, both, or in FP8."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not i
 
 
 @pytest.mark.parametrize("loading", [
-    {"load_in_4bit": True}, {"offload_embedding": True}, {"load_in_4bit": True, "offload_embedding": True}],
-    ids=["4bit", "offload", "both"])
+    {"load_in_4bit": True}, {"offload_embedding": True}, {"load_in_4bit": True, "offload_embedding": True},
+    {"load_in_4bit": None, "load_in_fp8": True}], ids=["4bit", "offload", "both", "fp8"])
 def test_it_trains_and_samples(tmp_path: Path, loading: dict[str, Any]) -> None:
     with serving(tmp_path, **loading) as served, tinker_client(served) as client:
         training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1, train_unembed=False).result()

@@ -1,0 +1,76 @@
+"""How long the owner of an engine waits for more calls: counted in waits, with a clock that nobody reads."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.service.call import Call
+from lowmem_grpo.service.waiting import FIRST, NO_ROUND, Asked, Job, Round, Waiting
+
+WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
+CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
+
+
+class Arrivals(threading.Condition):
+    """In each wait one of those who come later comes; with nobody left, the wait is over without anyone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: list[Callable[[], None]] = []
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        if self.later:
+            self.later.pop(0)()
+            return True
+        return False
+
+
+class Line:
+    """A line of calls of one flavour, of which one waits and `later` come one by one."""
+
+    def __init__(self, later: int) -> None:
+        self.waiting, self.arrivals = Waiting(), Arrivals()
+        self.waiting.changed = self.arrivals
+        self.arrivals.later = [self.call] * later
+        self.call()
+
+    def call(self) -> None:
+        self.waiting.add(CALL.flavour, Asked(CALL, 0, Future()))
+
+    def job(self) -> None:
+        self.waiting.add(None, Job(lambda: None, False, Future()))
+
+    def taken(self, first: bool, last: Round, widest: Round) -> int:
+        return len(self.waiting.take(CALL.flavour, None, True, first, last, widest))
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
+def test_calls_that_trickle_in_are_taken_together_where_many_came_before(first: bool, last: Round) -> None:
+    line = Line(later=7)
+    assert line.taken(first, last, WIDE) == 8
+    assert len(line.arrivals.waits) == 8, "one for each that came, and one in which none did"
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
+def test_a_call_that_comes_alone_where_many_came_before_waits_for_others_once(first: bool, last: Round) -> None:
+    line = Line(later=0)
+    assert line.taken(first, last, WIDE) == 1
+    assert len(line.arrivals.waits) == 1 and 0 < (line.arrivals.waits[0] or 0) <= FIRST
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_that_comes_alone_where_one_came_before_does_not_wait(first: bool) -> None:
+    line = Line(later=0)
+    assert line.taken(first, NO_ROUND, (1, 0.8)) == 1 and line.arrivals.waits == []
+
+
+def test_nobody_waits_for_calls_while_a_job_waits() -> None:
+    line = Line(later=5)
+    line.arrivals.later.insert(1, line.job)
+    assert line.taken(True, NO_ROUND, WIDE) == 2
+    assert len(line.arrivals.waits) == 2
