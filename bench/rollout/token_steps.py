@@ -68,7 +68,10 @@ def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
         ratios = [mine / base for mine, base in zip(way.seconds, ways[0].seconds, strict=True)]
         figures |= {f"{way.name}_ratio": round(median(ratios), 4),
                     f"{way.name}_range": [round(min(ratios), 4), round(max(ratios), 4)]}
-    return figures | {"graphs_kept": all(way.engine.step.record is not None for way in ways if way.name == "graph")}
+    steps = [way.engine.step for way in ways if way.name == "graph"]
+    # without a graph, the seconds of "graph" are those of "fixed": the run gave graphs up, or no answer was long enough
+    return figures | {"graphs": sum(step.recorded for step in steps),
+                      "graphs_kept": all(step.record is not None for step in steps)}
 
 
 @click.command(help=__doc__)
@@ -92,7 +95,7 @@ def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
     cells = [(way.name, f"{figures[way.name + '_tokens_per_second']:,.0f}", f"{figures[way.name + '_ratio']:.4f}",
               "{:.4f} to {:.4f}".format(*figures[way.name + "_range"])) for way in ways]
     console.print(tables.terminal(None, ("way", "tokens a second", "seconds / growing", "range"), cells))
-    console.print(f"same tokens: {figures['same_tokens']}")
+    console.print(f"same tokens: {figures['same_tokens']}, graphs recorded: {figures['graphs']}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class TokenStep:
         self.record: Record | None = None if why or eager else Recorded
         # places that attention reads: a multiple of this, as a graph is of one length
         self.block = STEP if self.record else 1
+        self.recorded = 0  # graphs made so far
         self.state: Decode | None = None
         self.run: Callable[[], Tensor] | None = None
         if passes.policy.device.type == "cuda" and why and not eager:
@@ -136,6 +137,7 @@ class TokenStep:
             why = f"it could not be recorded ({first_line(error)})"
         if not why:
             self.run, self.held, self.must = run, self.addresses(), False
+            self.recorded += 1
             return
         self.give_up(why)
         self.at.copy_(at)

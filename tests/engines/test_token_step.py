@@ -81,6 +81,7 @@ def test_recorded_steps_draw_the_same_also_where_rows_enter_and_leave(
     recorder = Recorder(other)
     check_same(other.generate(PROMPTS, PARAMS), expected)
     assert recorder.ran > 5 * recorder.recorded > 0
+    assert other.step.recorded == recorder.recorded
     assert other.step.record is recorder, "the recorded steps agreed with those that run as they are"
 
 
