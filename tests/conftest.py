@@ -1,5 +1,6 @@
 """What all tests share: the environment, the embedded model's tokenizer, policies of every family."""
 
+import gc
 import logging
 import os
 import signal
@@ -33,6 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         why = card.why_skipped({} if call is None else call.params)
         if item.get_closest_marker("gpu") and why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_finish() -> None:
+    """What imports and the collection of tests have made is no garbage: where memory runs out, and where an engine
+    starts, all objects are looked through, and these are most of them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
