@@ -31,7 +31,7 @@ from lowmem_grpo.service.tinker.training import CREATE, OPTIM_STEP, SNAPSHOT, Tr
 
 MISSING = "no such folder"  # below the folder of the models
 FEW = 16  # parts of a promise whose answer is put together at once
-POLL = 20.0  # seconds that a poll is held open; clients give up after 45
+POLL = 35.0  # seconds that a poll is held open: each one more costs as much as a request; clients give up after 45
 REASONS = ("success", "errored", "interrupted")
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
         "Pass train_unembed=False to say so yourself.")
