@@ -9,10 +9,11 @@ takes. Nothing is kept between passes, so nothing can be out of date; but sampli
 keeps what it has converted (`kept_factors`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ class Factors:
 Copies = list[tuple[Tensor, Tensor]]  # (to, from)
 
 
-# of each group of pairs: the pairs themselves, so that no others can have their ids, and their factors
-Kept = dict[tuple[object, ...], tuple[Sequence[Loras], list[Factors | None]]]
+# by ids: what has these ids, so that nothing else can have them, and what was found for it
+Kept = dict[tuple[object, ...], tuple[object, Any]]
 KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a thread that is started inside has none
 
 
@@ -108,13 +109,22 @@ def kept_factors() -> Iterator[Kept]:
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
     """`factors_of`, kept where `kept_factors` says so."""
-    kept = KEPT.get()
-    if kept is None:
+    if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
                     for group in groups for lora in (*group, None)))
+    found: list[Factors | None] = held(key, groups, lambda: factors_of(groups, dtype))
+    return found
+
+
+def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
+    """What `find` finds for `what`, whose ids are in the key: the first time that it is asked for inside
+    `kept_factors`, and each time outside."""
+    kept = KEPT.get()
+    if kept is None:
+        return find()
     if key not in kept:
-        kept[key] = groups, factors_of(groups, dtype)
+        kept[key] = what, find()
     return kept[key][1]
 
 

@@ -12,7 +12,7 @@ from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.memory.families import FAMILIES, Norm
 from lowmem_grpo.models.lean_attention import LeanAttention
-from lowmem_grpo.models.lora_layers import JoinedWeights, active_lora, base_of, computes
+from lowmem_grpo.models.lora_layers import JoinedWeights, base_of, loras_of
 
 MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
 # by transformers' class
@@ -31,20 +31,21 @@ class LeanMLP(nn.Module):
             self.add_module(name, mlp.get_submodule(name))
         self.inner, self.activation, self.tile_rows = inner, activation, tile_rows
         self.weights, self.down_weight = JoinedWeights(), JoinedWeights()
+        self.biased = any(base_of(child).bias is not None for child in self.children())
         self.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
         layers: list[Any] = [self.get_submodule(name) for name in self.inner]
         down: Any = self.down_proj
-        if not all(computes(layer, x) and base_of(layer).bias is None for layer in (*layers, down)):
+        loras = None if self.biased else loras_of(x, [*layers, down], self.weights)
+        if loras is None:
             return self.plain(x, layers)
-        loras = [active_lora(layer) for layer in layers]
         gate, up = (*self.weights.of(layers), None)[:2]
         (down_weight,) = self.down_weight.of([down])
         return lora_mlp(
             x, gate, up, down_weight, gate_lora=loras[0], up_lora=loras[1] if len(layers) > 1 else None,
-            down_lora=active_lora(down), activation=self.activation, tile_rows=self.tile_rows,
+            down_lora=loras[-1], activation=self.activation, tile_rows=self.tile_rows,
         )
 
     def plain(self, x: Tensor, layers: list[Any]) -> Tensor:

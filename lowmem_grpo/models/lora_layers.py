@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.lora import frozen_weight, lora_linear
-from lowmem_grpo.kernels.lora_factors import LoRA
+from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, held
 from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.models.fused_weights import joined_weights
 
@@ -35,10 +35,11 @@ class OneNode:
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., in) -> (..., out)."""
-        if args or kwargs or not computes(self, x):
+        loras = None if args or kwargs else loras_of(x, [self], self)
+        if loras is None:
             result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return result
-        (y,) = lora_linear(x, [held_weight(self.base_layer)], [active_lora(self)], [self.base_layer.bias])
+        (y,) = lora_linear(x, [held_weight(self.base_layer)], loras, [self.base_layer.bias])
         return y
 
 
@@ -103,10 +104,29 @@ def held_weight(base: Any) -> FrozenWeight:
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
     """The output of each layer for x: by one autograd node that keeps x once, if our kernel covers all of them."""
-    if not all(computes(layer, x) for layer in layers):
+    loras = loras_of(x, layers, weights)
+    if loras is None:
         return [layer(x) for layer in layers]
-    loras, biases = [active_lora(layer) for layer in layers], [base_of(layer).bias for layer in layers]
-    return lora_linear(x, weights.of(layers), loras, biases)
+    return lora_linear(x, weights.of(layers), loras, [base_of(layer).bias for layer in layers])
+
+
+def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | None] | None:
+    """The pairs that these layers of `owner` compute with now; None where our kernel does not cover all of them for x.
+
+    It takes as long as a small product, so that sampling keeps the answer for as long as it keeps the pairs.
+    """
+    if KEPT.get() is None:
+        return found_loras(x, layers)
+    lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)
+    state = () if lora is None else (lora.training, lora.disable_adapters, *lora.active_adapters)  # type: ignore[attr-defined]
+    key = (id(owner), x.dtype, torch.is_autocast_enabled(x.device.type), *state)
+    found: list[LoRA | None] | None = held(key, owner, lambda: found_loras(x, layers))
+    return found
+
+
+def found_loras(x: Tensor, layers: Sequence[Any]) -> list[LoRA | None] | None:
+    """The same, asked of each layer."""
+    return [active_lora(layer) for layer in layers] if all(computes(layer, x) for layer in layers) else None
 
 
 def base_of(layer: Any) -> Any:
