@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint clean gpu gpu-cpu gpu-bundle gpu-dry \
+.PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry \
 	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
 # The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
@@ -17,12 +17,20 @@ demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on t
 	$(BIN)/lowmem-grpo run arithmetic overwrite_output_dir=true
 
 # Engines are tested by processes of their own: vLLM collects garbage whenever it starts and ends, which takes longer the
-# more objects there are, and all other tests make many.
+# more objects there are, and all other tests make many. What is marked slow is the long lane. How long each test took
+# lies in runs/tests; `python -m bench.common.durations` makes a table of it.
 OF_ENGINES := tests/engines tests/on_card
+PYTEST = $(BIN)/python -m pytest --durations=20 --durations-min=5 -o junit_duration_report=total
 
-test: $(VENV)/.installed-vllm  ## the whole test suite, vLLM's build for CPUs included
-	$(BIN)/python -m pytest --durations=20 --durations-min=5 $(OF_ENGINES)
-	$(BIN)/python -m pytest --durations=40 --durations-min=5 $(addprefix --ignore=,$(OF_ENGINES))
+test: $(VENV)/.installed-vllm  ## every promise once, in ten minutes on two cores; vLLM's build for CPUs included
+	$(PYTEST) -m "not slow" --junitxml=runs/tests/engines.xml $(OF_ENGINES)
+	$(PYTEST) -m "not slow" --junitxml=runs/tests/others.xml $(addprefix --ignore=,$(OF_ENGINES))
+
+test-long: $(VENV)/.installed-vllm  ## the rest: attacks, notebooks, installs, every family, recipes that train
+	$(PYTEST) -m slow --junitxml=runs/tests/engines-long.xml $(OF_ENGINES)
+	$(PYTEST) -m slow --junitxml=runs/tests/others-long.xml $(addprefix --ignore=,$(OF_ENGINES))
+
+test-all: test test-long  ## the whole test suite
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .

@@ -93,18 +93,21 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient."""
+    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient.
+
+    Computed in float64, since phi magnifies what a sum over thousands of tokens loses in float32.
+    """
     count = len(tokens.lengths)
-    log_w = sequence_sums(tokens.log_ratio.detach().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
+    log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:
-        mismatch = tokens.correction.log().clamp(LOWEST, HIGHEST)
+        mismatch = tokens.correction.double().log().clamp(LOWEST, HIGHEST)
         over = sequence_means(mismatch, tokens.sequence_ids, tokens.lengths)
         log_w = log_w + (over if tokens.correction_is_per_sequence else over * tokens.lengths)
     log_w = log_w.clamp(LOWEST, HIGHEST)[tokens.sequence_ids]
     positive = tokens.advantages >= 0
     k, scale = (of_sign(name, positive, options, log_w) for name in ("vespo_k", "vespo_lambda"))
     scale = scale.clamp(min=1e-4)
-    return torch.exp(scale + k * log_w - scale * log_w.exp())
+    return torch.exp(scale + k * log_w - scale * log_w.exp()).to(tokens.logprobs.dtype)
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:

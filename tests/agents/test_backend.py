@@ -58,7 +58,7 @@ def folder_of(model: Any) -> Path:
 def program(folder: Path, steps: int, end: str) -> "subprocess.CompletedProcess[bytes]":
     """The program in a process of its own."""
     return subprocess.run(
-        [sys.executable, agent_runs.__file__, str(folder), str(steps), end], timeout=200, capture_output=True,
+        [sys.executable, agent_runs.__file__, str(folder), str(steps), end], timeout=600, capture_output=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(agent_runs.__file__).parent), *sys.path])},
     )
 

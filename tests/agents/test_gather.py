@@ -81,7 +81,9 @@ def test_a_rollout_that_never_ends_is_cut_at_its_timeout(rollouts: Rollouts) -> 
 def test_cancelling_a_gathering_cancels_every_rollout_and_puts_the_bar_away(rollouts: Rollouts) -> None:
     async def main() -> None:
         task = asyncio.ensure_future(art.gather_trajectory_groups(rollouts.groups(["never"] * 3, ["never"])))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while rollouts.begun < 4:
+                await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -2,6 +2,9 @@
 
 import asyncio
 import copy
+from datetime import datetime, timedelta
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
 
 from lowmem_grpo import agents as art
+from lowmem_grpo.agents import trajectories as module
 from lowmem_grpo.agents.trajectories import message_of
 from lowmem_grpo.unsloth_names import UnsupportedError
 
@@ -57,27 +61,33 @@ def test_a_field_that_a_trajectory_does_not_have_is_refused() -> None:
         art.Trajectory(rewards=1.0)  # type: ignore[call-arg]
 
 
-def test_a_trajectory_notes_how_long_things_took() -> None:
+def test_a_trajectory_notes_how_long_things_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, seconds = datetime(2026, 1, 1), count(100.0)
+    monkeypatch.setattr(module, "datetime", SimpleNamespace(now=lambda: began + timedelta(seconds=7)))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
     async def timed() -> art.Trajectory:
-        trajectory = art.Trajectory()
+        trajectory = art.Trajectory(start_time=began)
         for _ in range(2):
             async with trajectory.track_duration("search"):
-                await asyncio.sleep(0.01)
+                next(seconds)
         trajectory.log("done")
         return trajectory.finish()
 
     trajectory = asyncio.run(timed())
-    assert trajectory.metrics["duration"] >= trajectory.metrics["search_duration"] >= 0.02
+    assert trajectory.metrics == {"search_duration": 4.0, "duration": 7.0}
     assert trajectory.logs == ["done"]
 
 
 def test_a_group_of_rollouts_is_awaited_and_keeps_their_order() -> None:
-    async def slow(reward: float) -> art.Trajectory:
-        await asyncio.sleep(0.02 - reward / 100)
+    async def slow(reward: float, last: asyncio.Event) -> art.Trajectory:
+        await (last.wait() if reward == 0 else asyncio.sleep(0))
+        last.set()
         return await rollout(reward)
 
     async def main() -> art.TrajectoryGroup:
-        return await art.TrajectoryGroup((slow(reward) for reward in (0, 1)), metadata={"task": 3})  # type: ignore[misc]
+        last = asyncio.Event()
+        return await art.TrajectoryGroup((slow(reward, last) for reward in (0, 1)), metadata={"task": 3})  # type: ignore[misc]
 
     group = asyncio.run(main())
     assert [one.reward for one in group] == [0, 1] and len(group) == 2

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.attacks import judge
+from bench.attacks import floods, judge, judge_answers
 from bench.attacks.attack import Verdict, report
 from bench.attacks.escapes import ESCAPES
 from bench.attacks.outside import LIBC, Outside, outside
@@ -17,7 +17,10 @@ from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_no_attack_on_the_sandbox_succeeds(isolation: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_attack_on_the_sandbox_succeeds(
+    isolation: str, part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floods, "PATIENCE", 100.0)  # seconds: only what hangs takes so long
     if fault := why_not(isolation):
         pytest.skip(f"{isolation}: {fault}")
     if isolation == "process" and file_access.version() < file_access.COMPLETE:
@@ -27,7 +30,11 @@ def test_no_attack_on_the_sandbox_succeeds(isolation: str, part: str, capsys: py
     assert status == 0, said
 
 
-def test_no_attack_on_the_judge_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_attack_on_the_judge_succeeds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "MARGIN", 100.0)  # as above
+    monkeypatch.setattr(judge_answers, "SECONDS", 100.0)
     status = report(judge.verdicts())
     said = capsys.readouterr().out
     assert status == 0 and int(said.splitlines()[-1].split()[0]) > 400, said

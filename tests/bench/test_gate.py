@@ -2,8 +2,10 @@
 stopped, and what its last page says."""
 
 import json
+import os
 import re
-import time
+import select
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,13 +96,12 @@ def code(text: str, *arguments: str, name: str = "a/piece", **options: Any) -> P
 @pytest.mark.parametrize(("piece", "left", "status", "reasons"), [
     (code("print('fine')"), 100, "passed", [""]),
     (code("print('so'); raise SystemExit('because')"), 100, "failed", ["because", "exit code 1"]),
-    (code("import time; print('began', flush=True); time.sleep(60)", seconds=4), 100, "failed",
-     ["stopped after 4 s", "began"]),
+    (code("import threading; threading.Event().wait(600)", seconds=1), 100, "failed", ["stopped after 1 s"]),
     (code("print(1)", needs=("unsloth", "flying")), 100, "skipped", ["flying: not installed"]),
     (code("print(1)"), 5, "not run", ["5 s were left, it takes about 60"]),
     (code("print(1)", least=300), 100, "not run", ["100 s were left, it takes about 300"]),
     (code("print(1)", least=20), 100, "passed", [""]),
-    (code("import time; time.sleep(60)", seconds=50, least=0), 2, "cut off", ["stopped after 2 s"]),
+    (code("import threading; threading.Event().wait(600)", seconds=50, least=0), 1, "cut off", ["stopped after 1 s"]),
 ])
 def test_a_piece_passes_fails_is_stopped_or_is_not_begun_and_says_why(
     tmp_path: Path, piece: Piece, left: float, status: str, reasons: list[str]
@@ -112,14 +113,30 @@ def test_a_piece_passes_fails_is_stopped_or_is_not_begun_and_says_why(
         assert (tmp_path / "logs" / "a-piece.log").exists()
 
 
-def test_a_piece_that_is_stopped_leaves_no_child_behind(tmp_path: Path) -> None:
-    text = "import subprocess, sys, time; open(sys.argv[1], 'w').write(str(subprocess.Popen(['sleep', '90']).pid)); " \
-           "time.sleep(90)"
-    attempt(code(text, str(tmp_path / "child"), seconds=5), setup(tmp_path), 100, "abc")
-    child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
-    until = time.monotonic() + 10  # a busy machine takes its time to end a process
-    while child.exists() and "Z" not in child.read_text().split()[2]:
-        assert time.monotonic() < until, "the child lives on"
+def test_a_piece_that_is_stopped_leaves_no_child_behind_and_its_last_words_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over as soon as its child lives."""
+    os.mkfifo(tmp_path / "pipe")
+    pipe, wait, allowed = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), subprocess.Popen.wait, 77
+
+    def heard() -> bytes:
+        assert select.select([pipe], [], [], 60)[0], "the child lives, and says nothing"
+        return os.read(pipe, 100)
+
+    def hurried(process: Any, timeout: float | None = None) -> int:
+        if timeout != allowed:
+            return wait(process, timeout)
+        assert heard() == b"lives\n"
+        raise subprocess.TimeoutExpired(process.args, allowed)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", hurried)
+    text = "import subprocess, sys; print('began', flush=True); subprocess.run(" \
+           "['sh', '-c', 'echo lives; exec sleep 600'], stdout=open(sys.argv[1], 'w'))"
+    found = attempt(code(text, str(tmp_path / "pipe"), seconds=allowed), setup(tmp_path), 100, "abc")
+    assert (found.status, found.reason) == ("failed", f"stopped after {allowed} s; began")
+    assert heard() == b"", "the child has ended"
+    os.close(pipe)
 
 
 def test_a_piece_whose_rows_all_lack_figures_measured_nothing(tmp_path: Path) -> None:

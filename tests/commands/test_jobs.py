@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="a server needs the extra [serve]")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
 COMMAND = [sys.executable, "-m", "lowmem_grpo"]
+LONGEST = 120  # seconds that a command, or what is waited for, may take
 RECIPE = '''
 import signal, sys, time
 from dataclasses import dataclass
@@ -33,7 +35,8 @@ def run(options):
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"began, resume={options.resume}", flush=True)
-    while options.wait and not (folder.parent / "enough").exists():
+    ends = time.monotonic() + 600
+    while options.wait and not (folder.parent / "enough").exists() and time.monotonic() < ends:
         time.sleep(0.02)
 '''
 
@@ -59,19 +62,15 @@ class Served:
         self.said = [self.process.stdout.readline() for _ in range(3)]
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*COMMAND, *words, "--server", str(self.home)], capture_output=True, text=True,
-                              timeout=60, check=False)
+        return ran(*words, "--server", str(self.home))
 
     def job(self, number: int) -> dict[str, object]:
         found: dict[str, object] = json.loads(self("jobs", str(number), "--json").stdout)
         return found
 
-    def until(self, number: int, *states: str) -> dict[str, object]:
-        limit = time.monotonic() + 60
-        while (job := self.job(number))["state"] not in states:
-            assert time.monotonic() < limit, job
-            time.sleep(0.1)
-        return job
+    def until(self, number: int, *states: str) -> str:
+        """The first of these states that a job has."""
+        return until(lambda: next((state for state in [str(self.job(number)["state"])] if state in states), ""))
 
     def enough(self, number: int) -> None:
         (self.home / "jobs" / str(number) / "enough").touch()
@@ -80,20 +79,36 @@ class Served:
         request = urllib.request.Request(json.loads((self.home / "server.json").read_text())["url"] + path,
                                          headers={"Authorization": f"Bearer {key}"})
         try:
-            with urllib.request.urlopen(request, timeout=20) as reply:
+            with urllib.request.urlopen(request, timeout=60) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
 
+def ran(*words: str) -> "subprocess.CompletedProcess[str]":
+    """A command of its own."""
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=LONGEST, check=False)
+
+
+def until(looks: Callable[[], str]) -> str:
+    """What is found, as soon as it is not empty."""
+    end = time.monotonic() + LONGEST
+    while not (found := looks()):
+        assert time.monotonic() < end, f"it is not so after {LONGEST} s"
+        time.sleep(0.1)
+    return found
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made = Served(tmp_path_factory.mktemp("served"))
-    yield made
-    for job in json.loads(made("jobs", "--json").stdout)["jobs"]:
-        made.enough(job["id"])
-    made.process.terminate()
-    made.process.wait(20)
+    try:
+        yield made
+        for job in json.loads(made("jobs", "--json").stdout)["jobs"]:
+            made.enough(job["id"])
+    finally:
+        made.process.kill()
+        made.process.wait(60)
 
 
 def test_the_address_and_the_key_are_printed(served: Served) -> None:
@@ -137,25 +152,23 @@ def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Serv
     waits = int(served("submit", "small.py").stdout.split()[1].rstrip(":"))
     served.until(runs, "running")
     served.process.send_signal(sent)
-    assert served.process.wait(20) == (-signal.SIGKILL if sent == signal.SIGKILL else 143)
+    assert served.process.wait(60) == (-signal.SIGKILL if sent == signal.SIGKILL else 143)
     served.start()
     assert served.job(runs)["state"] == "running"
     served.enough(runs)
-    assert served.until(runs, "done", "failed")["state"] == "done"
-    assert served.until(waits, "done", "failed")["state"] == "done"
+    assert served.until(runs, "done", "failed") == "done"
+    assert served.until(waits, "done", "failed") == "done"
     assert served.job(runs)["goes"] == 1
 
 
 def test_a_stopped_job_is_resumed(served: Served) -> None:
     number = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
     served.until(number, "running")
-    limit = time.monotonic() + 30
-    while "began" not in served("logs", str(number)).stdout and time.monotonic() < limit:
-        time.sleep(0.1)
+    until(lambda: served("logs", str(number)).stdout)  # that it began
     assert "asked to stop" in served("cancel", str(number)).stdout
-    assert served.until(number, "stopped", "failed")["state"] == "stopped"
+    assert served.until(number, "stopped", "failed") == "stopped"
     served("resume", str(number), "wait=false")
-    assert served.until(number, "done", "failed")["state"] == "done"
+    assert served.until(number, "done", "failed") == "done"
     assert served("logs", str(number)).stdout == "began, resume=False\nbegan, resume=True\n"
 
 
@@ -169,19 +182,20 @@ def test_only_a_key_with_the_right_reaches_jobs_and_only_its_own(served: Served)
 
 
 def test_a_server_that_is_gone_is_told_from_a_wrong_request(tmp_path: Path) -> None:
-    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "key": "tml-x"}))
-    found = subprocess.run([*COMMAND, "jobs", "--server", str(tmp_path)], capture_output=True, text=True, check=False)
+    with socket.socket() as nobody:  # it has a port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        (tmp_path / "server.json").write_text(json.dumps({"url": url, "key": "tml-x"}))
+        found = ran("jobs", "--server", str(tmp_path))
     assert found.returncode == 1 and "is not reached" in found.stderr
 
 
 def test_other_machines_are_served_only_with_keys(tmp_path: Path) -> None:
-    found = subprocess.run([*COMMAND, "serve", "--host", "0.0.0.0", "--folder", str(tmp_path)], capture_output=True,
-                           text=True, check=False)
+    found = ran("serve", "--host", "0.0.0.0", "--folder", str(tmp_path))
     assert found.returncode == 1 and "give --key-file FILE" in found.stderr
 
 
 def test_two_servers_do_not_share_a_folder(served: Served) -> None:
-    found = subprocess.run([*COMMAND, "serve", "--port", "0", "--folder", str(served.home)], capture_output=True,
-                           text=True, timeout=60, check=False)
+    found = ran("serve", "--port", "0", "--folder", str(served.home))
     assert found.returncode == 1 and "another server has" in found.stderr
     assert os.path.exists(served.home / "server.json")

@@ -4,13 +4,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from http.cookiejar import CookieJar
 from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 from click.testing import CliRunner
+from programs import program
 
 from lowmem_grpo.commands.serve import serve
 
@@ -20,21 +20,22 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 @pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_the_printed_link_opens_the_page_of_the_queue_and_a_signal_closes_both(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    command = [sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", tmp_path]
+    with program(*command, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         said = ""
         while not (link := re.search(r"page (\S+)", said)) and (line := process.stdout.readline()):
             said += line
         assert link, said
         browser = build_opener(HTTPCookieProcessor(CookieJar()))
-        browser.open(link[1], timeout=10)
-        assert "No runs yet" in browser.open(link[1].partition("page/")[0], timeout=10).read().decode()
-        with browser.open(link[1].partition("page/")[0] + "page/events", timeout=10):
+        browser.open(link[1], timeout=60)
+        assert "No runs yet" in browser.open(link[1].partition("page/")[0], timeout=60).read().decode()
+        with browser.open(link[1].partition("page/")[0] + "page/events", timeout=60) as events:
             for _ in range(2 if number == signal.SIGTERM else 1):  # as `timeout` does
                 process.send_signal(number)
+            events.read()  # to the end, which the page is told: a stream that is cut off after a while raises an error
             rest = process.stdout.read()
-            process.wait(10)
+            process.wait(60)
     assert "Traceback" not in rest, rest
     assert process.returncode == (130 if number == signal.SIGINT else 143)
     assert not list(tmp_path.glob("*-wal")), "the database was closed"
@@ -56,8 +57,6 @@ def test_a_server_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_model_that_cannot_be_served_so_is_refused_before_anything_is_made(
     tmp_path: Path, words: tuple[str, ...], told: str
 ) -> None:
-    began = time.monotonic()
     asked = ["--model", "no/such", "--folder", str(tmp_path / "home"), *words]
     found = CliRunner().invoke(serve, asked, terminal_width=400)
     assert found.exit_code == 1 and told in found.output and not (tmp_path / "home").exists()
-    assert time.monotonic() - began < 1

@@ -4,13 +4,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from http.cookiejar import CookieJar
 from pathlib import Path
 from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 from click.testing import CliRunner
+from programs import program
 
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 
@@ -21,23 +21,23 @@ from tests.support.written_runs import write_run
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_the_printed_link_opens_the_page_and_a_signal_ends_it_while_a_page_is_open(tmp_path: Path, number: int) -> None:
     write_run(tmp_path / "the-run", 5)
-    command = [sys.executable, "-m", "lowmem_grpo", "watch", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    command = [sys.executable, "-m", "lowmem_grpo", "watch", tmp_path, "--port", "0"]
+    with program(*command, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         said = "".join(process.stdout.readline() for _ in range(3))
         link = re.search(r"open (\S+)", said)
         assert link, said
         browser = build_opener(HTTPCookieProcessor(CookieJar()))
-        browser.open(link[1], timeout=10)
+        browser.open(link[1], timeout=60)
         base = link[1].partition("/page")[0]
-        assert "the-run" in browser.open(base + "/", timeout=10).read().decode()
-        with browser.open(base + "/page/events?run=the-run", timeout=10) as events:
+        assert "the-run" in browser.open(base + "/", timeout=60).read().decode()
+        with browser.open(base + "/page/events?run=the-run", timeout=60) as events:
             assert events.readline() == b"retry: 1000\n"
-            began = time.monotonic()
             process.send_signal(number)
+            events.read()  # to the end, which the page is told: a stream that is cut off after a while raises an error
             rest = process.stdout.read()
-            process.wait(10)
-        assert time.monotonic() - began < 4 and "Traceback" not in rest, rest
+            process.wait(60)
+        assert "Traceback" not in rest, rest
     assert process.returncode == 128 + number
 
 

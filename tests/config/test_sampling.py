@@ -1,18 +1,18 @@
 """What SamplingParams refuses, and when they truncate the distribution."""
 
-import pytest
+from refusals import not_refused
 
 from lowmem_grpo.config.sampling import SamplingParams
 
-
-@pytest.mark.parametrize(("name", "value", "rule"), [
+WITHOUT_SENSE = [
     ("n", 0, "at least 1"), ("temperature", -1, "0 or above"), ("top_p", 0, "in (0, 1]"), ("top_p", 1.1, "in (0, 1]"),
     ("top_k", -2, "-1 or 0"), ("min_p", -0.1, "in [0, 1]"), ("min_p", 1.1, "in [0, 1]"), ("max_tokens", 0, "at least"),
-])
-def test_sampling_params_refuse_what_makes_no_sense(name: str, value: float, rule: str) -> None:
-    with pytest.raises(ValueError) as refusal:
-        SamplingParams(**{name: value})
-    assert f"{name} is {value!r}" in str(refusal.value) and rule in str(refusal.value)
+]
+
+
+def test_sampling_params_refuse_what_makes_no_sense() -> None:
+    rows = [({name: value}, (f"{name} is {value!r}", rule)) for name, value, rule in WITHOUT_SENSE]
+    assert not_refused(lambda given: SamplingParams(**given), rows) == []
 
 
 def test_truncation_is_known() -> None:

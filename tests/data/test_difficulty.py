@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_rows import CharTokenizer, rows
 
@@ -88,6 +88,7 @@ def test_unusable_rows_do_not_make_resting_ones_wait() -> None:
     assert prompts.epoch <= 4
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([MIXED, SOLVED, FAILED]), min_size=5, max_size=5), st.integers(0, 12))
 def test_a_restored_source_goes_on_where_it_stopped(kinds: list[list[float]], cut: int) -> None:
     prompts, resumed = source(rows(5)), source(rows(5))

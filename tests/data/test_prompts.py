@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_rows import CharTokenizer, rows
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own_that_the_seed_alon
     assert drawn(source(rows(3), shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
+@settings(deadline=None)
 @given(
     count=st.integers(1, 9), takes=st.lists(st.integers(1, 5), max_size=6), cut=st.integers(0, 6), seed=st.integers(),
 )

@@ -34,7 +34,8 @@ CELL = "from IPython.core.interactiveshell import InteractiveShell as Shell; imp
 
 def run(*words: str, cwd: Path, **more: str) -> str:
     """What a command prints; its error fails the test. It never asks the network, and installs no dependencies."""
-    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1"}
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1",
+               "GIT_CONFIG_GLOBAL": os.devnull}
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
     done = subprocess.run(words, cwd=cwd, env=kept | offline | more, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

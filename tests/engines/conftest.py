@@ -1,25 +1,85 @@
-"""Prompts that the tests of both engines sample from; garbage is looked for among new objects only."""
+"""What the tests of both engines share: prompts, policies in float64, and less garbage to look through.
+
+What a batch computes has other last bits in another batch, and on each processor others. In float32 that changes a
+token once in some hundred thousand; in float64 it does not.
+"""
 
 import gc
+import os
 from collections.abc import Iterator
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
+
 import pytest
+from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines.choice import living
+from lowmem_grpo.engines.vllm.installed import import_plugin, installed
+from lowmem_grpo.models.policy import Policy
+
+if installed() is not None:
+    import_plugin()  # now, so that what it makes is frozen when collection is done
+
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
+# The first have caches of all kinds: without windows, with windows, with both, with states of gated delta nets.
+FAMILIES = ["Llama", "Mistral", "Gemma3", "Qwen3_5",
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny", "Qwen3", "Phi3"))]
+FROZEN, FREEZE = pytest.MonkeyPatch(), gc.freeze
 
 
-@pytest.fixture(autouse=True)
-def only_new_objects_are_collected() -> None:
-    """vLLM collects garbage six times when it starts: most of its time would go to what imports have made. When an
-    engine closes, all is looked at again."""
-    gc.freeze()
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    keep_frozen()
+
+
+def keep_frozen() -> None:
+    """vLLM collects garbage ten times from an engine's start to its end, which took most of both: it freezes all that
+    is there when it starts, and thaws all, what imports have made too, when it ends. Here what tests/conftest.py froze
+    stays frozen, and nothing else is, so that engines are collected."""
+    FROZEN.setattr(gc, "freeze", lambda: None)
+    FROZEN.setattr(gc, "unfreeze", lambda: None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    FROZEN.undo()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def all_is_collected_in_the_end() -> Iterator[None]:
-    yield
+def only_new_objects_are_collected() -> None:
+    """What earlier modules left is no garbage."""
+    gc.collect()
+    FREEZE()
+
+
+@pytest.fixture(scope="module")
+def all_is_collected() -> Iterator[None]:
+    """For tests of what an engine leaves behind: to the end of the module vLLM freezes and thaws, as in a run."""
+    FROZEN.undo()
     gc.unfreeze()
+    yield
+    if (engine := living()) is not None:
+        engine.close()
+    keep_frozen()
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def policy(request: pytest.FixtureRequest) -> Policy:
+    """A policy of every family, one after the other."""
+    return Policy(with_adapter(load_model(request.param)).double())
+
+
+@pytest.fixture(scope="session")
+def small_policy() -> Policy:
+    """A random Llama of two layers: for tests to which its words say nothing."""
+    return Policy(with_adapter(load_model("Llama")).double())
+
+
+@pytest.fixture(scope="session")
+def tiny_policy() -> Policy:
+    """The embedded model with an adapter."""
+    return Policy(with_adapter(load_model("tiny")).double())
 
 
 @pytest.fixture(scope="module")

@@ -209,6 +209,7 @@ def test_which_engine_was_taken_and_why_is_logged_and_kept(
     assert model.engine().name == "transformers"
 
 
+@pytest.mark.slow
 def test_loading_imports_no_vllm_until_an_engine_is_made() -> None:
     script = (
         "import sys; from lowmem_grpo import FastLanguageModel\n"
@@ -321,6 +322,7 @@ def test_an_adapter_of_a_higher_rank_is_refused_and_the_engine_goes_on(
     assert texts(sampled.fast_generate(PROMPTS, GREEDY, sampled.current_lora())) == live
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_vllms_own_sampling_params_mean_what_ours_mean(sampled: FastPeftModel, plain: FastPeftModel) -> None:
     sampled.engine()  # sets up vLLM's environment before it is imported here
@@ -374,6 +376,7 @@ def make_trainer(model: FastPeftModel, folder: Path) -> GRPOTrainer:
                        [{"prompt": "Start with 1."}, {"prompt": "Start with 2."}])
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_training_goes_on(tmp_path: Path) -> None:
     model = adapt(load(True))
@@ -397,6 +400,7 @@ def test_rollouts_of_the_trainer_come_from_vllm_with_the_live_adapter_and_traini
     assert trainer.engine is living() is not engine  # the next call makes a new one
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_putting_lora_on_a_model_that_sampled_already_closes_its_engine_first() -> None:
     bare = load("vllm")
@@ -413,6 +417,7 @@ def test_putting_lora_on_a_model_that_sampled_already_closes_its_engine_first() 
         bare.fast_generate("Start", GREEDY)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_second_model_takes_the_engine_over_with_a_warning_and_a_run_of_the_first_takes_it_back(
     sampled: FastPeftModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -429,6 +434,7 @@ def test_a_second_model_takes_the_engine_over_with_a_warning_and_a_run_of_the_fi
     assert trainer.engine is living()
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeftModel) -> None:
     other = copy.deepcopy(sampled.loaded.tokenizer)
@@ -439,20 +445,7 @@ def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeft
     assert first.llm is None
 
 
-@needs_vllm
-def test_a_model_that_nobody_holds_any_more_takes_its_engine_along(caplog: pytest.LogCaptureFixture) -> None:
-    model: Any = adapt(load("vllm"))
-    model.fast_generate("Start", GREEDY)
-    caplog.clear()
-    weights = weakref.ref(model.get_base_model())
-    del model
-    load("vllm").fast_generate("Start", GREEDY)
-    assert weights() is None
-    assert "closing the vLLM engine" not in caplog.text
-    gc.collect()
-    assert living() is None
-
-
+@pytest.mark.slow
 @needs_vllm
 def test_an_engine_that_somebody_made_by_hand_is_not_closed_behind_their_back(sampled: FastPeftModel) -> None:
     sampled.close_engine()
@@ -475,3 +468,19 @@ def test_a_model_for_vllm_has_its_q_k_v_and_gate_up_in_one_buffer_and_others_do_
         for parent, names in ((layer.self_attn, SPLIT[:3]), (layer.mlp, SPLIT[4:6])):
             storages = {getattr(parent, name).weight.untyped_storage().data_ptr() for name in names}
             assert len(storages) == (1 if asked == "vllm" else len(names)), (asked, names)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_is_collected")  # to the end of this file
+@needs_vllm
+def test_a_model_that_nobody_holds_any_more_takes_its_engine_along(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = adapt(load("vllm"))
+    model.fast_generate("Start", GREEDY)
+    caplog.clear()
+    weights = weakref.ref(model.get_base_model())
+    del model
+    load("vllm").fast_generate("Start", GREEDY)
+    assert weights() is None
+    assert "closing the vLLM engine" not in caplog.text
+    gc.collect()
+    assert living() is None

@@ -21,11 +21,11 @@ from lowmem_grpo.types import Rollout
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Each engine on the embedded model, with the same context."""
-    policy = Policy(with_adapter(load_model("tiny")))
     if request.param == "vllm":
-        with engine_on(policy) as made:
+        with engine_on(Policy(with_adapter(load_model("tiny")))) as made:
             yield made
     else:
+        policy = Policy(with_adapter(load_model("tiny")).double())
         yield TransformersEngine(policy, AutoTokenizer.from_pretrained(TINY), CONTEXT)
 
 
@@ -42,10 +42,10 @@ def test_the_same_seed_draws_the_same_tokens(engine: Any, prompts: list[list[int
 
 
 def test_a_completion_fills_the_context_and_no_more(engine: Any) -> None:
-    params = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
-    lengths = [CONTEXT - 1, CONTEXT - 2, CONTEXT - 50, CONTEXT - 51, 4]
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+    lengths = [CONTEXT - 1, CONTEXT - 2, CONTEXT - 20, CONTEXT - 21, 4]
     groups = engine.generate([[5 + number % 9 for number in range(length)] for length in lengths], params)
-    assert [len(rollout.completion_ids) for (rollout,) in groups] == [1, 2, 50, 50, 50], "each has its own room"
+    assert [len(rollout.completion_ids) for (rollout,) in groups] == [1, 2, 20, 20, 20], "each has its own room"
     assert {rollout.finish_reason for (rollout,) in groups} == {"length"}
     with pytest.raises(ValueError, match=f"a prompt of {CONTEXT} tokens leaves no room in a context of {CONTEXT}"):
         engine.generate([[5] * 4, [5] * CONTEXT], params)
@@ -118,7 +118,9 @@ def talk(prompts: list[list[int]], **options: Any) -> Talk:
     return Talk(prompts, max_tokens=lambda key, turn: LENGTHS[key][turn], **options)
 
 
-@pytest.mark.parametrize("late", [[], [(0, 1), (1, 2)]], ids=["at once", "some replies come late"])
+@pytest.mark.parametrize("late", [
+    pytest.param([], marks=pytest.mark.slow, id="at once"), pytest.param([(0, 1), (1, 2)], id="some replies come late"),
+])
 def test_each_turn_is_what_its_own_prompt_gives_and_its_logprobs_are_the_policys(
     engine: Any, prompts: list[list[int]], late: list[tuple[int, int]]
 ) -> None:
@@ -146,8 +148,9 @@ def test_the_same_requests_draw_the_same_turns_and_other_seeds_draw_others(
         engine.converse(played, params)
         assert torch.equal(torch.get_rng_state(), before), "the global random state is left alone"
     assert first.ids == second.ids
-    assert [[r.rollout_logprobs for r in first.drawn[key]] for key in first.ids] == \
-        [[r.rollout_logprobs for r in second.drawn[key]] for key in first.ids]
+    for key in first.ids:
+        for one, other in zip(first.drawn[key], second.drawn[key], strict=True):  # vLLM may find more in its cache
+            assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-4)
     drawn = [tuple(rollouts[0].completion_ids[:5]) for rollouts in same.drawn.values()]
     assert drawn[0] != drawn[1]
 
@@ -171,8 +174,9 @@ def full(*args: Any) -> None:
     raise MemoryError("of the environment")
 
 
-@pytest.mark.parametrize("error", [gold, full])
-@pytest.mark.parametrize("where", ["give", "take"])
+@pytest.mark.parametrize(("where", "error"), [
+    ("give", gold), ("take", full), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("give", full), ("take", gold)))])
 def test_an_error_of_the_conversation_ends_the_call_and_leaves_nothing_behind(
     engine: Any, prompts: list[list[int]], error: Any, where: str
 ) -> None:

@@ -24,7 +24,12 @@ from lowmem_grpo.units import GIB
 
 @pytest.fixture
 def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
-    return TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, max_seq_length=256)
+    """In float64, where rows that are decoded with fewer others draw the same tokens."""
+    return engine_of("Llama", tokenizer)
+
+
+def engine_of(family: str, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    return TransformersEngine(Policy(with_adapter(load_model(family)).double()), tokenizer, max_seq_length=256)
 
 
 @pytest.fixture
@@ -45,13 +50,14 @@ def generate_failing(
 
 
 @pytest.mark.parametrize(("family", "calls"), [
-    *(("tiny", calls) for calls in ((0,), (1,), (9,), (15,), (0, 1), (7, 8, 9), (3, 12), (5, 30))),
-    *(("Mistral", calls) for calls in ((0,), (9,), (5, 30))),  # its cache is a window
+    *(("Llama", calls) for calls in ((0,), (7, 8, 9), (5, 30))), ("Mistral", (9,)),  # its cache is a window
+    *(pytest.param("Llama", calls, marks=pytest.mark.slow) for calls in ((1,), (9,), (15,), (0, 1), (3, 12))),
+    *(pytest.param("Mistral", calls, marks=pytest.mark.slow) for calls in ((0,), (5, 30))),
 ])
 def test_completions_are_the_same_and_reported_once_when_sampling_runs_out_of_memory(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], family: str, calls: tuple[int, ...]
 ) -> None:
-    engine = TransformersEngine(Policy(with_adapter(load_model(family))), tokenizer, max_seq_length=256)
+    engine = engine_of(family, tokenizer)
     params = SamplingParams(n=4, temperature=0, max_tokens=20)
     expected, told = engine.generate(prompts, params), {}
 
@@ -66,15 +72,15 @@ def test_completions_are_the_same_and_reported_once_when_sampling_runs_out_of_me
     assert engine.bound.lowered is not None
     assert engine.bound.lowered < 12
     for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-        assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=1e-4)
+        assert a.rollout_logprobs == pytest.approx(b.rollout_logprobs, abs=2e-6)  # in float32, as they are held
         assert a.finish_reason == b.finish_reason
 
 
-@pytest.mark.parametrize("call", [0, 1, 8, 15])
+@pytest.mark.parametrize("call", [0, 8, *(pytest.param(call, marks=pytest.mark.slow) for call in (1, 15))])
 def test_tokens_drawn_before_a_shortage_are_kept_and_the_rest_follows_the_seed(
     engine: TransformersEngine, prompts: list[list[int]], call: int
 ) -> None:
-    params = SamplingParams(n=4, temperature=1.0, max_tokens=20, seed=3)
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=20, seed=3, stop_token_ids=[*range(0, 320, 30)])
     undisturbed = engine.generate(prompts, params)
     found = []
     for _ in range(2):

@@ -83,8 +83,8 @@ def test_what_is_taken_is_not_measured_again_and_sums_with_others(clock: list[fl
 
 
 @pytest.mark.parametrize("rows", [None, 3])
-def test_the_transformers_engine_counts_every_token_once(tiny_policy: Any, tokenizer: Any, rows: int | None) -> None:
-    engine = TransformersEngine(tiny_policy, tokenizer, 64)
+def test_the_transformers_engine_counts_every_token_once(small_policy: Any, tokenizer: Any, rows: int | None) -> None:
+    engine = TransformersEngine(small_policy, tokenizer, 64)
     engine.bound.lowered = rows
     prompts = [[5, 6, 7], [8, 9]]
     groups = engine.generate(prompts, SamplingParams(n=4, max_tokens=12, seed=1))

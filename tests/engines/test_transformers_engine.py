@@ -15,6 +15,8 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 EOS = 2
+ROUNDED = 2e-6  # log-probabilities are held in float32
+EPSILON = 1e-5
 
 
 @pytest.fixture
@@ -29,14 +31,26 @@ def any_engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Transforme
     return TransformersEngine(policy, tokenizer, max_seq_length=256)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
 def test_sampled_logprobs_are_those_the_trainer_computes(
     any_engine: TransformersEngine, prompts: list[list[int]], temperature: float
 ) -> None:
     params = SamplingParams(n=3, temperature=temperature, max_tokens=24, seed=1, ignore_eos=True)
     found = differences(any_engine.policy, prompts, any_engine.generate(prompts, params), temperature)
     assert len(found) == 9 * 24
-    assert found.abs().max() <= 1e-4
+    assert found.abs().max() <= ROUNDED
+
+
+@pytest.mark.parametrize("family", ["tiny", "Gemma3", "Qwen3_5"])
+def test_in_float32_the_sampler_is_as_near_to_float64_as_the_trainer(
+    family: str, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
+) -> None:
+    policy, twin = Policy(with_adapter(load_model(family))), Policy(with_adapter(load_model(family)).double())
+    engine = TransformersEngine(policy, tokenizer, max_seq_length=256)
+    groups = engine.generate(prompts, SamplingParams(n=3, max_tokens=24, seed=1, ignore_eos=True))
+    samplers = differences(twin, prompts, groups)
+    trainers = samplers - differences(policy, prompts, groups)
+    assert samplers.abs().max() <= trainers.abs().max() + EPSILON
 
 
 def test_greedy_tokens_are_those_of_transformers(any_engine: TransformersEngine, prompts: list[list[int]]) -> None:
@@ -63,21 +77,19 @@ def test_prompts_batched_with_longer_ones_get_the_same_tokens(
     for prompt, group in zip(prompts, together, strict=True):
         ((alone,),) = any_engine.generate([prompt], params)
         assert group[0].completion_ids == alone.completion_ids
-        torch.testing.assert_close(
-            torch.tensor(group[0].rollout_logprobs), torch.tensor(alone.rollout_logprobs), rtol=0, atol=1e-4
-        )
+        assert group[0].rollout_logprobs == pytest.approx(alone.rollout_logprobs, abs=ROUNDED)
 
 
 def test_rows_that_finish_early_do_not_disturb_the_others(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=60)
+    params = SamplingParams(temperature=0, max_tokens=40)
     (first,), (second,) = engine.generate(prompts[:2], params)
     assert len(first.completion_ids) != len(second.completion_ids)
     sampled = engine.generate(prompts, replace(params, temperature=1.0, n=8, seed=5))
     lengths = {len(rollout.completion_ids) for group in sampled for rollout in group}
     assert len(lengths) > 5  # rows left the batch at many lengths
-    assert differences(engine.policy, prompts, sampled).abs().max() <= 1e-4
+    assert differences(engine.policy, prompts, sampled).abs().max() <= ROUNDED
 
 
 def test_every_prompt_gets_n_completions_of_the_policys_version(
@@ -93,7 +105,7 @@ def test_every_prompt_gets_n_completions_of_the_policys_version(
     assert engine.kv_bytes > 0
 
 
-ENDLESS = SamplingParams(temperature=0, max_tokens=100)
+ENDLESS = SamplingParams(temperature=0, max_tokens=60)
 
 
 @pytest.fixture
@@ -116,7 +128,7 @@ def test_a_completion_ends_at_an_end_token_a_stop_token_or_max_tokens_and_says_s
         ((found,),) = engine.generate(prompts[:1], replace(ENDLESS, **options))
         assert (found.completion_ids, found.finish_reason) == (expected, reason), options
     ((on,),) = engine.generate(prompts[:1], replace(ENDLESS, ignore_eos=True))
-    assert on.finish_reason == "length" and len(on.completion_ids) == 100 and EOS in on.completion_ids
+    assert on.finish_reason == "length" and len(on.completion_ids) == 60 and EOS in on.completion_ids
     ((special,),) = engine.generate(prompts[:1], replace(ENDLESS, skip_special_tokens=False))
     assert special.text == full.text + engine.tokenizer.eos_token
 

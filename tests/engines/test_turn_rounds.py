@@ -23,7 +23,8 @@ SAMPLED = SamplingParams(temperature=1.3)
 PROMPTS = [[5 + number % 90 for number in range(40)], [9] * 7, [100], [9] * 7]
 
 
-@pytest.fixture(scope="module", params=["tiny", "Mistral", "Gemma3", "Qwen3_5"])  # windows; delta nets
+@pytest.fixture(scope="module", params=[  # windows and none, states; in the long lane none, and windows
+    "Gemma3", "Qwen3_5", *(pytest.param(family, marks=pytest.mark.slow) for family in ("tiny", "Mistral"))])
 def engine(request: pytest.FixtureRequest) -> TransformersEngine:
     model = with_adapter(load_model(request.param)).double()
     return TransformersEngine(Policy(model), AutoTokenizer.from_pretrained(TINY), max_seq_length=256)
@@ -163,7 +164,8 @@ def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersE
     assert whole.drawn[0][1].cached_tokens == 0
 
 
-@pytest.mark.parametrize("calls", [(0,), (3,), (14,), (17, 18), (14, 22)], ids=str)
+@pytest.mark.parametrize("calls", [
+    (0,), (14, 22), *(pytest.param(calls, marks=pytest.mark.slow) for calls in ((3,), (14,), (17, 18)))], ids=str)
 def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
     engine: TransformersEngine, calls: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ def workers() -> Any:
 
 def test_sixteen_jobs_of_four_threads_come_back_with_their_results(workers: Workers) -> None:
     for key in range(16):
-        workers.submit(key, lambda job, key=key: job.call(lambda: key * key, (), {}), 5)  # type: ignore[misc]
+        workers.submit(key, lambda job, key=key: job.call(lambda: key * key, (), {}), 60)  # type: ignore[misc]
     assert {key: job.result for key, job in all_of(workers).items()} == {key: key * key for key in range(16)}
     assert workers.threads == 4
 
@@ -34,37 +34,51 @@ def test_sixteen_jobs_of_four_threads_come_back_with_their_results(workers: Work
 def test_who_waits_collects_those_too_that_end_just_behind_the_first(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.environments.workers.TOGETHER", 10.0)
+    monkeypatch.setattr("lowmem_grpo.environments.workers.TOGETHER", 60.0)
+    done, first, waits = workers.done, threading.Event(), list[float]()
+
+    def get(wait: bool, seconds: float) -> Job:
+        waits.append(seconds)
+        found = done.get(wait, seconds)
+        first.set()
+        return found
+
+    monkeypatch.setattr(workers, "done", SimpleNamespace(get=get, put=done.put))
     for key in range(4):
-        workers.submit(key, lambda job, key=key: time.sleep(0.02 * key), 5)  # type: ignore[misc]
-    began = time.monotonic()
-    assert {job.key for job in workers.collect(wait=True)} == set(range(4)) and time.monotonic() - began < 5
-    assert not workers.running, "and nobody waits for more than there are"
+        workers.submit(key, lambda job, key=key: key == 0 or first.wait(60), 60)  # type: ignore[misc]
+    assert {job.key for job in workers.collect(wait=True)} == set(range(4))
+    assert waits.count(60.0) == 3, "nobody waits for more than there are"
 
 
 def test_a_call_that_hangs_is_late_and_its_thread_is_replaced(workers: Workers) -> None:
-    release = threading.Event()
+    release, hanging = threading.Event(), list[threading.Thread]()
+
+    def hangs() -> None:
+        hanging.append(threading.current_thread())
+        release.wait(60)
+
     for key in range(4):
-        workers.submit(key, lambda job: job.call(release.wait, (20,), {}), 0.2)
-    workers.submit(9, lambda job: "done", 5)  # waits for a thread until one is given up
-    began = time.monotonic()
+        workers.submit(key, lambda job: job.call(hangs, (), {}), 0.05)
+    workers.submit(9, lambda job: "done", 60)  # waits for a thread until one is given up
     found = all_of(workers)
-    assert time.monotonic() - began < 3
     assert found[9].result == "done" and all(isinstance(found[key].error, TimeoutError) for key in range(4))
     release.set()
-    time.sleep(0.05)
-    assert not workers.collect(wait=False)  # what they say now is dropped
+    for thread in hanging:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert workers.done.empty(), "what they say now is dropped"
 
 
 def test_async_calls_share_a_loop_and_have_the_same_limit(workers: Workers) -> None:
-    async def slow(seconds: float) -> str:
-        await asyncio.sleep(seconds)
-        return "slept"
+    async def loop_of(hangs: bool) -> asyncio.AbstractEventLoop:
+        await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+        return asyncio.get_running_loop()
 
-    workers.submit(0, lambda job: job.call(slow, (0.01,), {}), 5)
-    workers.submit(1, lambda job: job.call(slow, (30,), {}), 0.1)
+    for key in range(2):
+        workers.submit(key, lambda job: job.call(loop_of, (False,), {}), 60)
+    workers.submit(2, lambda job: job.call(loop_of, (True,), {}), 0.05)
     found = all_of(workers)
-    assert found[0].result == "slept" and isinstance(found[1].error, TimeoutError)
+    assert found[0].result is found[1].result is not None and isinstance(found[2].error, TimeoutError)
 
 
 def test_an_error_is_kept_for_whoever_collects_the_job(workers: Workers) -> None:

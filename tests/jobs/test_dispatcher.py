@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,8 @@ def run(options):
     print("ready", flush=True)
     if options.what == "fail":
         raise ValueError("the data are gone")
-    while options.what == "wait" and not (folder.parent / "enough").exists():
+    ends = time.monotonic() + 600
+    while options.what == "wait" and not (folder.parent / "enough").exists() and time.monotonic() < ends:
         time.sleep(0.02)
     (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
 '''
@@ -70,10 +72,10 @@ def submit(queue: JobQueue, what: str = "end", **fields: object) -> int:
     return queue.submit(Asked.of({"recipe": "small.py", "options": [f"what={what}"], **fields}), "me").id
 
 
-def until(dispatcher: Dispatcher, holds: Callable[[], object], seconds: float = 60.0) -> None:
-    limit = time.monotonic() + seconds
+def until(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 200
     while not holds():
-        assert time.monotonic() < limit, [(job.state, job.why) for job in dispatcher.queue.all()]
+        assert time.monotonic() < end, [(job.state, job.why) for job in dispatcher.queue.all()]
         dispatcher.look()
         time.sleep(0.05)
 
@@ -134,14 +136,13 @@ def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dis
 
 
 def test_the_next_server_finds_a_job_that_runs_and_one_that_ended_meanwhile(
-    queue: JobQueue, dispatcher: Dispatcher, recipes: Path
+    queue: JobQueue, dispatcher: Dispatcher, recipes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
     until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
     enough(queue, ends)
-    limit = time.monotonic() + 20
-    while process.ended(queue.folder_of(job(queue, ends))) is None and time.monotonic() < limit:
-        time.sleep(0.05)
+    monkeypatch.setattr(dispatcher, "look", lambda: None)  # this server is gone
+    until(dispatcher, lambda: process.ended(queue.folder_of(job(queue, ends))))
     following = Dispatcher(queue, recipes)
     following.look()
     assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
@@ -193,11 +194,15 @@ def test_the_thread_survives_a_full_disk_and_ends_when_asked(
     queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.jobs.dispatcher.EVERY", 0.01)
-    monkeypatch.setattr(queue, "live", lambda: (_ for _ in ()).throw(OSError("no room")))
+    looks = threading.Semaphore(0)
+
+    def live() -> list[Job]:
+        looks.release()
+        raise OSError("no room")
+
+    monkeypatch.setattr(queue, "live", live)
     dispatcher.start()
-    limit = time.monotonic() + 10
-    while "no room" not in caplog.text and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert dispatcher.thread.is_alive() and "no room" in caplog.text
+    assert all(looks.acquire(timeout=60) for _ in range(2)), "after the first error it looks again"
+    assert "no room" in caplog.text
     dispatcher.close()
     assert not dispatcher.thread.is_alive()

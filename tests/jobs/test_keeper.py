@@ -2,11 +2,12 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,44 @@ from lowmem_grpo.jobs.keeper import ENDED, ORDER, RUN
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
 STUBBORN = """
-import signal, time
+import signal, threading
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
-time.sleep(60)"""
+threading.Event().wait(600)"""
 POLITE = """
-import signal, sys, time
+import signal, sys, threading
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print("ready", flush=True)
-time.sleep(60)"""
+threading.Event().wait(600)"""
 WITH_A_CHILD = """
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(61)"])""" + STUBBORN
+import subprocess
+subprocess.Popen(["sh", "-c", "echo lives; exec sleep 600"], stdout=open({pipe!r}, "w"))""" + STUBBORN
+LONGEST = 200  # seconds until a keeper that hangs fails its test
+Keep = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def keep(folder: Path, code: str, **order: Any) -> subprocess.Popen[bytes]:
-    """A keeper of a small program."""
-    command = [sys.executable, "-c", code]
-    (folder / ORDER).write_text(json.dumps({"command": command, "time_limit": None, **order}))
-    return subprocess.Popen([sys.executable, "-m", "lowmem_grpo.jobs.keeper", str(folder)])
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Keep]:
+    """Starts a keeper of a small program, which is killed at the end."""
+    started = list[subprocess.Popen[bytes]]()
+
+    def begin(code: str, **order: Any) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", code]
+        (tmp_path / ORDER).write_text(json.dumps({"command": command, "time_limit": None, **order}))
+        started.append(subprocess.Popen([sys.executable, "-m", "lowmem_grpo.jobs.keeper", str(tmp_path)]))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()
+        one.wait(60)
+    process.stop(tmp_path)
 
 
-def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
-    limit = time.monotonic() + seconds
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + LONGEST
     while not holds():
-        assert time.monotonic() < limit, "it did not happen in time"
+        assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
 
 
@@ -53,59 +67,68 @@ def log(folder: Path) -> str:
     return (folder / process.LOG).read_text() if (folder / process.LOG).exists() else ""
 
 
-def test_the_end_and_the_words_of_a_run_are_kept(tmp_path: Path) -> None:
-    keep(tmp_path, "import sys; print('said'); sys.exit(3)").wait(20)
+def test_the_end_and_the_words_of_a_run_are_kept(tmp_path: Path, keep: Keep) -> None:
+    keep("import sys; print('said'); sys.exit(3)").wait(LONGEST)
     ended = process.ended(tmp_path)
     assert ended is not None and (ended["code"], ended["why"]) == (3, None)
     assert log(tmp_path) == "said\n" and not process.is_alive(tmp_path)
 
 
-def test_a_run_over_its_time_limit_is_asked_to_stop(tmp_path: Path) -> None:
-    keep(tmp_path, POLITE, time_limit=1.0).wait(20)
+def test_a_run_over_its_time_limit_is_asked_to_stop(tmp_path: Path, keep: Keep) -> None:
+    keep("import threading; threading.Event().wait(600)", time_limit=0.01).wait(LONGEST)
     ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (7, "time")
+    assert ended is not None and (ended["code"], ended["why"]) == (-signal.SIGTERM, "time")
 
 
-def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path) -> None:
-    keeper = keep(tmp_path, WITH_A_CHILD, grace=0.3)
+def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path, keep: Keep) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    keeper = keep(WITH_A_CHILD.format(pipe=str(tmp_path / "pipe")), grace=0.1)
     ready(tmp_path)
+    assert heard(pipe) == b"lives\n"
     process.stop(tmp_path)
-    keeper.wait(20)
+    keeper.wait(LONGEST)
     ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (-9, "asked")
-    left = subprocess.run(["pgrep", "-f", "time.sleep(61)$"], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
+    assert ended is not None and (ended["code"], ended["why"]) == (-signal.SIGKILL, "asked")
+    assert heard(pipe) == b"", "the child has ended"
+    os.close(pipe)
 
 
-def test_two_keepers_never_start_one_go_twice(tmp_path: Path) -> None:
-    first = keep(tmp_path, POLITE)
+def heard(pipe: int) -> bytes:
+    """The next words of a child; none when it has ended."""
+    assert select.select([pipe], [], [], LONGEST)[0], "the child lives, and says nothing"
+    return os.read(pipe, 100)
+
+
+def test_two_keepers_never_start_one_go_twice(tmp_path: Path, keep: Keep) -> None:
+    first = keep(POLITE)
     ready(tmp_path)
-    keep(tmp_path, POLITE).wait(20)
+    keep(POLITE).wait(LONGEST)
     assert log(tmp_path).count("ready") == 1
     process.stop(tmp_path)
-    first.wait(20)
-    keep(tmp_path, POLITE).wait(20)  # the same go again, which has ended
+    first.wait(LONGEST)
+    keep(POLITE).wait(LONGEST)  # the same go again, which has ended
     assert log(tmp_path).count("ready") == 1
 
 
-def test_a_run_whose_keeper_was_killed_is_seen_and_can_be_stopped(tmp_path: Path) -> None:
-    keeper = keep(tmp_path, POLITE)
+def test_a_run_whose_keeper_was_killed_is_seen_and_can_be_stopped(tmp_path: Path, keep: Keep) -> None:
+    keeper = keep(POLITE)
     ready(tmp_path)
     keeper.kill()
-    keeper.wait(20)
+    keeper.wait(LONGEST)
     assert process.is_alive(tmp_path)
     process.stop(tmp_path)
     until(lambda: not process.is_alive(tmp_path))
     assert not (tmp_path / ENDED).exists()
 
 
-def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path) -> None:
-    keeper = keep(tmp_path, POLITE)
+def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, keep: Keep) -> None:
+    keeper = keep(POLITE)
     ready(tmp_path)
     os.kill(int((tmp_path / RUN).read_text()), signal.SIGKILL)
-    keeper.wait(20)
+    keeper.wait(LONGEST)
     ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (-9, None)
+    assert ended is not None and (ended["code"], ended["why"]) == (-signal.SIGKILL, None)
 
 
 def test_nobody_at_work_is_not_alive(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
+from lowmem_grpo.jobs import process
 from lowmem_grpo.jobs.dispatcher import Dispatcher
 from lowmem_grpo.jobs.job import Asked
 from lowmem_grpo.jobs.jobs_source import JobsSource
@@ -60,22 +61,24 @@ def test_a_job_is_watched_stopped_and_resumed_by_its_buttons(tmp_path: Path) -> 
     try:
         with served(page_app(page), page) as url, browsing(url, page) as browser:
             browser.open("/")
-            browser.until(STATE, lambda state: state == "running", seconds=20)
+            browser.until(STATE, lambda state: state == "running")
             step = "return plots.size ? [...plots.values()][0].plot.data[0].at(-1) : 0"
-            first = browser.until(step, seconds=20)  # without the page being loaded again
+            first = browser.until(step)  # without the page being loaded again
             browser.until(step, lambda now: now > first)
             assert "step 1" in browser.until("return document.querySelector('#log pre')?.textContent")
             assert browser.run("return document.querySelector('#actions').textContent") == "Stop"
             browser.run(PRESS)
-            browser.until(STATE, lambda state: state == "stopped", seconds=20)
+            browser.until(STATE, lambda state: state == "stopped")
             browser.until("return document.querySelector('#actions').textContent", lambda words: words == "Resume")
             assert "This run was stopped" in browser.until("return document.querySelector('.ending')?.textContent")
             assert queue.one(number).exit_code == 143
             browser.run(PRESS)
-            browser.until(STATE, lambda state: state == "running", seconds=20)
+            browser.until(STATE, lambda state: state == "running")
             assert queue.one(number).goes == 2
             browser.run(PRESS)
-            browser.until(STATE, lambda state: state == "stopped", seconds=20)
+            browser.until(STATE, lambda state: state == "stopped")
     finally:
         dispatcher.close()
+        for job in queue.live():  # of a test that failed
+            process.stop(queue.folder_of(job))
         database.close()

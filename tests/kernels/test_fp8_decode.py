@@ -9,6 +9,7 @@ import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from card import HALVES, gpu
 from fp8_problem import by_definition, in_fp8
+from pairwise import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,31 +83,34 @@ def assert_no_worse(arguments: dict[str, Any], found: Tensor | None = None) -> N
 
 
 @interpreted
-@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 15, 16])
 def test_one_to_sixteen_rows_are_as_accurate_as_the_dequantized_weight(rows: int) -> None:
     assert_no_worse(problem(rows, (33,), 80))
     assert_no_worse(problem(rows, (5, 64, 2), 144, "128", rank=17))
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [2, 13, 63])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_scales_is_applied_to_its_own_weights(kind: str, rows: int) -> None:
-    for features, columns in (((33,), 64), ((128, 70), 400), ((131, 1, 64), 1104)):
-        arguments = problem(rows, features, columns, kind) | {"scale": torch.tensor(0.3)}
-        assert_no_worse(arguments)
-        assert_no_worse({name: arguments[name] for name in ("x", "weight")})  # without LoRA and bias
+@pytest.mark.parametrize(*pairwise(
+    rows=[2, 13, 63], kind=KINDS, **{"features,columns": [((33,), 64), ((128, 70), 400), ((131, 1, 64), 1104)]}
+))
+def test_every_kind_of_scales_is_applied_to_its_own_weights(
+    kind: str, rows: int, features: tuple[int, ...], columns: int
+) -> None:
+    arguments = problem(rows, features, columns, kind) | {"scale": torch.tensor(0.3)}
+    assert_no_worse(arguments)
+    assert_no_worse({name: arguments[name] for name in ("x", "weight")})  # without LoRA and bias
 
 
 @pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_rounded_to_16_bits_as_training_rounds_them(kind: str, device: str, dtype: torch.dtype) -> None:
-    """A row of x with a single 1 shows a column of the weight."""
-    arguments = problem(9, (70,), 144, kind, dtype=dtype, device=device)
-    weight = arguments["weight"]
-    eye = torch.eye(9, 144, dtype=dtype, device=device)
-    assert torch.equal(in_triton(eye, weight), project(torch.eye(144, dtype=dtype), on_cpu(weight))[:9].to(device))
-    assert_no_worse(arguments)
+def test_weights_are_rounded_to_16_bits_as_training_rounds_them(device: str, dtype: torch.dtype) -> None:
+    """A row of x with a single 1 shows a column of the weight: no sum is rounded."""
+    for kind in KINDS:
+        arguments = problem(9, (70,), 144, kind, dtype=dtype, device=device)
+        weight = arguments["weight"]
+        eye = torch.eye(9, 144, dtype=dtype, device=device)
+        columns = project(torch.eye(144, dtype=dtype), on_cpu(weight))[:9].to(device)
+        assert torch.equal(in_triton(eye, weight), columns), kind
+        assert_no_worse(arguments)
 
 
 def on_cpu(weight: FP8Weight) -> FP8Weight:

@@ -1,14 +1,16 @@
 """Products with FP8 weights: outputs and every gradient against float64, bands, memory. (NF4: test_nf4_linear.)"""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from accuracy import assert_as_accurate, in_float64
-from card import gpu
+from card import DEVICES
 from fp8_problem import KINDS, by_definition, in_fp8, joined
 from live_storage import LiveStorage
+from pairwise import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels import frozen
@@ -21,12 +23,12 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ODD = [(1, 63, 130), (63, 257, 129), (500, 70, 385)]  # rows of x, out, in: no multiples of a block
 
 
-def random(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+def random(*shape: int, dtype: torch.dtype, device: Any = "cpu", seed: int = 0) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + shape[0]))
     return values.to(device, dtype).requires_grad_()
 
 
-def pair(size_out: int, size_in: int, dtype: torch.dtype, device: str, seed: int) -> LoRA:
+def pair(size_out: int, size_in: int, dtype: torch.dtype, device: Any, seed: int) -> LoRA:
     """A LoRA pair of rank 5 of which both halves matter."""
     a, b = (random(*shape, dtype=torch.float32, seed=seed) for shape in ((5, size_in), (size_out, 5)))
     return LoRA(*((part.detach() / 4).to(device, dtype).requires_grad_() for part in (a, b)), 0.7)
@@ -73,28 +75,22 @@ def linears_ref(x: Tensor, weights: list[Tensor], loras: list[LoRA], features: t
     return torch.cat([lora_linear_ref(x, one, lora) for one, lora in zip(whole, loras, strict=True)], -1)
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", ODD)
-def test_linear_errors_are_those_of_the_dequantized_weight(
-    size: tuple[int, int, int], kind: str, dtype: torch.dtype, device: str
-) -> None:
-    rows, out, inputs = size
-    weight = in_fp8((out, inputs), kind, dtype, device)
-    x = random(rows, inputs, dtype=dtype, device=device)
-    lora = pair(out, inputs, dtype, device, 1)
-    assert_no_worse(lora_linear, linears_ref, {"x": x, "weights": [weight], "loras": [lora]}, dtype)
-    arguments = {"x": x, "weight": weight, "bias": random(out, dtype=dtype, device=device)}
-    assert_no_worse(frozen_linear, torch.nn.functional.linear, arguments, dtype)
+def test_linear_errors_are_those_of_the_dequantized_weight(dtype: torch.dtype, device: torch.device) -> None:
+    for kind, (rows, out, inputs) in product(KINDS, ODD):
+        weight = in_fp8((out, inputs), kind, dtype, device)
+        x = random(rows, inputs, dtype=dtype, device=device)
+        lora = pair(out, inputs, dtype, device, 1)
+        assert_no_worse(lora_linear, linears_ref, {"x": x, "weights": [weight], "loras": [lora]}, dtype)
+        arguments = {"x": x, "weight": weight, "bias": random(out, dtype=dtype, device=device)}
+        assert_no_worse(frozen_linear, torch.nn.functional.linear, arguments, dtype)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("features", "kind"), [((128, 256, 33), "128"), ((70, 30, 33), "row")])
-@pytest.mark.parametrize("band_bytes", [None, 20_000])
+@pytest.mark.parametrize(*pairwise(
+    dtype=ROUNDING, band_bytes=[None, 20_000],
+    **{"features,kind": [((128, 256, 33), "128"), ((70, 30, 33), "row")]},
+))
 def test_adjacent_matrices_are_computed_apart(
     features: tuple[int, ...], kind: str, dtype: torch.dtype, band_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,13 @@
 """swiglu and geglu against float64 truth, against the MLPs of transformers, and the memory that they take."""
 
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
-from card import gpu, on_both
+from card import CARD, DEVICES
 from live_storage import LiveStorage
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
@@ -37,7 +39,7 @@ def reference(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor
     return geglu_ref(gate, up, "tanh" if activation == "gelu_tanh" else "none")
 
 
-def problem(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+def problem(shape: tuple[int, ...], dtype: torch.dtype, device: Any = "cpu") -> dict[str, Tensor]:
     """gate, up and a gradient of the result, among them large and small values."""
     generator = torch.Generator().manual_seed(shape[-1])
     return {name: (3 * torch.randn(shape, generator=generator)).to(device, dtype) for name in ("gate", "up", "grad")}
@@ -62,26 +64,27 @@ def assert_accurate(activation: str, tensors: dict[str, Tensor], results: dict[s
         assert_as_accurate(name, results[name], plain[name], exact, slack)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("device", "shape"), on_both(SHAPES, [(4099, 1536), (77, 14336)]))
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("reuse", [False, True])
-def test_errors_are_no_larger_than_the_references(
-    device: str, dtype: torch.dtype, shape: tuple[int, ...], activation: str, fused: bool, reuse: bool
-) -> None:
-    tensors = problem(shape, dtype, device)
-    results = outcome(lambda *leaves: ours(activation, *leaves, reuse_inputs=reuse), tensors, fused)
-    assert_accurate(activation, tensors, results)
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("device", "shape"), [("cpu", (2, 9, 33)), pytest.param("cuda", (333, 1536), marks=gpu)])
+def test_errors_are_no_larger_than_the_references(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    for shape in SHAPES + ([(4099, 1536), (77, 14336)] if device == CARD else []):
+        tensors = problem(shape, dtype, device)
+        for fused, reuse in itertools.product((False, True), repeat=2):
+            results = outcome(partial(ours, activation, reuse_inputs=reuse), tensors, fused)
+            assert_accurate(activation, tensors, results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_calls_without_autograd_write_where_they_are_told_and_allocate_nothing(
-    device: str, shape: tuple[int, ...], activation: str, dtype: torch.dtype
+    dtype: torch.dtype, device: torch.device
 ) -> None:
-    tensors = problem(shape, dtype, device)
+    for activation in ACTIVATIONS:
+        assert_written_in_place(activation, problem((333, 1536) if device == CARD else (2, 9, 33), dtype, device))
+
+
+def assert_written_in_place(activation: str, tensors: dict[str, Tensor]) -> None:
     expected = outcome(lambda *leaves: ours(activation, *leaves), tensors)
     gate_up = torch.cat((tensors["gate"], tensors["up"]), -1)
     (gate, up), grad, out = gate_up.chunk(2, -1), tensors["grad"].clone(), torch.empty_like(tensors["gate"])
@@ -113,7 +116,7 @@ def outcomes_of_kernels(activation: str, tensors: dict[str, Tensor]) -> list[dic
 
 @interpreted
 @pytest.mark.parametrize(("rows", "columns", "activation"), [
-    (1, 1, "silu"), *((63, 65, activation) for activation in ACTIVATIONS), (500, 33, "gelu_tanh"), (3, 1100, "gelu"),
+    (1, 1, "silu"), *((11, 65, activation) for activation in ACTIVATIONS), (37, 33, "gelu_tanh"), (3, 1100, "gelu"),
 ])
 def test_the_kernels_errors_are_no_larger_than_the_references(rows: int, columns: int, activation: str) -> None:
     tensors = problem((rows, columns), torch.float32)
@@ -132,12 +135,12 @@ def test_the_kernels_stay_finite_where_exponentials_do_not(activation: str) -> N
 
 
 @pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_kernel_rounds_the_activation_before_the_product(activation: str, device: str, dtype: torch.dtype) -> None:
+def test_the_kernel_rounds_the_activation_before_the_product(device: str, dtype: torch.dtype) -> None:
     tensors = problem((200, 130), dtype, device)
     gate, up = tensors["gate"] / 3, tensors["up"]  # beyond three deviations torch's own gelu loses digits
-    same = module.glu_fwd_triton(gate, up, activation) == reference(activation, gate, up)
-    assert same.double().mean() > 0.99  # one rounding instead of two agrees on 80 %
+    for activation in ACTIVATIONS:
+        same = module.glu_fwd_triton(gate, up, activation) == reference(activation, gate, up)
+        assert same.double().mean() > 0.99, activation  # one rounding instead of two agrees on 80 %
 
 
 def mlp_of(family: str) -> Any:
@@ -153,18 +156,18 @@ def mlp_of(family: str) -> Any:
     return mlp, lambda x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi3"])
-def test_an_mlp_gives_what_transformers_gives(family: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    mlp, ours_on_it = mlp_of(family)
-    mlp.to(dtype)
-    x = torch.randn(2, 9, 32, dtype=dtype, requires_grad=True)
-    results = [(y, *torch.autograd.grad(y.float().square().sum(), (x, *mlp.parameters())))
-               for y in (mlp(x), ours_on_it(x))]
-    assert torch.equal(results[0][0], results[1][0])
-    for theirs, mine in zip(*results, strict=True):
-        assert (mine - theirs).abs().max() <= (2e-6 + 3 * ROUNDING[dtype]) * theirs.abs().max()
+def test_an_mlp_gives_what_transformers_gives(family: str) -> None:
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        mlp, ours_on_it = mlp_of(family)
+        mlp.to(dtype)
+        x = torch.randn(2, 9, 32, dtype=dtype, requires_grad=True)
+        results = [(y, *torch.autograd.grad(y.float().square().sum(), (x, *mlp.parameters())))
+                   for y in (mlp(x), ours_on_it(x))]
+        assert torch.equal(results[0][0], results[1][0]), dtype
+        for theirs, mine in zip(*results, strict=True):
+            assert (mine - theirs).abs().max() <= (2e-6 + 3 * ROUNDING[dtype]) * theirs.abs().max(), dtype
 
 
 @pytest.mark.parametrize("shape", [(0, 33), (2, 0, 33), (3, 0)])

@@ -14,17 +14,13 @@ from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
 from lowmem_grpo.kernels.linear_logprobs import CPU_CHUNK_BYTES
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("rows", "chunk_rows"), [
-    (1, 1), (1, 7), (1, None), (63, 1), (63, 7), (63, None), (500, 7), (500, None),
-])
 @pytest.mark.parametrize("options", [*SHAPES, *COLD])
-def test_errors_are_no_larger_than_the_references(
-    dtype: torch.dtype, rows: int, options: dict[str, Any], chunk_rows: int | None
-) -> None:
-    arguments, grad = problem(rows, dtype, **options)
-    ours = outcome(linear_logprobs, arguments, grad, chunk_rows=chunk_rows, return_entropy=True)
-    assert_no_worse(arguments, ours, grad, dtype=dtype)
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_errors_are_no_larger_than_the_references(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for rows, chunk_rows in ((1, 1), (1, 7), (1, None), (63, 1), (63, 7), (63, None), (500, 7), (500, None)):
+        arguments, grad = problem(rows, dtype, **options)
+        ours = outcome(linear_logprobs, arguments, grad, chunk_rows=chunk_rows, return_entropy=True)
+        assert_no_worse(arguments, ours, grad, dtype=dtype)
 
 
 @pytest.mark.parametrize(("function", "options"), [
@@ -33,7 +29,7 @@ def test_errors_are_no_larger_than_the_references(
 def test_gradient_is_the_derivative(function: Any, options: dict[str, Any]) -> None:
     arguments, _ = problem(5, torch.float64, **options)
     hidden = arguments.pop("hidden")
-    assert torch.autograd.gradcheck(lambda x: function(x, **arguments), (hidden,))
+    assert torch.autograd.gradcheck(lambda x: function(x, **arguments), (hidden,), fast_mode=True)
 
 
 @pytest.mark.parametrize("chunk_rows", CHUNKS)
@@ -117,7 +113,7 @@ def peak_bytes(arguments: dict[str, Any], backward: bool = True, **options: Any)
 
 
 @pytest.mark.parametrize(("rows", "size", "vocabulary", "chunk_rows"), [
-    (500, D, V, 7), (500, D, V, 1), (1000, 300, 5003, 10), (4096, 64, V, 64), (4096, 64, 5003, None),
+    (500, D, V, 7), (63, D, V, 1), (1000, 300, 5003, 10), (4096, 64, V, 64), (4096, 64, 5003, None),
 ])
 def test_logits_of_all_rows_never_exist(rows: int, size: int, vocabulary: int, chunk_rows: int | None) -> None:
     arguments = {

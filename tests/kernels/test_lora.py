@@ -1,12 +1,13 @@
 """Linear layers and MLPs with LoRA over frozen weights: accuracy, memory, and what autograd may do with them."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from accuracy import assert_as_accurate, in_float64
-from card import gpu
+from card import DEVICES, gpu
 from counted_ops import CountedOps
 from live_storage import LiveStorage
 from nf4_problem import in_4_bit
@@ -66,24 +67,21 @@ def assert_no_worse(arguments: dict[str, Any], ours: dict[str, Tensor], dtype: t
         assert_as_accurate(name, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
 
 
-def placed(value: Any, device: str) -> Any:
+def placed(value: Any, device: Any) -> Any:
     """A tensor or a LoRA pair on a device."""
     if isinstance(value, LoRA):
         return LoRA(placed(value.a, device), placed(value.b, device), value.scale)
     return value.detach().to(device).requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("rows", [1, 63, 500])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("tile_rows", [None, 64])
-def test_mlp_errors_are_no_larger_than_the_references(
-    device: str, dtype: torch.dtype, rows: int, fused: bool, tile_rows: int | None
-) -> None:
-    arguments = mlp_problem(rows, dtype, fused)
-    ours = outcome(lora_mlp, {name: placed(value, device) for name, value in arguments.items()}, tile_rows=tile_rows)
-    assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
+def test_mlp_errors_are_no_larger_than_the_references(dtype: torch.dtype, device: torch.device) -> None:
+    for rows, fused, tile_rows in product((1, 63, 500), (False, True), (None, 64)):
+        arguments = mlp_problem(rows, dtype, fused)
+        there = {name: placed(value, device) for name, value in arguments.items()}
+        ours = outcome(lora_mlp, there, tile_rows=tile_rows)
+        assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -239,7 +237,7 @@ def test_no_rows_give_no_outputs_and_gradients_of_zero() -> None:
     assert results["y"].shape == (0, IN) and not results["gate_lora.a"].any()
 
 
-def linear_problem(rows: int, dtype: torch.dtype, device: str, four_bit: bool) -> dict[str, Any]:
+def linear_problem(rows: int, dtype: torch.dtype, device: Any, four_bit: bool) -> dict[str, Any]:
     """Arguments of lora_linear on a device, the weight in `dtype` or in 4 bits."""
     generator = torch.Generator().manual_seed(rows)
     weight: Any = (torch.randn(INNER, 2 * IN, generator=generator) / IN**0.5).to(dtype)
@@ -250,19 +248,17 @@ def linear_problem(rows: int, dtype: torch.dtype, device: str, four_bit: bool) -
     return {"x": x, "weight": weight if four_bit else weight.to(device), "lora": lora}
 
 
-@pytest.mark.parametrize("four_bit", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("rows", [1, 8, 63, 500])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_linear_errors_are_no_larger_than_the_references(
-    device: str, rows: int, dtype: torch.dtype, four_bit: bool
-) -> None:
-    arguments = linear_problem(rows, dtype, device, four_bit)
-    ours = outcome(lambda x, weight, lora: lora_linear(x, [weight], [lora])[0], arguments)
-    plain = arguments | ({"weight": nf4_dequantize_ref(arguments["weight"])} if four_bit else {})
-    reference, truth = outcome(lora_linear_ref, plain), outcome(lora_linear_ref, in_float64(plain))
-    for name, exact in truth.items():
-        assert_as_accurate(name, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
+def test_linear_errors_are_no_larger_than_the_references(dtype: torch.dtype, device: torch.device) -> None:
+    for rows, four_bit in product((1, 8, 63, 500), (False, True)):
+        arguments = linear_problem(rows, dtype, device, four_bit)
+        ours = outcome(lambda x, weight, lora: lora_linear(x, [weight], [lora])[0], arguments)
+        plain = arguments | ({"weight": nf4_dequantize_ref(arguments["weight"])} if four_bit else {})
+        reference, truth = outcome(lora_linear_ref, plain), outcome(lora_linear_ref, in_float64(plain))
+        for name, exact in truth.items():
+            which = f"{name} of {rows} rows, four_bit={four_bit}"
+            assert_as_accurate(which, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
 
 
 @gpu

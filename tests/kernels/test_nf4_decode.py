@@ -68,7 +68,7 @@ def test_candidate_launches_are_as_accurate_as_the_reference(rows: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [9, 16, 21, 40])
+@pytest.mark.parametrize("rows", [9, 24])
 def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(rows: int) -> None:
     launch = decode_launch(rows, 70, 75)
     assert launch.constexprs["BLOCK_M"] == 8

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from expert_problem import outcome, problem, random, stack, wide
+from pairwise import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
@@ -29,11 +30,9 @@ def by_definition(x: Tensor, experts: FrozenStack, ids: Tensor, back: bool, scal
     return (rows.to(wide) * scale[:, None].to(wide)).to(x.dtype)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [
-    pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS])
-@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("kind", ["nf4", "nested"])
+@pytest.mark.parametrize(*pairwise(kind=["nf4", "nested"], spread=SPREADS, back=[False, True], **{
+    "device,dtype": [pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS]
+}))
 def test_products_are_those_of_each_place_by_itself(
     kind: str, spread: str, back: bool, device: str, dtype: torch.dtype
 ) -> None:

@@ -1,7 +1,6 @@
-"""Operations of ours as the dispatcher sees them: what they write to is known, and a call costs next to nothing."""
+"""Operations of ours as the dispatcher sees them: what they write to is known, and little runs around their body."""
 
-import statistics
-import time
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
 from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.rope import rope_in_place
 
-LIMIT = 5.0  # microseconds of a call above those of its body
+LIMIT = 5  # Python functions around a body; 20 with torch.library.custom_op
 
 
 def fill(out: Tensor, values: Tensor, other: Tensor | None, number: float) -> None:
@@ -106,18 +105,12 @@ def test_the_compiler_takes_them_as_one_operation_each() -> None:
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), x * 6 + 1)
 
 
-def microseconds(call: Callable[..., Any], *arguments: Any) -> float:
-    """The smallest of many rounds, each the mean of many calls: what a busy machine adds is left out."""
-    rounds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(200):
-            call(*arguments)
-        rounds.append((time.perf_counter() - start) / 200 * 1e6)
-    return min(rounds)
-
-
-def test_a_call_costs_at_most_five_microseconds_above_its_body() -> None:
-    arguments = torch.zeros(0), torch.zeros(0), None, 1.0
-    costs = [microseconds(NO_BODY, *arguments) - microseconds(no_body, *arguments) for _ in range(3)]
-    assert min(costs) < LIMIT, f"{statistics.median(costs):.1f} us a call"
+def test_a_call_runs_a_handful_of_python_functions_around_its_body() -> None:
+    arguments, entered, before = (torch.zeros(0), torch.zeros(0), None, 1.0), [], sys.getprofile()
+    NO_BODY(*arguments)  # torch finds its kernel in the first call
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        NO_BODY(*arguments)
+    finally:
+        sys.setprofile(before)
+    assert "no_body" in entered and len(entered) - 1 <= LIMIT, entered

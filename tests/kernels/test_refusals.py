@@ -9,6 +9,7 @@ from logprob_problem import D, V
 from logprob_problem import problem as logprob_problem
 from nf4_problem import ONE
 from nf4_problem import problem as nf4_problem
+from refusals import not_refused
 
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu
@@ -109,13 +110,10 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         *(({"tile_rows": rows}, f"tile_rows is {rows}; it must be at least 1") for rows in (0, -3)),
     ]),
 ]
-CASES = [(function, arguments | changes, message) for function, arguments, rows in TABLE for changes, message in rows]
 
 
-@pytest.mark.parametrize(("function", "arguments", "message"), CASES, ids=[f"{f.__name__}-{m}" for f, _, m in CASES])
+@pytest.mark.parametrize(("function", "arguments", "rows"), TABLE, ids=[function.__name__ for function, *_ in TABLE])
 def test_wrong_arguments_are_refused_with_what_was_got(
-    function: Callable[..., Any], arguments: dict[str, Any], message: str
+    function: Callable[..., Any], arguments: dict[str, Any], rows: list[tuple[dict[str, Any], str]]
 ) -> None:
-    with pytest.raises(ValueError) as refusal:
-        function(**arguments)
-    assert message in str(refusal.value)
+    assert not_refused(lambda changes: function(**(arguments | changes)), rows) == []

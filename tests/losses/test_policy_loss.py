@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from naive_loss import (
     naive_phi,
     places_of,
 )
+from pairwise import pairwise
 from torch import Tensor
 
 from lowmem_grpo.losses.loss_metrics import KINDS
@@ -31,12 +33,13 @@ from lowmem_grpo.types import LossOutput
 
 Options = dict[str, Any]
 LEVELS = ("token", "sequence", "sequence_token")
-CLIPS: list[Options] = [{"epsilon": 0.2, "epsilon_high": high, "delta": delta}
-                        for high, delta in itertools.product((None, 0.5), (None, 1.9))]
-GSPO_CLIPS = [{"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None},
-              *(clips | {"epsilon_high": clips["epsilon_high"] or 0.2} for clips in CLIPS)]
+HIGH: list[Options] = [{"epsilon": 0.2, "epsilon_high": high} for high in (None, 0.5)]
+DELTA: list[Options] = [{"delta": delta} for delta in (None, 1.9)]
+GSPO_CLIPS = [{"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}, *(
+    {"epsilon": 0.2, "epsilon_high": high, "delta": delta} for high, delta in itertools.product((0.2, 0.5), (None, 1.9))
+)]
 CHOICES: dict[str, list[list[Options]]] = {  # the options that a loss type has
-    **{name: [CLIPS, [{"importance_sampling_level": level} for level in LEVELS]]
+    **{name: [HIGH, DELTA, [{"importance_sampling_level": level} for level in LEVELS]]
        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
     **{name: [GSPO_CLIPS] for name in ("gspo", "gspo_token")},
     "cispo": [[{"epsilon_high": high} for high in (1.2, 5.0)], [{"importance_sampling_level": v} for v in LEVELS]],
@@ -47,27 +50,33 @@ CHOICES: dict[str, list[list[Options]]] = {  # the options that a loss type has
     "gmpo": [[{"epsilon": epsilon, "epsilon_high": high} for epsilon, high in ((0.4, None), (0.1, 0.3))]],
     "reinforce": [],
 }
-KL_TERMS: list[Options] = [{"beta": 0.0}, *(
-    {"beta": 0.07, "kl_estimator": estimator, "use_bias_correction_kl": corrected}
-    for estimator, corrected in itertools.product(("k1", "k2", "k3"), (True, False))
-)]
+ESTIMATORS: list[Options] = [{"beta": 0.07, "kl_estimator": estimator} for estimator in ("k1", "k2", "k3")]
+WEIGHED: list[Options] = [{"use_bias_correction_kl": weighed} for weighed in (True, False)]
 
 
-def cases() -> list[Options]:
-    """Every combination of a loss type, its options and a KL term."""
-    found = []
-    for loss_type, choices in CHOICES.items():
-        for parts in itertools.product(*choices, KL_TERMS):
-            found.append({"loss_type": loss_type} | {name: v for part in parts for name, v in part.items()})
-    return found
+def joined(loss_type: str, parts: Iterable[Options]) -> Options:
+    return {"loss_type": loss_type} | {name: value for part in parts for name, value in part.items()}
 
 
-CASES = cases()
-PLAIN = [case for case in CASES if not case["beta"]]
+def plain(loss_type: str) -> list[Options]:
+    """Every combination of the options of a loss type, without a KL term."""
+    return [joined(loss_type, (*parts, {"beta": 0.0})) for parts in itertools.product(*CHOICES[loss_type])]
 
 
-def name_of(case: Any) -> str:
-    return "-".join(f"{value}" for value in case.values()) if isinstance(case, dict) else str(case)
+def with_kl(loss_type: str) -> list[Options]:
+    """Every combination of the options of a loss type and of its KL term."""
+    return [joined(loss_type, parts) for parts in itertools.product(*CHOICES[loss_type], ESTIMATORS, WEIGHED)]
+
+
+def few_with_kl(loss_type: str) -> list[Options]:
+    """Of `with_kl`, cases in which every pair of options occurs: the formula that they share has all, with grpo."""
+    axes = {str(number): axis for number, axis in enumerate((*CHOICES[loss_type], ESTIMATORS, WEIGHED))}
+    return [joined(loss_type, case.values) for case in pairwise(**axes)[1]]
+
+
+PLAIN = [case for loss_type in CHOICES for case in plain(loss_type)]
+CASES = PLAIN + [case for loss_type in CHOICES for case in with_kl(loss_type)]
+each_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 
 
 def ours(tokens: dict[str, Tensor], options: Options, on_policy: bool = False, **changes: Any) -> LossOutput:
@@ -95,21 +104,27 @@ def test_every_loss_type_is_held_to_a_formula() -> None:
         assert {name for part in choices for option in part for name in option} == set(LOSS_TYPES[loss_type].options)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_loss_and_gradient_are_the_formulas(case: Options) -> None:
+def assert_formula(tokens: dict[str, Tensor], case: Options, on_policy: bool = False) -> None:
+    result, expected = ours(tokens, case, on_policy).loss, naive_loss(tokens, case, on_policy)
+    close_with_gradients(result, expected, tokens["logprobs"])
+
+
+@each_loss_type
+def test_loss_and_gradient_are_the_formulas(loss_type: str) -> None:
     tokens = example()
-    for on_policy in (False, True):
-        result, expected = ours(tokens, case, on_policy).loss, naive_loss(tokens, case, on_policy)
-        close_with_gradients(result, expected, tokens["logprobs"])
+    for case in (*plain(loss_type), *(with_kl if loss_type == "grpo" else few_with_kl)(loss_type)):
+        for on_policy in (False, True):
+            assert_formula(tokens, case, on_policy)
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_tokens_may_have_advantages_of_their_own(case: Options) -> None:
+@each_loss_type
+def test_tokens_may_have_advantages_of_their_own(loss_type: str) -> None:
     tokens = example(seed=1, token_advantages=True)
-    close_with_gradients(ours(tokens, case).loss, naive_loss(tokens, case, False), tokens["logprobs"])
+    for case in plain(loss_type):
+        assert_formula(tokens, case)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@each_loss_type
 def test_without_counts_the_means_are_over_this_call(loss_type: str) -> None:
     tokens, case = example(), next(case for case in PLAIN if case["loss_type"] == loss_type)
     own = ours(tokens, case, num_sequences_in_step=None, num_tokens_in_step=None).loss
@@ -149,17 +164,16 @@ def test_gspo_token_has_another_gradient_where_advantages_of_tokens_differ() -> 
     close(first[3:], second[3:])
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_kl_term_has_the_ratios_own_gradient(estimator: str, level: str) -> None:
+def test_the_kl_term_has_the_ratios_own_gradient() -> None:
     """Off-policy, weighed by the ratio of tokens, it is the gradient of w KL, not of sg(w) KL."""
     tokens = example() | {"advantages": torch.zeros(sum(LENGTHS)).double()}
-    case = {"loss_type": "bnpo", "beta": 1.0, "kl_estimator": estimator, "importance_sampling_level": level,
-            "epsilon": 0.2, "delta": None, "use_bias_correction_kl": True}
-    result = ours(tokens, case)
-    close_with_gradients(result.loss, naive_loss(tokens, case, False), tokens["logprobs"])
-    detached = gradient_of(ours(tokens, case | {"use_bias_correction_kl": False}).loss, tokens)
-    assert not torch.allclose(gradient_of(result.loss, tokens), detached)
+    for estimator, level in itertools.product(("k1", "k2", "k3"), LEVELS):
+        case = {"loss_type": "bnpo", "beta": 1.0, "kl_estimator": estimator, "importance_sampling_level": level,
+                "epsilon": 0.2, "delta": None, "use_bias_correction_kl": True}
+        assert_formula(tokens, case)
+        gradients = [gradient_of(ours(tokens, case | {"use_bias_correction_kl": weighed}).loss, tokens)
+                     for weighed in (True, False)]
+        assert not torch.allclose(*gradients), case
 
 
 # What a batch is made of does not change the step
@@ -238,31 +252,34 @@ def test_a_call_without_tokens_has_a_loss_and_no_metrics() -> None:
 # On-policy
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_on_policy_ratio_and_weight_are_exactly_one_and_nothing_is_clipped(case: Options) -> None:
-    result = ours(example(), case, on_policy=True)
-    assert torch.equal(result.samples["ratio"], torch.ones(sum(LENGTHS)).double())
-    clipping = {name: value for name, value in result.metrics.items() if "clip" in name}
-    assert not any(value.any() for value in clipping.values())
-    assert bool(clipping) == (LOSS_TYPES[case["loss_type"]].metrics in ("clip", "cispo", "gmpo"))
-    assert case["loss_type"] != "vespo" or result.metrics["vespo/phi_seq_mean"] == 1
+@each_loss_type
+def test_on_policy_ratio_and_weight_are_exactly_one_and_nothing_is_clipped(loss_type: str) -> None:
+    for case in plain(loss_type):
+        result = ours(example(), case, on_policy=True)
+        assert torch.equal(result.samples["ratio"], torch.ones(sum(LENGTHS)).double())
+        clipping = {name: value for name, value in result.metrics.items() if "clip" in name}
+        assert not any(value.any() for value in clipping.values()), case
+        assert bool(clipping) == (LOSS_TYPES[loss_type].metrics in ("clip", "cispo", "gmpo"))
+        assert loss_type != "vespo" or result.metrics["vespo/phi_seq_mean"] == 1
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_on_policy_the_gradient_is_the_policy_gradient(case: Options) -> None:
+@each_loss_type
+def test_on_policy_the_gradient_is_the_policy_gradient(loss_type: str) -> None:
     """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy."""
     tokens = example()
     lengths = torch.tensor(LENGTHS)[tokens["sequence_ids"]].tolist()
-    over = [denominator(case["loss_type"], length, sequences=7, count=31.5) for length in lengths]
+    over = [denominator(loss_type, length, sequences=7, count=31.5) for length in lengths]
     expected = -tokens["advantages"] / torch.tensor(over).double()
-    close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
+    for case in plain(loss_type):
+        close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=name_of)
-def test_old_logprobs_that_are_the_policys_give_the_same_loss_as_none(case: Options) -> None:
+@each_loss_type
+def test_old_logprobs_that_are_the_policys_give_the_same_loss_as_none(loss_type: str) -> None:
     tokens, term = example(), {"beta": 0.07}
-    given = ours(tokens, case | term, old_logprobs=tokens["logprobs"].detach())
-    assert torch.equal(given.loss, ours(tokens, case | term, on_policy=True).loss)
+    for case in plain(loss_type):
+        given = ours(tokens, case | term, old_logprobs=tokens["logprobs"].detach())
+        assert torch.equal(given.loss, ours(tokens, case | term, on_policy=True).loss), case
 
 
 # What a loss reports
@@ -359,10 +376,9 @@ def test_settings_and_options_together_are_refused() -> None:
 # The registry
 
 
-@pytest.mark.parametrize("name", LOSS_TYPES)
-def test_every_loss_type_names_its_formula_use_and_source(name: str) -> None:
-    kind = LOSS_TYPES[name]
-    assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source))
-    assert kind.metrics in ("", *KINDS), f"lowmem_grpo/losses/loss_metrics.py: KINDS lacks {kind.metrics!r}"
-    assert kind.level in LEVELS
-    assert all(value is None or not isinstance(value, float) or math.isfinite(value) for value in kind.options.values())
+def test_every_loss_type_names_its_formula_use_and_source() -> None:
+    for name, kind in LOSS_TYPES.items():
+        assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source)), name
+        assert kind.metrics in ("", *KINDS), f"lowmem_grpo/losses/loss_metrics.py: KINDS lacks {kind.metrics!r}"
+        assert kind.level in LEVELS, name
+        assert all(math.isfinite(value) for value in kind.options.values() if isinstance(value, float)), name

@@ -1,6 +1,7 @@
 """The losses of the Tinker protocol against loops over single tokens, in float64, values and gradients."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -97,13 +98,10 @@ def test_what_is_not_offered_is_refused_by_name(name: str, given: dict[str, floa
         checked_settings(name, given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
-@pytest.mark.parametrize("change", [-1000.0, -200.0, 200.0, 1000.0])
-def test_a_ratio_that_overflows_is_no_nan_where_its_bound_or_an_advantage_of_zero_holds(
-    change: float, name: str, dtype: torch.dtype
-) -> None:
-    for advantage in (1.0, 0.0, -1.0):
+def test_a_ratio_that_overflows_is_no_nan_where_its_bound_or_an_advantage_of_zero_holds(name: str) -> None:
+    for change, advantage, dtype in product((-1000.0, -200.0, 200.0, 1000.0), (1.0, 0.0, -1.0),
+                                            (torch.float32, torch.float64)):
         if change > 0 and (advantage < 0 or (advantage > 0 and name == "importance_sampling")) and name != "cispo":
             continue  # the loss itself is infinite there
         logprobs = torch.full((2,), -1.0, dtype=dtype, requires_grad=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accuracy import assert_as_accurate
 from safetensors.torch import load_file
 from small_models import FUSED, SPLIT, TINY, scatter
 from torch import Tensor
@@ -125,14 +126,12 @@ def test_logits_and_gradients_are_those_of_separate_weights(four_bit: bool, tmp_
     folder = stored(tmp_path, "Qwen2")
     separate, fused = (logits_and_gradients(folder, four_bit, fused) for fused in (False, True))
     assert len(separate) == 1 + 2 * 2 * 7
-    assert torch.equal(separate[0], fused[0])
     if not four_bit:  # nothing else is computed
         assert all(torch.equal(one, other) for one, other in zip(separate, fused, strict=True))
         return
     truth = logits_and_gradients(folder, four_bit, False, wide=True)  # gradients of x are summed inside the products
     for ours, reference, exact in zip(fused, separate, truth, strict=True):
-        error, allowed = (float((values.double() - exact).abs().max()) for values in (ours, reference))
-        assert error <= allowed + 1e-6 * float(exact.abs().max())
+        assert_as_accurate("logits or a gradient", ours, reference, exact, 1e-6)
 
 
 @BOTH

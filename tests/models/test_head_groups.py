@@ -1,12 +1,14 @@
-"""Attention by groups of heads: the same gradient however many groups there are, and a peak that does not grow."""
+"""Attention by groups of heads: as accurate as all at once, however many groups, and a peak that does not grow."""
 
+import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from accuracy import assert_as_accurate
 from live_storage import LiveStorage
 from packed_problem import GROUPS, batch_of, outcome, trained
+from pairwise import pairwise
 from small_models import load_model, with_adapter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,9 +21,13 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.pages import ImmediateCopies
 
+# of the largest value: attention over fewer heads at once may add up in another order
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
+NEAR = 1e-5  # the same behind the layers of a model in float32
 HEADS = {"each its own keys": (4, 4), "shared keys": (8, 2), "odd": (9, 3), "fifteen": (15, 5), "one key head": (3, 1)}
-CASES = [(name, once, window) for name in ("one group", "two groups", "alone among others")
-         for once in (False, True) for window in (None, 5)]
+
+
+Learned = tuple[Tensor, list[Tensor]]  # log-probabilities, and the gradient of each tensor of the adapter
 
 
 def made(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -32,23 +38,23 @@ def made(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> tuple[l
     return [one.transpose(1, 2).detach().requires_grad_() for one in found[:3]], found[3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", HEADS)
-def test_the_number_of_groups_changes_no_bit_of_the_result_or_of_a_gradient(kind: str, dtype: torch.dtype) -> None:
-    heads, key_heads = HEADS[kind]
-    for name, once, window in CASES:
-        batch = batch_of(GROUPS[name])
-        tensors, grad = made(heads, key_heads, len(batch.input_ids), dtype)
+@pytest.mark.parametrize(*pairwise(
+    kind=HEADS, name=("one group", "two groups", "alone among others"), groups=(2, 3, 64), dtype=EPSILON,
+    once=(False, True), window=(None, 5),
+))
+def test_groups_of_heads_are_as_accurate_as_all_heads_together(
+    kind: str, name: str, groups: int, dtype: torch.dtype, once: bool, window: int | None
+) -> None:
+    batch = batch_of(GROUPS[name])
+    tensors, grad = made(*HEADS[kind], len(batch.input_ids), dtype)
 
-        def run(groups: int, case: Any = (batch, once, window), tensors: Any = tensors, grad: Any = grad) -> Any:
-            layout = replace(PackedLayout.of(case[0], groups), once=case[1])
-            return outcome(lambda q, k, v: packed_attention(q, k, v, layout, 0.3, 0.0, case[2]), tensors, grad)
+    def run(groups: int, heads: list[Tensor]) -> dict[str, Tensor]:
+        layout = replace(PackedLayout.of(batch, groups), once=once)
+        return outcome(lambda q, k, v: packed_attention(q, k, v, layout, 0.3, 0.0, window), heads, grad)
 
-        expected = run(1)
-        for groups in (2, 3, 64):
-            found = run(groups)
-            for what, values in expected.items():
-                assert torch.equal(found[what], values), (name, once, window, groups, what)
+    together, apart = run(1, tensors), run(groups, tensors)
+    for what, exact in run(1, [one.detach().double().requires_grad_() for one in tensors]).items():
+        assert_as_accurate(what, apart[what], together[what], exact, EPSILON[dtype])
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "groups", "sizes"), [
@@ -75,26 +81,32 @@ def test_a_model_learns_the_same_with_prompts_side_by_side_and_computed_once(
         policy.model.gradient_checkpointing_enable()
         policy.model.train()
     batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
+    exact = trained(Policy(copy.deepcopy(policy.model).double()), batch)
     for pairs in (token_rows.PAIRS_A_CALL, -(10**9)):
         monkeypatch.setattr(token_rows, "PAIRS_A_CALL", pairs)
         policy.head_groups = 1
-        expected, grads = trained(policy, batch)
+        together = trained(policy, batch)
         policy.head_groups = 4
-        found, found_grads = trained(policy, batch)
-        assert torch.equal(found, expected)
-        assert all(torch.equal(one, other) for one, other in zip(found_grads, grads, strict=True))
+        assert_as_exact(trained(policy, batch), together, exact, NEAR)
 
 
-def test_mixed_precision_and_a_backward_pass_inside_the_offload_change_nothing() -> None:
-    policy = Policy(with_adapter(load_model("tiny")), torch.bfloat16)
-    batch = batch_of(GROUPS["two groups"])
-    expected = trained(policy, batch)
+def assert_as_exact(found: Learned, together: Learned, exact: Learned, epsilon: float) -> None:
+    """Log-probabilities and gradients of groups of heads, by what those of all heads together are off."""
+    every = zip(*((one[0], *one[1]) for one in (found, together, exact)), strict=True)
+    for number, (ours, reference, truth) in enumerate(every):
+        assert_as_accurate(f"tensor {number}", ours, reference, truth, epsilon)
+
+
+def test_mixed_precision_and_a_backward_pass_inside_the_offload_lose_no_accuracy() -> None:
+    model = with_adapter(load_model("tiny"))
+    policy, batch = Policy(model, torch.bfloat16), batch_of(GROUPS["two groups"])
+    together = trained(policy, batch)
     policy.head_groups = 2
     with ActivationOffload(policy.model, ImmediateCopies(), min_bytes=1) as offload:
         found = trained(policy, batch)
         assert offload.host_bytes_peak > 0
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+    exact = trained(Policy(copy.deepcopy(model).double()), batch)
+    assert_as_exact(found, together, exact, EPSILON[torch.bfloat16])
 
 
 def test_with_dropout_the_heads_stay_together_since_random_numbers_would_differ() -> None:
@@ -170,5 +182,5 @@ def test_what_lora_drops_out_is_the_same_where_queries_are_computed_again(checkp
     for policy.head_groups in (1, 4):
         torch.manual_seed(3)
         found.append(trained(policy, batch))
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+    for one, other in zip((found[0][0], *found[0][1]), (found[1][0], *found[1][1]), strict=True):
+        assert (one - other).abs().max() <= NEAR * one.abs().max()  # other numbers drawn would be off by a tenth

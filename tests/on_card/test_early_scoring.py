@@ -11,6 +11,7 @@ from card_runs import make
 from lowmem_grpo.runs.records import read_lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_early_rewards_are_those_of_a_run_that_scores_afterwards(
     device: torch.device, tmp_path: Path

@@ -23,7 +23,8 @@ from lowmem_grpo.types import RolloutGroup
 
 TOKENS = 160  # of a micro-batch: the groups make at least three of them
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-PRECISIONS = list(ROUNDING)
+slow = pytest.mark.slow
+PRECISIONS = [torch.float32, *(pytest.param(dtype, marks=slow) for dtype in (torch.bfloat16, torch.float16))]
 
 on_both = pytest.mark.parametrize("device", DEVICES)
 
@@ -52,8 +53,10 @@ def deterministic() -> Iterator[None]:
 
 @on_both
 @pytest.mark.parametrize(("dtype", "four_bit", "checkpointing"), [
-    (torch.float32, False, False), (torch.bfloat16, False, "offload"), (torch.float16, False, False),
-    (torch.bfloat16, True, False), (torch.float16, True, "offload"),
+    (torch.float32, False, False), (torch.bfloat16, True, "offload"),
+    *(pytest.param(*case, marks=slow) for case in (
+        (torch.bfloat16, False, "offload"), (torch.float16, False, False), (torch.bfloat16, True, False),
+        (torch.float16, True, "offload"))),
 ])
 def test_the_gradient_is_as_near_to_float64_as_that_of_plain_transformers(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, four_bit: bool, checkpointing: Any,
@@ -121,7 +124,7 @@ def settle(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> None:
 
 
 @on_both
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, pytest.param(math.nan, marks=slow)])
 def test_an_overflow_in_float16_lowers_the_scale_and_is_neither_trained_on_nor_counted(
     tmp_path: Path, device: torch.device, sampled: list[RolloutGroup], value: float
 ) -> None:
@@ -140,6 +143,7 @@ def test_an_overflow_in_float16_lowers_the_scale_and_is_neither_trained_on_nor_c
     assert not same(adapter(trainer), before)
 
 
+@slow
 @on_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_a_gradient_that_is_no_number_is_named_and_not_trained_on(
@@ -160,7 +164,7 @@ def test_a_gradient_that_is_no_number_is_named_and_not_trained_on(
 
 @on_both
 @pytest.mark.parametrize("optim", [
-    "adamw_torch_fused", "adamw_8bit", pytest.param("paged_adamw_8bit", id="paged"),
+    "adamw_8bit", *(pytest.param(name, marks=slow) for name in ("adamw_torch_fused", "paged_adamw_8bit")),
 ])
 def test_every_optimizer_goes_where_adam_in_32_bits_goes(
     tmp_path: Path, device: torch.device, optim: str, sampled: list[RolloutGroup]
@@ -182,6 +186,7 @@ def test_every_optimizer_goes_where_adam_in_32_bits_goes(
         assert {getattr(state["state1"], "is_paged", False) for state in states} == {optim.startswith("paged")}
 
 
+@slow
 @on_both
 @pytest.mark.parametrize(("dtype", "optim"), [
     (torch.float32, "adamw_torch"), (torch.bfloat16, "adamw_8bit"), (torch.float16, "adamw_torch"),
@@ -219,7 +224,7 @@ def bytes_held(device: torch.device) -> int:
 
 
 @on_both
-@pytest.mark.parametrize("checkpointing", [False, True, "offload"])
+@pytest.mark.parametrize("checkpointing", ["offload", *(pytest.param(value, marks=slow) for value in (False, True))])
 def test_a_step_leaves_no_memory_behind(
     tmp_path: Path, device: torch.device, sampled: list[RolloutGroup], checkpointing: Any
 ) -> None:
@@ -260,7 +265,8 @@ def test_later_steps_and_more_micro_batches_take_no_more_memory(tmp_path: Path, 
 
 
 @on_both
-@pytest.mark.parametrize(("dtype", "four_bit"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(("dtype", "four_bit"), [
+    (torch.bfloat16, True), pytest.param(torch.float16, False, marks=slow)])
 def test_a_run_samples_scores_trains_saves_and_tells_what_it_measured(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, four_bit: bool
 ) -> None:

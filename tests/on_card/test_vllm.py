@@ -147,6 +147,7 @@ def test_an_optimizer_step_is_seen_by_the_next_sample_and_moves_no_tensor(
     assert_borrowed(engine, policy)
 
 
+@pytest.mark.slow  # engines/vllm has the same
 def test_each_finished_prompt_is_reported_once_with_the_completions_that_are_returned(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
@@ -161,6 +162,7 @@ def test_each_finished_prompt_is_reported_once_with_the_completions_that_are_ret
         assert ids_of(sampled) == ids_of(engine.generate(prompts, SAMPLED))
 
 
+@pytest.mark.slow  # engines/vllm has the same
 def test_the_base_model_is_sampled_inside_its_block_only(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
@@ -174,6 +176,7 @@ def test_the_base_model_is_sampled_inside_its_block_only(
         assert distance(policy, prompts, engine.generate(prompts, SAMPLED)) <= bound
 
 
+@pytest.mark.slow  # engines/vllm has the same
 def test_prefixes_of_the_old_policy_are_dropped_after_an_update(
     engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +239,7 @@ def test_the_cache_wakes_beside_memory_that_training_had_cached_or_holds(
         assert_alike(engine.generate(prompts, GREEDY), expected, half())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_graphs_and_eager_decoding_agree_with_the_trainer_after_each_update(
     device: torch.device, prompts: list[list[int]]
@@ -262,7 +266,7 @@ def test_graphs_and_eager_decoding_agree_with_the_trainer_after_each_update(
 
 
 @pytest.mark.parametrize(("place", "dtype", "four_bit"), [
-    pytest.param(CPU, torch.bfloat16, False, id="cpu bf16"),
+    pytest.param(CPU, torch.bfloat16, False, id="cpu bf16", marks=pytest.mark.slow),
     pytest.param(CARD, torch.bfloat16, False, marks=gpu, id="cuda bf16"),
     pytest.param(CARD, torch.bfloat16, True, marks=gpu, id="cuda nf4 in bf16"),
     pytest.param(CARD, torch.float16, True, marks=gpu, id="cuda nf4 in fp16"),

@@ -72,7 +72,7 @@ def script(text: str, folder: Path, *words: str) -> str:
     (folder / "program.py").write_text(text, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, str(folder / "program.py"), *words], capture_output=True, text=True,
-                          env=environment | {"PYTHONPATH": str(ROOT)}, cwd=folder, timeout=200)
+                          env=environment | {"PYTHONPATH": str(ROOT)}, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -18,7 +18,7 @@ from lowmem_grpo.parallel.ranks import Ranks, Several
 def several(count: int) -> list[Several]:
     store = HashStore()
     with ThreadPoolExecutor(count) as pool:  # they wait for each other
-        return list(pool.map(lambda rank: Several(Place(rank, count, rank), store, pulse=0.05, patience=2.0),
+        return list(pool.map(lambda rank: Several(Place(rank, count, rank), store, patience=60.0),
                              range(count)))
 
 

@@ -35,7 +35,7 @@ def weighing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("changes", "context"), [
-    ({}, 8192),
+    pytest.param({}, 8192, marks=pytest.mark.slow), ({"num_hidden_layers": 4}, 8192),
     ({"num_hidden_layers": 4, "mlp_only_layers": [1]}, 2048),  # a layer with an MLP, frozen
     ({"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}, 4096),
 ])

@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 
 from lowmem_grpo import GRPOTrainer, SamplingParams
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.preflight import prompts, room
+from lowmem_grpo.preflight import room
 from lowmem_grpo.preflight.checks import CHECKS
 from lowmem_grpo.preflight.subject import Subject, Turns
 from lowmem_grpo.runs.findings import SEVERITIES
@@ -122,7 +122,6 @@ def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
 
 @case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another row\. What to do: remove")
 def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
-    patch.setattr(prompts, "SECONDS", 60)
     return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
 
 

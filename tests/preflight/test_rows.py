@@ -1,6 +1,5 @@
 """The sample of rows that preflight looks at, and the search for copies: even, and bounded in time."""
 
-import time
 from typing import Any
 
 import pytest
@@ -10,33 +9,34 @@ from lowmem_grpo.preflight import prompts, rows
 
 
 class Slow:
-    """A dataset whose rows take long."""
+    """A dataset whose rows take a second each, on a clock of its own."""
 
     column_names = ("prompt",)
 
-    def __init__(self, length: int, seconds: float) -> None:
-        self.length, self.seconds, self.seen = length, seconds, list[int]()
+    def __init__(self, length: int) -> None:
+        self.length, self.seen = length, list[int]()
+
+    def monotonic(self) -> float:
+        return float(len(self.seen))
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        time.sleep(self.seconds)
         self.seen.append(index)
         return {"prompt": f"row {index}"}
 
 
-def test_a_large_or_slow_dataset_is_sampled_evenly_and_quickly(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("seconds", "count"), [(1000.0, rows.MOST_ROWS), (30.5, 31), (0.5, rows.LEAST_ROWS)])
+def test_a_large_or_slow_dataset_is_sampled_evenly_and_for_a_moment_only(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
-    large, slow, encoder = Slow(10**6, 0), Slow(10**6, 0.01), PromptEncoder(tokenizer, 100)
-    monkeypatch.setattr(rows, "SECONDS", 60.0)
-    assert len(rows.sample_rows(large, encoder).rows) == len(set(large.seen)) == rows.MOST_ROWS
-    monkeypatch.setattr(rows, "SECONDS", 0.2)
-    assert rows.LEAST_ROWS <= len(rows.sample_rows(slow, encoder).rows) < 40
-    for seen in (large.seen, slow.seen):
-        quarters = [sum(place * 250_000 <= index < (place + 1) * 250_000 for index in seen) for place in range(4)]
-        assert max(quarters) - min(quarters) <= 1
+    slow = Slow(10**6)
+    monkeypatch.setattr(rows, "time", slow)
+    monkeypatch.setattr(rows, "SECONDS", seconds)
+    assert len(rows.sample_rows(slow, PromptEncoder(tokenizer, 100)).rows) == len(set(slow.seen)) == count
+    quarters = [sum(place * 250_000 <= index < (place + 1) * 250_000 for index in slow.seen) for place in range(4)]
+    assert max(quarters) - min(quarters) <= 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 256])
@@ -45,7 +45,8 @@ def test_the_spread_order_has_every_row_once(count: int) -> None:
 
 
 def test_copies_are_searched_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "SECONDS", 0.0)
-    slow = Slow(10**6, 0)
+    slow = Slow(10**6)
+    monkeypatch.setattr(prompts, "time", slow)
+    monkeypatch.setattr(prompts, "SECONDS", 0.5)
     assert prompts.count_repeats(slow) == (0, prompts.BLOCK)
     assert slow.seen == list(range(prompts.BLOCK))

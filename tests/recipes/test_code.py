@@ -15,6 +15,7 @@ from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
 from lowmem_grpo.sandbox.limits import Limits
 
 WORKING = [name for name in ISOLATIONS if why_not(name) is None]
+PATIENT = Limits(seconds=60, total_seconds=120)  # right code on a busy machine
 needs_isolation = pytest.mark.skipif(not WORKING, reason="no isolation works here: " + str(why_not("process")))
 
 
@@ -31,7 +32,7 @@ def test_a_solution_passes_its_own_tests_and_no_other_one_does() -> None:
     """Expected results come from one function, the solution is another text: the sandbox compares the two."""
     firsts = {problem.template: problem for problem in take(200)}
     assert len(firsts) == len(TEMPLATES)
-    verifier = code_passes_tests(isolation=WORKING[0], limits=Limits(seconds=30, total_seconds=60))
+    verifier = code_passes_tests(isolation=WORKING[0], limits=PATIENT, batch_seconds=600)
     problems = list(firsts.values())
     tests = [problem.tests for problem in problems]
     assert verifier.verdicts([problem.solution for problem in problems], tests=tests) == [True] * len(problems)
@@ -56,7 +57,7 @@ def test_the_question_shows_only_one_test() -> None:
         assert not any(test.removeprefix("assert ").partition(" == ")[0] in message["content"] for test in hidden)
 
 
-@pytest.mark.parametrize(("text", "pay"), [
+PAID = [
     ("```python\ndef solve(x):\n    return x\n```", 0.1), ("Here.\n```python\ndef solve(x):\n    return x\n```\n", 0.1),
     ("def solve(x):\n    return x", 0.0), ("```python\ndef other(x):\n    return x\n```", 0.0), ("", 0.0),
     ("```python\nimport math\n\ndef solve(x):\n    return x\n```", 0.1),
@@ -64,10 +65,13 @@ def test_the_question_shows_only_one_test() -> None:
     ("```python\n# def solve(\n```", 0.0), ("```python\n\n```\ndef solve(x): return x", 0.0),
     ("def solve(x):\n```python\nx = 1\n```", 0.0),
     ("```python\ndef solve(x):\n```\n```\n1\n```", 0.0), ("```\ndef solve(x):\n```", 0.0),
-])
-def test_only_a_block_that_defines_the_function_is_paid_for_its_form(text: str, pay: float) -> None:
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        assert code.one_block([completion], prompts=[""]) == [pay]
+]
+
+
+def test_only_a_block_that_defines_the_function_is_paid_for_its_form() -> None:
+    for text, pay in PAID:
+        for completion in (text, [{"role": "assistant", "content": text}]):
+            assert code.one_block([completion], prompts=[""]) == [pay], text
 
 
 # without a sandbox, and the exam
@@ -92,7 +96,8 @@ def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: p
 
 @needs_isolation
 def test_the_exam_only_takes_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "code_passes_tests", lambda: code_passes_tests(isolation=WORKING[0]))
+    patient = code_passes_tests(isolation=WORKING[0], limits=PATIENT, batch_seconds=600)
+    monkeypatch.setattr(code, "code_passes_tests", lambda: patient)
     dataset = code.EXAM.problems(3, 0, None)
     answers, tests = list(dataset["answer"]), list(dataset["tests"])
     assert code.EXAM.right(answers, tests=tests) == [1.0] * 3

@@ -2,15 +2,15 @@
 
 import itertools
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import not_refused
 
 from lowmem_grpo.recipes import countdown
 from lowmem_grpo.recipes.countdown import answer_line, given_numbers, make_dataset, reaches_target
@@ -118,16 +118,14 @@ def test_a_difficulty_without_a_puzzle_is_refused_after_a_while(
         next(countdowns(split, 0, difficulty))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"min_numbers": 1}, "min_numbers is 1 and max_numbers 4; they must be 2 to 6"),
-    ({"max_numbers": 7}, "2 to 6"), ({"min_numbers": 4, "max_numbers": 3}, "not above the second"),
-    ({"largest_number": 100}, "largest_number is 100; it must be 4 to 99"), ({"largest_target": 2}, "4 to 999"),
-    ({"operators": ""}, "operators is ''"), ({"operators": "+^"}, r"allowed are those of \+-\*/"),
-    ({"operators": "-/"}, r"with \+ or \*"),
-])
-def test_a_difficulty_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Difficulty(**options)
+def test_a_difficulty_that_makes_no_sense_is_refused() -> None:
+    assert not_refused(lambda options: Difficulty(**options), [
+        ({"min_numbers": 1}, "min_numbers is 1 and max_numbers 4; they must be 2 to 6"),
+        ({"max_numbers": 7}, "2 to 6"), ({"min_numbers": 4, "max_numbers": 3}, "not above the second"),
+        ({"largest_number": 100}, "largest_number is 100; it must be 4 to 99"), ({"largest_target": 2}, "4 to 999"),
+        ({"operators": ""}, "operators is ''"), ({"operators": "+^"}, "allowed are those of +-*/"),
+        ({"operators": "-/"}, "with + or *"),
+    ]) == []
 
 
 def test_the_dataset_has_its_columns_and_the_question_its_numbers() -> None:
@@ -143,38 +141,41 @@ def test_the_dataset_has_its_columns_and_the_question_its_numbers() -> None:
 # answers
 
 
-@pytest.mark.parametrize(("text", "value", "numbers"), [
-    ("(25 - 7) * 3", 54, [25, 7, 3]), ("1", 1, [1]), ("7/2", Fraction(7, 2), [7, 2]), ("2 - 3", -1, [2, 3]),
-    ("8 / (3 - 8 / 3)", 24, [8, 3, 8, 3]), (" ( ( 4 ) ) ", 4, [4]), ("0 * 5", 0, [0, 5]),
-])
-def test_an_expression_is_read_exactly(text: str, value: Any, numbers: list[int]) -> None:
-    answer = evaluate(text)
-    assert answer is not None
-    assert (answer.value, answer.numbers) == (value, Counter(numbers))
+def test_an_expression_is_read_exactly() -> None:
+    for text, value, numbers in (
+        ("(25 - 7) * 3", 54, [25, 7, 3]), ("1", 1, [1]), ("7/2", Fraction(7, 2), [7, 2]), ("2 - 3", -1, [2, 3]),
+        ("8 / (3 - 8 / 3)", 24, [8, 3, 8, 3]), (" ( ( 4 ) ) ", 4, [4]), ("0 * 5", 0, [0, 5]),
+    ):
+        answer = evaluate(text)
+        assert answer is not None, text
+        assert (answer.value, answer.numbers) == (value, Counter(numbers)), text
 
 
-@pytest.mark.parametrize("text", [
+NO_EXPRESSIONS = [
     None, "", " ", "abc", "__import__('os')", "2 ** 9", "7 // 2", "7 % 2", "-3 + 5", "+3", "3(4)", "(1, 2)", "()",
     "1 +", "1 2", "1.5 + 2", "1e9", "0x10", "1_000", "007", "\u0661 + \u0662", "\uff11+1", "5 / 0", "5 / (3 - 3)",
     "1\n+ 2", "lambda: 1", "1 if 1 else 2", "3 = 3", "(" * 300 + "1" + ")" * 300, "(" * 59 + "1", "9" * 5000,
     "1+" * 4000 + "1", "1 <2", "\x00", "9" * (LONGEST + 1), "[1]", "~1", "1j", "1 and 2", "*3",
-])
-def test_other_text_than_a_short_expression_has_no_value_and_is_no_error(text: str | None) -> None:
-    assert evaluate(text) is None
+]
 
 
-def test_the_deepest_and_the_longest_texts_are_read_quickly() -> None:
-    begin = time.perf_counter()
+def test_other_text_than_a_short_expression_has_no_value_and_is_no_error() -> None:
+    assert [text for text in NO_EXPRESSIONS if evaluate(text) is not None] == []
+
+
+def test_the_deepest_and_the_longest_texts_are_read_and_of_longer_ones_nothing_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     deep, long = "(" * 59 + "1" + ")" * 59, "1/" * 59 + "9"
     for text in (deep, long, "9" * LONGEST, "9*" * 59 + "9", "99999/" * 19 + "7"):
         assert len(text) <= LONGEST and evaluate(text) is not None
-    for text in ("(" * 10**6, "Answer:" * 10**5, "1" * 10**7, "Answer: " + "(" * 10**6):
-        evaluate(text)
-        answer_text(text)
-        reaches_target([text], numbers=[NUMBERS], target=[54])
-    assert time.perf_counter() - begin < 2
+    monkeypatch.setattr(countdown_problems.ast, "parse", lambda *text, **mode: pytest.fail("it is parsed"))
+    for text in ("(" * (LONGEST + 1), "(" * 10**6, "Answer:" * 10**5, "1" * 10**7, "Answer: " + "(" * 10**6):
+        assert evaluate(text) is None
+        assert reaches_target([text], numbers=[NUMBERS], target=[54]) == [0.0]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789+-*/() \n\u00b2\u0663aA_.,=", max_size=140))
 def test_no_strange_text_breaks_the_rewards(text: str) -> None:
     for completion in (text, f"Answer: {text}"):
@@ -182,37 +183,39 @@ def test_no_strange_text_breaks_the_rewards(text: str) -> None:
         assert values[0] in (0.0, 1.0) and set(values[1:]) <= {0.0, 0.1}
 
 
-@pytest.mark.parametrize(("text", "numbers", "right"), [
-    ("25 - 7", NUMBERS, True), ("25 - 7 - 3", NUMBERS, True), ("25 - 25", NUMBERS, False), ("4 + 3", NUMBERS, False),
-    ("5 + 5", [5, 5, 1], True), ("5 + 5 + 5", [5, 5, 1], False), ("no", NUMBERS, False),
-])
-def test_only_given_numbers_count_and_each_only_once(text: str, numbers: list[int], right: bool) -> None:
-    assert allowed(evaluate(text), numbers) is right
+def test_only_given_numbers_count_and_each_only_once() -> None:
+    for text, numbers, right in (
+        ("25 - 7", NUMBERS, True), ("25 - 7 - 3", NUMBERS, True), ("25 - 25", NUMBERS, False),
+        ("4 + 3", NUMBERS, False), ("5 + 5", [5, 5, 1], True), ("5 + 5 + 5", [5, 5, 1], False), ("no", NUMBERS, False),
+    ):
+        assert allowed(evaluate(text), numbers) is right, text
 
 
-@pytest.mark.parametrize(("text", "found"), [
-    ("Answer: 1 + 2", "1 + 2"), ("Answer: 1\nAnswer: 2", "2"), ("**Answer:** `3 * 4`.", "3 * 4`."), ("none", None),
-    ("Answer: 3 \u00d7 4 \u00f7 2 \u2212 1", "3 * 4 / 2 - 1"), ("Answer:", ""), ("Answer: 1\nmore", "1"),
-    ("Answer: **3 * 4**", "3 * 4"),
-])
-def test_the_answer_is_what_follows_the_last_mark(text: str, found: str | None) -> None:
-    assert answer_text(text) == found
+def test_the_answer_is_what_follows_the_last_mark() -> None:
+    answers = {
+        "Answer: 1 + 2": "1 + 2", "Answer: 1\nAnswer: 2": "2", "**Answer:** `3 * 4`.": "3 * 4`.", "none": None,
+        "Answer: 3 \u00d7 4 \u00f7 2 \u2212 1": "3 * 4 / 2 - 1", "Answer:": "", "Answer: 1\nmore": "1",
+        "Answer: **3 * 4**": "3 * 4",
+    }
+    assert {text: answer_text(text) for text in answers} == answers
 
 
 # rewards
 
 
-@pytest.mark.parametrize(("text", "right", "numbers", "line"), [
+EARNED = [  # by reaching the target, by the given numbers, and by the line of the answer
     ("25 - 7 = 18\n18 * 3 = 54\nAnswer: (25 - 7) * 3", 1.0, 0.1, 0.1), ("Answer: (25 - 7) * 3\n", 1.0, 0.1, 0.1),
     ("Answer: (25 - 7) * 3 = 54", 0.0, 0.0, 0.0), ("(25 - 7) * 3", 0.0, 0.0, 0.0), ("", 0.0, 0.0, 0.0),
     ("Answer: 54", 0.0, 0.0, 0.1), ("Answer: 27 * 2", 0.0, 0.0, 0.1), ("Answer: 25 + 7", 0.0, 0.1, 0.1),
     ("Answer: 25", 0.0, 0.0, 0.1), ("Answer: (25 - 7) * 3 * 1", 0.0, 0.0, 0.1), ("Answer: 25 - 7 * 3", 0.0, 0.1, 0.1),
     ("**Answer: (25 - 7) * 3**", 1.0, 0.1, 0.0), ("Answer: (25 - 7) * 3\nThat is it.", 1.0, 0.1, 0.0),
     ("Answer: (25 - 7) * 3\nAnswer: 25 + 7", 0.0, 0.1, 0.1), ("Answer: 3 * 3 * 3 + 3 * 3 * 3", 0.0, 0.0, 0.1),
-])
-def test_a_completion_earns_what_it_deserves(text: str, right: float, numbers: float, line: float) -> None:
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        told: dict[str, Any] = {"numbers": [NUMBERS], "target": [54], "prompts": [""], "trainer_state": None}
-        assert reaches_target([completion], **told) == [right]
-        assert given_numbers([completion], **told) == [numbers]
-        assert answer_line([completion], **told) == [line]
+]
+
+
+def test_a_completion_earns_what_it_deserves() -> None:
+    told: dict[str, Any] = {"numbers": [NUMBERS], "target": [54], "prompts": [""], "trainer_state": None}
+    rewards = reaches_target, given_numbers, answer_line
+    for text, *earned in EARNED:
+        for completion in (text, [{"role": "assistant", "content": text}]):
+            assert [reward([completion], **told) for reward in rewards] == [[one] for one in earned], completion

@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from datasets import Dataset
+from refusals import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo.cli import main
@@ -108,26 +109,27 @@ def test_demonstrations_err_as_often_as_they_should() -> None:
     assert wrong / steps == pytest.approx(tiny_model.ERROR_RATE, abs=0.03)
 
 
-@pytest.mark.parametrize(("text", "right", "form"), [
+EARNED = [  # by the last number, and by the line of the answer
     ("17 + 8 = 25\nAnswer: 25", 1.0, 0.1), ("Answer: 25\n", 1.0, 0.1), ("25", 1.0, 0.0), ("Answer: 24", 0.0, 0.1),
     ("Answer: 25\n25 - 1 = 24", 0.0, 0.0), ("Answer: -25", 0.0, 0.0), ("", 0.0, 0.0), ("Answer: ", 0.0, 0.0),
     ("Answer: 25.", 1.0, 0.0), ("Answer: " + "9" * 5000, 0.0, 0.1), ("no number", 0.0, 0.0), ("Answer: ²", 0.0, 0.0),
-])
-def test_a_completion_earns_what_its_last_number_and_line_deserve(text: str, right: float, form: float) -> None:
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        assert correct_answer([completion], answer=["25"], prompts=[""], trainer_state=None) == [right]
-        assert answer_line([completion], prompts=[""]) == [form]
+]
+
+
+def test_a_completion_earns_what_its_last_number_and_line_deserve() -> None:
+    for text, right, form in EARNED:
+        for completion in (text, [{"role": "assistant", "content": text}]):
+            assert correct_answer([completion], answer=["25"], prompts=[""], trainer_state=None) == [right], text
+            assert answer_line([completion], prompts=[""]) == [form], text
 
 
 # options
 
 
-@pytest.mark.parametrize("words", [
-    ["max_steps=7"], ["--max_steps", "7"], ["--max_steps=7"], ["--max-steps", "7"], ["--max-steps=7"], ["max-steps=7"],
-])
-def test_every_way_to_write_an_option_is_understood(words: list[str]) -> None:
-    assert parse(words) == {"max_steps": "7"}
-    assert fill(ArithmeticOptions, words).config == {"max_steps": 7}
+def test_every_way_to_write_an_option_is_understood() -> None:
+    for words in ("max_steps=7", "--max_steps 7", "--max_steps=7", "--max-steps 7", "--max-steps=7", "max-steps=7"):
+        assert parse(words.split()) == {"max_steps": "7"}, words
+        assert fill(ArithmeticOptions, words.split()).config == {"max_steps": 7}, words
 
 
 def test_values_may_hold_dashes_and_equals_signs() -> None:
@@ -136,7 +138,7 @@ def test_values_may_hold_dashes_and_equals_signs() -> None:
     }
 
 
-@pytest.mark.parametrize(("word", "name", "value"), [
+TYPED = [
     ("max_steps=3", "max_steps", 3), ("learning_rate=1e-3", "learning_rate", 1e-3), ("bf16=true", "bf16", True),
     ("bf16=False", "bf16", False), ("bf16=none", "bf16", None), ("log_completions=1", "log_completions", True),
     ("log_completions=no", "log_completions", False), ("max_prompt_length=None", "max_prompt_length", None),
@@ -144,19 +146,19 @@ def test_values_may_hold_dashes_and_equals_signs() -> None:
     ("reward_weights=2", "reward_weights", [2.0]), ("scale_rewards=none", "scale_rewards", "none"),
     ("scale_rewards=null", "scale_rewards", None),
     ("loss_type=dr_grpo", "loss_type", "dr_grpo"), ("run_name=None", "run_name", None), ("min_p=0.1", "min_p", 0.1),
-])
-def test_a_setting_has_the_type_of_its_field(word: str, name: str, value: Any) -> None:
-    config = fill(ArithmeticOptions, [word]).config
-    assert config == {name: value}
-    assert type(config[name]) is type(value)
+]
 
 
-@pytest.mark.parametrize(("word", "sinks"), [
-    ("report_to=none", ["none"]), ("report_to=tensorboard", ["tensorboard"]),
-    ("report_to=wandb,tensorboard", ["wandb", "tensorboard"]),
-])
-def test_one_sink_or_several_can_be_named(word: str, sinks: list[str]) -> None:
-    assert GRPOConfig(**fill(ArithmeticOptions, [word]).config).report_to == sinks
+def test_a_setting_has_the_type_of_its_field() -> None:
+    for word, name, value in TYPED:
+        config = fill(ArithmeticOptions, [word]).config
+        assert config == {name: value}, word
+        assert type(config[name]) is type(value), word
+
+
+def test_one_sink_or_several_can_be_named() -> None:
+    for sinks in (["none"], ["tensorboard"], ["wandb", "tensorboard"]):
+        assert GRPOConfig(**fill(ArithmeticOptions, [f"report_to={','.join(sinks)}"]).config).report_to == sinks
 
 
 def test_recipe_options_and_settings_are_told_apart() -> None:
@@ -165,18 +167,17 @@ def test_recipe_options_and_settings_are_told_apart() -> None:
     assert options.config == {"seed": 1}
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["max_stepz=1"], "no option 'max_stepz'; did you mean max_steps"),
-    (["lora_ranks=1"], "no option 'lora_ranks'; did you mean lora_rank"),
-    (["zzz=1"], r"no option 'zzz'$"), (["config=1"], "no option 'config'"),
-    (["max_steps=many"], "max_steps='many': .*valid integer.*type int"), (["max_steps=1.5"], "max_steps='1.5'"),
-    (["max_steps=none"], "max_steps='none'"), (["resume=perhaps"], "resume='perhaps': .*valid boolean"),
-    (["reward_weights=1,x"], "reward_weights='1,x'"), (["max_steps"], "write key=value or --key value"),
-    (["--max_steps"], "cannot read '--max_steps'"), (["7"], "cannot read '7'"),
-])
-def test_a_misspelt_or_mistyped_option_is_named(words: list[str], message: str) -> None:
-    with pytest.raises(click.UsageError, match=message):
-        fill(ArithmeticOptions, words)
+def test_a_misspelt_or_mistyped_option_is_named() -> None:
+    assert not_refused(lambda word: fill(ArithmeticOptions, [word]), [
+        ("max_stepz=1", "no option 'max_stepz'; did you mean max_steps"),
+        ("lora_ranks=1", "no option 'lora_ranks'; did you mean lora_rank"), ("config=1", "no option 'config'"),
+        ("max_steps=many", ("max_steps='many': ", "valid integer", "type int")), ("max_steps=1.5", "max_steps='1.5'"),
+        ("max_steps=none", "max_steps='none'"), ("resume=perhaps", ("resume='perhaps': ", "valid boolean")),
+        ("reward_weights=1,x", "reward_weights='1,x'"), ("max_steps", "write key=value or --key value"),
+        ("--max_steps", "cannot read '--max_steps'"), ("7", "cannot read '7'"),
+    ], click.UsageError) == []
+    with pytest.raises(click.UsageError, match=r"no option 'zzz'$"):  # nothing is close
+        fill(ArithmeticOptions, ["zzz=1"])
 
 
 # short runs

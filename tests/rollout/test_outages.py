@@ -1,7 +1,7 @@
 """A broken environment ends a run at once and shows its own lines; one that is out for a while ends it in time."""
 
 import sys
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -93,13 +93,16 @@ def test_a_first_prompt_that_does_not_fit_is_told_with_its_length(caplog: pytest
 
 
 def test_a_call_that_takes_too_long_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    over = threading.Event()
+
     class Slow:
         def reset(self) -> None:
-            """The prompt is all there is."""
+            over.wait(60)
 
         def step(self, reply: str) -> Any:
-            time.sleep(1.0)
+            raise AssertionError
 
     with pytest.raises(EnvironmentFailedError, match="all 2 episodes failed"):
-        played(lambda prompt: "a", [ROW], Slow, call_seconds=0.2)
-    assert "Slow.step took more than 0.2 s" in caplog.text
+        played(lambda prompt: "a", [ROW], Slow, call_seconds=0.05)
+    assert "Slow.reset took more than 0.05 s" in caplog.text
+    over.set()

@@ -32,7 +32,8 @@ NEEDED = [
     "with threading.Lock():\n    return queue.Queue().qsize() == 0", "return ctypes.CDLL(None).abs(-5) == 5",
     "done = []; signal.signal(signal.SIGALRM, lambda *a: done.append(1))\n"
     "signal.setitimer(signal.ITIMER_REAL, 0.001)\n"
-    "time.sleep(0.05); return done == [1]",
+    "while not done:\n    time.sleep(0.001)\n"
+    "return done == [1]",
     "return os.cpu_count() > 0 and os.getpid() > 0 and os.uname().sysname == 'Linux'",
     "print('x', flush=True); return not sys.stdout.isatty()",
     "return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0",
@@ -50,9 +51,9 @@ def test_what_computations_need_is_allowed(sandbox: Sandbox) -> None:
 
 
 def test_cpu_time_is_limited_apart_from_the_clock(sandbox: Sandbox) -> None:
-    patient = Sandbox(sandbox.isolation, Limits(seconds=30, total_seconds=1, memory_bytes=128 * MIB))
+    patient = Sandbox(sandbox.isolation, Limits(seconds=60, total_seconds=1, memory_bytes=128 * MIB))
     with patient.start("program", "while True: pass", stdin="") as worker:
-        worker.run_to_end(time.monotonic() + 20)
+        worker.run_to_end(time.monotonic() + 120)
         assert worker.ended().outcome == "timeout" and "CPU time" in worker.ended().reason
 
 

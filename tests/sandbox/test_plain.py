@@ -1,7 +1,6 @@
 """Plain data as it crosses the border of the sandbox: encoded, decoded, compared."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -33,11 +32,11 @@ def test_what_is_no_encoded_data_is_refused(tree: Any) -> None:
 
 
 def test_trees_are_compared_without_a_hash_of_their_keys() -> None:
-    """3,000 keys that collide make 4.5 million comparisons in a set; as items of a list they make none."""
-    tree = {"set": [number * (2**61 - 1) for number in range(3000)]}
-    began = time.process_time()
-    assert not same("x", tree) and not same({"set": [1]}, tree)
-    compared = time.process_time() - began
-    began = time.process_time()
-    decode(tree)
-    assert compared < (time.process_time() - began) / 2
+    """Keys that collide make many comparisons in a set; as items of a list they make none."""
+    class Unhashable(int):
+        __hash__ = None  # type: ignore[assignment]
+
+    tree = {"set": [Unhashable(1), Unhashable(2)]}
+    assert not same("x", tree) and not same({"set": [1]}, tree) and same({"set": [Unhashable(2), Unhashable(1)]}, tree)
+    with pytest.raises(TypeError, match="unhashable"):
+        decode(tree)

@@ -54,19 +54,23 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def test_a_completion_leaves_no_process_to_be_reaped(sandbox: Sandbox) -> None:
-    found = python(REAPER.format(sandbox.isolation)).communicate(timeout=120)
-    assert found == ("[]\n", None)
+    found = subprocess.run([sys.executable, "-c", REAPER.format(sandbox.isolation)], stdout=subprocess.PIPE, text=True,
+                           timeout=120, check=True)
+    assert found.stdout == "[]\n"
 
 
 def test_a_launcher_that_is_killed_sees_the_end_of_its_child_first() -> None:
     """As bwrap and nsjail do it, on a machine that has neither."""
     launcher = python(LAUNCHER)
-    child = int(first_line(launcher))
-    assert children_of(launcher.pid) == [child]
-    kill(launcher)
-    assert launcher.wait(10) == 0  # it ended by itself, after it had reaped its child
-    assert not Path(f"/proc/{child}").exists()
-    launcher.communicate()
+    try:
+        child = int(first_line(launcher))
+        assert children_of(launcher.pid) == [child]
+        kill(launcher)
+        assert launcher.wait(60) == 0  # it ended by itself, after it had reaped its child
+        assert not Path(f"/proc/{child}").exists()
+    finally:
+        launcher.kill()
+        launcher.communicate()
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def test_a_request_whose_caller_went_away_keeps_nothing(chat: Chat) -> None:
     async def leave() -> None:
         engine(chat).gate.clear()
         task = asyncio.create_task(chat.create(HELLO | {"n": 2}))
-        await asyncio.to_thread(engine(chat).began.wait, 10)
+        assert await asyncio.to_thread(engine(chat).began.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -247,19 +247,19 @@ def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> 
     desk.close()
 
 
-def test_memory_is_flat_over_thousands_of_calls() -> None:
+def test_memory_is_flat_over_a_thousand_calls() -> None:
     desk = scripted_desk(lambda prompt: "Good day.")
     chat = chat_over(desk, histories=Histories(desk.tokenizer, max_turns=50, max_tokens=5000))
 
     async def calls(numbers: range) -> int:
         for start in numbers[::50]:
-            bodies = [HELLO | {"messages": [{"role": "user", "content": f"{number}"}], "temperature": number / 5000}
+            bodies = [HELLO | {"messages": [{"role": "user", "content": f"{number}"}], "temperature": number / 1500}
                       for number in range(start, start + 50)]
             await asyncio.gather(*(chat.create(body, session=str(body["temperature"])) for body in bodies))
         gc.collect()
         return len(gc.get_objects())
 
-    before, after = asyncio.run(calls(range(1000))), asyncio.run(calls(range(1000, 5000)))
+    before, after = asyncio.run(calls(range(300))), asyncio.run(calls(range(300, 1500)))
     assert after - before < 500, after - before
     held = chat.histories
     assert len(held.held) == 50 and held.tokens <= 5000 and len(held.ends) == 50 and not desk.waiting.lines

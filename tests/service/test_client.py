@@ -33,7 +33,7 @@ def asked(client: Client, **fields: Any) -> Any:
 
 
 def test_replies_are_openais_own_and_their_messages_go_back_as_they_are(client: Client) -> None:
-    reply = asked(client, tools=SCHEMAS, timeout=30, extra_headers={"X-A": "b"}, user=openai.NOT_GIVEN)
+    reply = asked(client, tools=SCHEMAS, timeout=60, extra_headers={"X-A": "b"}, user=openai.NOT_GIVEN)
     assert isinstance(reply, ChatCompletion)
     (choice,) = reply.choices
     (call,) = choice.message.tool_calls
@@ -124,19 +124,19 @@ def test_the_rest_of_the_client_is_there(client: Client) -> None:
 
 
 def test_each_task_of_a_rollout_has_its_session(client: Client) -> None:
-    histories = client.served.histories
+    histories, all_asked = client.served.histories, asyncio.Barrier(4)
 
     async def rollout(name: str) -> list[str | None]:
         SESSION.set(name)
         first = await client.chat.completions.create(**HELLO)
         message = first.choices[0].message
-        await asyncio.sleep(0.01)
+        await all_asked.wait()
         second = await Client(client.served).chat.completions.create(
             model="agent", messages=[*HELLO["messages"], message, {"role": "user", "content": "Again"}])
         return [first.choices[0].turn, histories.parent(second.choices[0].turn)]
 
-    async def both() -> list[list[str | None]]:
+    async def all_of_them() -> list[list[str | None]]:
         return list(await asyncio.gather(*(rollout(name) for name in "abcd")))
 
-    found = asyncio.run(both())
+    found = asyncio.run(all_of_them())
     assert all(turn == parent for turn, parent in found) and len({turn for turn, _ in found}) == 4

@@ -64,7 +64,7 @@ def test_threads_do_not_mix_their_transactions(database: Database) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert database.row("SELECT count(*) AS n FROM things") == {"n": 200}
 
 

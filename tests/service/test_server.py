@@ -4,6 +4,7 @@ import signal
 import socket
 
 import pytest
+from programs import usual_signals
 
 from lowmem_grpo.service.server import ended_by_signals, open_socket
 
@@ -17,16 +18,17 @@ def test_a_reply_is_sent_at_once() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_closes_what_is_open_and_a_second_one_does_not_disturb_that(number: int) -> None:
-    before, closed = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}, []
-    with pytest.raises(SystemExit) as left, ended_by_signals():
-        try:
-            signal.raise_signal(number)
-            closed.append("too late")
-        finally:
-            signal.raise_signal(number)
-            closed.append("all")
+    closed = []
+    with usual_signals():
+        with pytest.raises(SystemExit) as left, ended_by_signals():
+            try:
+                signal.raise_signal(number)
+                closed.append("too late")
+            finally:
+                signal.raise_signal(number)
+                closed.append("all")
+        assert {signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_DFL}
     assert left.value.code == 143 and closed == ["all"]
-    assert {one: signal.getsignal(one) for one in before} == before
 
 
 def test_a_closed_terminal_that_is_ignored_stays_so() -> None:

@@ -54,7 +54,7 @@ def test_what_waits_is_taken_back_when_the_reader_of_a_stream_leaves(chat: Chat)
     async def leave() -> None:
         engine(chat).gate.clear()
         task = asyncio.ensure_future(anext(TextCompletions(chat).stream(ASKED | {"n": 3})))
-        await asyncio.to_thread(engine(chat).began.wait, 10)
+        assert await asyncio.to_thread(engine(chat).began.wait, 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         engine(chat).gate.set()
@@ -67,7 +67,7 @@ def test_an_endpoint_of_agents_has_the_route_and_its_sessions_do_not(chat: Chat)
     with Endpoint(chat) as endpoint, endpoint.session() as session:
         of_all, of_session = (Request(f"{one.base_url}/completions", json.dumps(ASKED).encode(), {
             "Authorization": f"Bearer {endpoint.api_key}"}) for one in (endpoint, session))
-        with urlopen(of_all, timeout=30) as reply:
+        with urlopen(of_all, timeout=60) as reply:
             assert json.loads(reply.read())["choices"][0]["text"] == "<9> a time"
         with pytest.raises(OSError, match="404"):
-            urlopen(of_session, timeout=30)
+            urlopen(of_session, timeout=60)

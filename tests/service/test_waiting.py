@@ -1,17 +1,32 @@
-"""How long the owner of an engine waits for more calls: counted in waits, with a clock that nobody reads."""
+"""How long the owner of an engine waits for more calls: counted in waits, with a clock of our own."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.service.call import Call
+from lowmem_grpo.service.keys import Keys
+from lowmem_grpo.service.sitting import Sitting
 from lowmem_grpo.service.waiting import FIRST, NO_ROUND, Asked, Job, Round, Waiting
+from lowmem_grpo.types import Rollout
 
 WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
 CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The only clock: it stands still unless a test moves it."""
+    found = [100.0]
+    for name in ("waiting", "sitting"):
+        clock = SimpleNamespace(monotonic=lambda: found[0])
+        monkeypatch.setattr(f"lowmem_grpo.service.{name}.time", clock)
+    return found
 
 
 class Arrivals(threading.Condition):
@@ -74,3 +89,20 @@ def test_nobody_waits_for_calls_while_a_job_waits() -> None:
     line.arrivals.later.insert(1, line.job)
     assert line.taken(True, NO_ROUND, WIDE) == 2
     assert len(line.arrivals.waits) == 2
+
+
+@pytest.mark.parametrize(("engine", "second"), [("transformers", 8), ("vllm", 1)])
+def test_those_who_were_just_served_are_decoded_together_again_where_decoding_goes_in_rounds(
+    engine: str, second: int, now: list[float]
+) -> None:
+    line, served_by = Line(later=0), SimpleNamespace(name=engine)
+    for _ in range(7):
+        line.call()
+    sitting: Any = Sitting(line.waiting, CALL.flavour, Keys())
+    sitting.meet(served_by)
+    first = sitting.take(busy=False)
+    now[0] += 0.8
+    for request in first:
+        sitting.give(request.key, Rollout([9], [0.0], "stop"))
+    line.arrivals.later = [line.call] * 8
+    assert (len(first), len(sitting.take(busy=False))) == (8, second)

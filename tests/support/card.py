@@ -1,6 +1,5 @@
 """What a card can do, and the mark of tests that need one: conftest.py skips them, with the reason, where it cannot."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ gpu = pytest.mark.gpu
 # The same assertions on both: what a test says is then proven on every machine, and a card is one more place.
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CARD, id="cuda", marks=gpu)]
 HALVES = [torch.bfloat16, torch.float16]
-
-
-def on_both(cases: Iterable[Any], for_a_card: Iterable[Any] = ()) -> list[Any]:
-    """Parameters ("cpu", case) for each of the cases, and ("cuda", case) for these and some more."""
-    on_card = [pytest.param("cuda", case, marks=gpu) for case in (*cases, *for_a_card)]
-    return [*(("cpu", case) for case in cases), *on_card]
 
 
 def why_skipped(values: dict[str, Any]) -> str | None:

@@ -1,7 +1,6 @@
 """A desk whose engine says what a script says, and the chat over it."""
 
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +20,9 @@ from lowmem_grpo.types import Rollout
 class DeskEngine(ScriptedEngine):
     """A scripted engine with all that a desk asks for. A `gate` that is cleared holds up each round."""
 
-    def __init__(self, says: Callable[[str], str], template: str = TEMPLATE, slots: int | None = None,
-                 seconds: float = 0.0) -> None:
+    def __init__(self, says: Callable[[str], str], template: str = TEMPLATE, slots: int | None = None) -> None:
         super().__init__(says)
-        self.tokenizer, self.slots, self.seconds = tokenizer_of(template), slots, seconds
+        self.tokenizer, self.slots = tokenizer_of(template), slots
         self.gate, self.began = threading.Event(), threading.Event()
         self.gate.set()
         self.rounds: list[tuple[float, int]] = []  # of each: temperature, turns
@@ -36,8 +34,7 @@ class DeskEngine(ScriptedEngine):
     ) -> list[list[Rollout]]:
         self.rounds.append((params.temperature, len(prompts)))
         self.began.set()
-        assert self.gate.wait(20)
-        time.sleep(self.seconds)
+        assert self.gate.wait(60)
         found = super().generate(prompts, params, on_group)
         self.asked.clear()
         return found

@@ -37,7 +37,7 @@ def served(app: ASGIApp, page: Page) -> Iterator[str]:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive(), "the server ends although pages are open"
 
 

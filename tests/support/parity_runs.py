@@ -7,6 +7,8 @@
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -57,19 +59,34 @@ class OurRun:
 
 def both(
     rollouts: Rollouts, *, old_logprobs: Logprobs | None = None, correction: bool = False, micro_batches: int = 1,
-    loss_type: str = "dapo", ours: dict[str, Any] | None = None, **settings: Any,
+    loss_type: str = "dapo", ours: dict[str, Any] | None = None, exact: bool = False, **settings: Any,
 ) -> tuple[TrlRun, OurRun]:
-    """One optimizer step by TRL and by us; `ours` are settings of our side alone."""
-    run = theirs(rollouts, old_logprobs, correction, micro_batches, loss_type, **settings)
+    """One optimizer step by TRL and by us; `ours` are settings of our side alone. With `exact` both compute in
+    float64, so that what differs is a formula and not the rounding of this processor."""
+    run = theirs(rollouts, old_logprobs, correction, micro_batches, loss_type, exact, **settings)
     same = {"loss_type": loss_type} | settings
     if correction:
         same["vllm_importance_sampling_correction"] = True
-    return run, our_run(run.trainer.model, rollouts, old_logprobs, **same | (ours or {}))
+    learner = our_learner(run.trainer.model, **same | (ours or {}))
+    with precision(exact):
+        if exact:
+            learner.policy = Policy(copy.deepcopy(learner.policy.model).double())
+        return run, our_step(learner, rollouts, old_logprobs)
+
+
+@contextmanager
+def precision(exact: bool) -> Iterator[None]:
+    """Inside, new tensors are float64 where `exact`."""
+    torch.set_default_dtype(torch.float64 if exact else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def theirs(
     rollouts: Rollouts, old_logprobs: Logprobs | None = None, correction: bool = False, micro_batches: int = 1,
-    loss_type: str = "dapo", **settings: Any,
+    loss_type: str = "dapo", exact: bool = False, **settings: Any,
 ) -> TrlRun:
     """TRL's step; GMPO has a trainer of its own there, and GSPO is the sequence level of grpo."""
     options, classes = {"loss_type": loss_type} | settings, {}
@@ -80,7 +97,10 @@ def theirs(
         options = {"epsilon": 3e-4, "epsilon_high": 4e-4} | settings
         options |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     trainer = make_trainer(rollouts, settings=options, micro_batches=micro_batches, **classes)
-    return window(trainer, prepare(trainer, rollouts, correction, old_logprobs))
+    if exact:
+        trainer.model.double()
+    with precision(exact):
+        return window(trainer, prepare(trainer, rollouts, correction, old_logprobs))
 
 
 @cache
@@ -106,17 +126,6 @@ def our_run(
 ) -> OurRun:
     """One step of `Learner` on the completions."""
     return our_step(our_learner(weights, **settings), rollouts, old_logprobs)
-
-
-def exact_loss(weights: nn.Module, rollouts: Rollouts, old_logprobs: Logprobs | None = None, **settings: Any) -> float:
-    """The loss of the same step in float64."""
-    learner = our_learner(weights, **settings)
-    learner.policy = Policy(copy.deepcopy(learner.policy.model).double())
-    torch.set_default_dtype(torch.float64)
-    try:
-        return our_step(learner, rollouts, old_logprobs).loss
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def our_step(learner: Learner, rollouts: Rollouts, old_logprobs: Logprobs | None = None) -> OurRun:
@@ -168,7 +177,8 @@ def with_noise(logprobs: Logprobs, scale: float, every: int, by: float, seed: in
         results.append([])
         for value in row:
             jump = 0.0 if number % every else (-by if number // every % 2 == 0 else by)
-            results[-1].append(value + scale * float(torch.randn((), generator=generator)) + jump)
+            noisy = value + scale * float(torch.randn((), generator=generator)) + jump
+            results[-1].append(torch.tensor(noisy, dtype=torch.float32).item())  # as our records hold it
             number += 1
     return results
 

@@ -1,8 +1,10 @@
-"""An engine that says what a script says, and trainers that play with it."""
+"""An engine that says what a script says, trainers that play with it, and environments that hang."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -12,12 +14,13 @@ from lowmem_grpo.engines.rounds import in_rounds
 from lowmem_grpo.environments.episode import Bounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import Factories
+from lowmem_grpo.environments.workers import Job
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.types import Rollout
 
 TEMPLATE = "qwen2_5"
-FREE: dict[str, Any] = {"turns": None, "completion": 4096, "context": 8192, "turn": None, "call_seconds": 5.0,
-                        "episode_seconds": 60.0}
+FREE: dict[str, Any] = {"turns": None, "completion": 4096, "context": 8192, "turn": None, "call_seconds": 60.0,
+                        "episode_seconds": 600.0}
 
 
 class ScriptedEngine:
@@ -64,3 +67,31 @@ def played(
     engine.slots = slots
     episodes = Episodes(kits, Bounds(**FREE | bounds, append=append))
     return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]
+
+
+class Hang:
+    """Called inside of a call of an environment, it lasts longer than the call may, on a machine of any speed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here, self.over = threading.local(), threading.Event()
+        self.threads: list[threading.Thread] = []
+        call = Job.call
+
+        def noted(job: Job, *given: Any) -> Any:
+            self.here.job = job
+            return call(job, *given)
+
+        monkeypatch.setattr(Job, "call", noted)
+
+    def __call__(self) -> None:
+        self.threads.append(threading.current_thread())
+        self.here.job.deadline = 0.0
+        assert self.over.wait(60)
+
+    def end(self) -> None:
+        """Let go what hangs, and wait until its threads have ended."""
+        self.over.set()
+        for thread in self.threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        self.over = threading.Event()

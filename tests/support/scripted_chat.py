@@ -3,10 +3,13 @@
 import asyncio
 import functools
 import itertools
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 
@@ -97,7 +100,7 @@ class Gated:
     def wait_for(self, number: int) -> None:
         """Until so many more have come."""
         for _ in range(number):
-            assert self.arrived.acquire(timeout=30)
+            assert self.arrived.acquire(timeout=60)
 
 
 def client_of(served: Any, **options: Any) -> openai.OpenAI:
@@ -112,9 +115,18 @@ def plain_client() -> openai.OpenAI:
     return openai.OpenAI(base_url="http://127.0.0.1:1", api_key="none")
 
 
+def begun(base_url: str, api_key: str, **body: Any) -> HTTPConnection:
+    """A request for a chat whose reply nobody reads: its client leaves when this is closed."""
+    address = urlsplit(base_url)
+    connection = HTTPConnection(address.netloc, timeout=60)
+    connection.request("POST", f"{address.path}/chat/completions", json.dumps(body),
+                       {"Authorization": f"Bearer {api_key}"})
+    return connection
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Wait until it is so."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, "it is not so after a minute"
         time.sleep(0.01)

@@ -46,9 +46,10 @@ def serving(folder: Path, name: str = "tiny", context: int = 64, allowances: All
         yield Serving(model, f"http://127.0.0.1:{listening.getsockname()[1]}")
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(60)
         model.close()
         database.close()
+        assert not thread.is_alive(), "the server does not end"
 
 
 @contextmanager
@@ -61,4 +62,4 @@ def tinker_client(served: Serving, key: str = OWNER) -> Iterator[Any]:
     try:
         yield made
     finally:
-        made.close("success").result(30)
+        made.close("success").result(60)

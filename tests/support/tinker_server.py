@@ -1,6 +1,9 @@
 """A served tiny model, and a plain client of its routes."""
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,16 @@ class Server:
 
     def wait(self, promise: dict[str, Any], key: str = OWNER) -> Any:
         return self.post("retrieve_future", {"request_id": promise["request_id"]}, key)
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Inside, the desk does something else; then it begins all that was asked for meanwhile, together."""
+        gate = threading.Event()
+        self.model.desk.run(gate.wait)
+        try:
+            yield
+        finally:
+            gate.set()
 
     def forward_backward(self, model: str, seq: int, seed: int, **changes: Any) -> Any:
         return self.post("forward_backward", body(model, seq, seed, **changes)).json()

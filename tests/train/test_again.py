@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import program
 from safetensors.torch import load_file
 
 from bench.attacks.small_run import StopAt, digit_sum, make, records
@@ -100,24 +101,21 @@ def test_a_failed_run_has_its_report_and_says_why_it_failed_until_it_goes_on(tmp
 # One owner
 
 OWNER = """
-import sys, time
+import sys
 from pathlib import Path
 from lowmem_grpo.runs.lock import owned
 with owned(Path(sys.argv[1])):
     print("mine", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Any:
     """Another process, which owns tmp_path / "run"."""
-    process = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "mine\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with program(sys.executable, "-c", OWNER, tmp_path / "run", stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == "mine\n"
+        yield process
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -139,10 +137,12 @@ def test_a_forked_child_that_outlives_its_parent_does_not_hold_the_folder(tmp_pa
         child = os.fork()
         if child == 0:
             signal.pause()
-    with lock.owned(tmp_path), pytest.raises(lock.RunInUseError), lock.owned(tmp_path):
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        with lock.owned(tmp_path), pytest.raises(lock.RunInUseError), lock.owned(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 OTHER = {"pid": 1, "host": "another", "boot": "x", "since": "then", "command": "train.py"}

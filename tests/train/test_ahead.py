@@ -48,7 +48,7 @@ def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def waits(self: module.Ahead, running: int) -> None:
         with self.calls.changed:
-            self.calls.changed.wait_for(lambda: not self.calls.working, 5)
+            self.calls.changed.wait_for(lambda: not self.calls.working, 60)
         meanwhile(self, running)
         if self.worker is not None:
             self.worker.join()
@@ -125,7 +125,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
         for index, group in enumerate(groups):
             run.ahead.on_group(index, group.rollouts)
         calls.wait()
-        while run.ahead.begun is None or (run.ahead.batches and not run.ahead.dropped):
+        while not run.ahead.dropped and (run.ahead.begun is None or run.ahead.batches):
             run.ahead.meanwhile(1)
         run.ahead.end()
     begun = run.ahead.settle(groups)

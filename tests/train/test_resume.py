@@ -7,17 +7,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import program
 
 from bench.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.state import Interrupt
 
 
 def check_same_run(folder: Path, expected: Path) -> None:
@@ -124,43 +127,51 @@ def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path
     run = tmp_path / "run"
     command = [
         sys.executable, "-c", "from lowmem_grpo.cli import main; main()", "run", "arithmetic", f"output_dir={run}",
-        "max_steps=8", "per_device_train_batch_size=16", "gradient_accumulation_steps=1", "num_generations=8",
-        "save_steps=100", "max_completion_length=32", "eval_problems=4", "train_size=16",
+        "per_device_train_batch_size=16", "gradient_accumulation_steps=1", "num_generations=8", "save_steps=10000",
+        "max_completion_length=32", "eval_problems=4", "train_size=16",
     ]
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-    )
-    deadline = time.monotonic() + 60
-    while not (run / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    with program(*command, "max_steps=10000", env=environment(), stderr=subprocess.STDOUT) as process:
+        while not (run / "metrics.jsonl").exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate()
     assert process.returncode == 130, said
     steps = [line["step"] for line in records(run)[0]]
-    assert 1 <= len(steps) < 8
+    assert steps == list(range(1, len(steps) + 1)) and steps
     assert "finishing this step" in said
     assert f"stopped at step {steps[-1]}" in said
     assert "resume" in said
     assert [path.name for path in checkpoint.list_checkpoints(run)] == [f"checkpoint-{steps[-1]}"]
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
-    second = subprocess.run([*command, "resume=true"], env=environment(), capture_output=True, text=True, timeout=120)
+    last = len(steps) + 2
+    second = subprocess.run([*command, f"max_steps={last}", "resume=true"], env=environment(), capture_output=True,
+                            text=True, timeout=200)
     assert second.returncode == 0, second.stderr
-    assert [line["step"] for line in records(run)[0]] == list(range(1, 9))
+    assert [line["step"] for line in records(run)[0]] == list(range(1, last + 1))
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
 
 
-def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handled, over, scored, on_signal = threading.Event(), threading.Event(), list[list[str]](), Interrupt.on_signal
+
+    def noted(interrupt: Interrupt, *given: Any) -> None:
+        on_signal(interrupt, *given)
+        handled.set()
+
     def impatient(completions: list[str], **kwargs: Any) -> list[float]:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
-        time.sleep(5)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert handled.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(60)
+        scored.append(completions)
         return digit_sum(completions)
 
-    before, started = signal.getsignal(signal.SIGINT), time.monotonic()
+    monkeypatch.setattr(Interrupt, "on_signal", noted)
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, impatient).train()
-    assert time.monotonic() - started < 4
+    assert handled.is_set() and not scored, "nobody waited for the rewards"
+    over.set()
     assert signal.getsignal(signal.SIGINT) is before
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.types import Rollout
+from lowmem_grpo.views import live
 from lowmem_grpo.views.answers import print_accuracy, print_samples
 from lowmem_grpo.views.live import BLOCKS, SAMPLE_SECONDS, LiveView, sparkline
 
@@ -46,6 +47,14 @@ def piped_line(logs: dict[str, Any]) -> str:
     piped = console(terminal=False)
     run(LiveView(piped), logs)
     return written(piped)
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the view, which stands still unless a test moves it."""
+    found = [100.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: found[0]))
+    return found
 
 
 def test_piped_output_has_one_plain_line_a_log_with_the_key_numbers() -> None:
@@ -88,10 +97,8 @@ def test_a_terminal_gets_a_panel_with_progress_and_sparklines() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_then(
-    width: int, monkeypatch: pytest.MonkeyPatch
+    width: int, now: list[float]
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: now[0])
     view = LiveView(console(terminal=True, width=width))
     run(view, LOGS | {"reward_std": 0.125})
     for text, seconds in (("first\x1b[2J [red]words", 0), ("too soon", SAMPLE_SECONDS / 2)):
@@ -177,12 +184,11 @@ def test_the_terminal_is_restored_once_however_the_view_ends(ending: str) -> Non
     assert written(terminal).count(SHOW_CURSOR) == 1 and view.live is None
 
 
-def test_time_left_counts_only_steps_done_since_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_counts_only_steps_done_since_a_resume(now: list[float]) -> None:
     view = LiveView(console(terminal=False))
-    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: 100.0)
     view.on_train_begin(None, state(50), None)
     assert view.time_left() == "unknown"
-    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: 120.0)
+    now[0] += 20
     view.on_log(None, state(52), None, logs=LOGS)
     assert view.time_left() == "1 min 20 s"
 

@@ -32,12 +32,12 @@ def test_trackio_keeps_what_was_logged_and_evaluated(tmp_path: Path) -> None:
     """With the real library, which reads where its files lie when it is imported."""
     pytest.importorskip("trackio")
     place = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", WRITES], env=place, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", WRITES], env=place, check=True, capture_output=True, timeout=200)
 
     def values(metric: str) -> list[tuple[int, float]]:
         asked = ["get", "metric", "--project", "a-project", "--run", "a-run", "--metric", metric, "--json"]
         found = subprocess.run([sys.executable, "-c", "from trackio.cli import main; main()", *asked], env=place,
-                               check=True, capture_output=True, text=True)
+                               check=True, capture_output=True, text=True, timeout=200)
         return [(value["step"], value["value"]) for value in json.loads(found.stdout)["values"]]
 
     assert values("train/loss") == [(1, 0.5)] and values("eval/loss") == [(2, 0.125)]

@@ -154,8 +154,12 @@ async def run_async(bound: Callable[[], Any]) -> Any:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Serve `loop` until it is stopped."""
+    """Serve `loop` until it is stopped, and let its tasks end then: they may have things to close."""
     loop.run_forever()
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks))
     loop.close()
 
 

@@ -71,8 +71,8 @@ def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds what a run writes."""
-    return any((folder / name).is_file() for name in (METRICS, SUMMARY, FILE))
+    """Whether a folder holds what a run writes. One that cannot be read does not."""
+    return any(os.path.isfile(folder / name) for name in (METRICS, SUMMARY, FILE))
 
 
 def one_run(folder: Path, name: str) -> Run | None:

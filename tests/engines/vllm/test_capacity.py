@@ -13,7 +13,7 @@ from lowmem_grpo.engines.vllm.settings import BLOCK_ON_CPU
 pytestmark = NEEDS_VLLM
 
 
-@pytest.mark.parametrize(("missing", "at_once"), [(0, True), (2, False)])
+@pytest.mark.parametrize(("missing", "at_once"), [(0, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_a_group_holds_its_prompt_once_so_that_the_plan_may_count_it_once(
     missing: int, at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_nan_logits_are_an_error_with_the_likely_causes(engine: VLLMEngine, poli
 # the rollout copy
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_rollout_copy_samples_with_the_published_version_while_the_next_is_trained(
     tmp_path: Path, prompts: list[list[int]]

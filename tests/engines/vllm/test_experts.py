@@ -56,7 +56,9 @@ def by_letters(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(sum(map(ord, one[0]["content"])) % 17) for one in completions]
 
 
-@pytest.mark.parametrize(("dtype", "four_bit"), [(BF16, False), (BF16, True), (FP32, False)])
+@pytest.mark.parametrize(("dtype", "four_bit"), [
+    *(pytest.param(BF16, four_bit, marks=pytest.mark.slow) for four_bit in (False, True)), (FP32, False),
+])
 def test_sampled_logprobs_are_the_trainers_before_and_after_the_adapter_moves(
     dtype: torch.dtype, four_bit: bool, tmp_path: Path
 ) -> None:
@@ -73,6 +75,7 @@ def test_sampled_logprobs_are_the_trainers_before_and_after_the_adapter_moves(
         assert_borrowed(engine, policy)
 
 
+@pytest.mark.slow
 def test_a_layer_without_experts_is_shared_too_and_a_moved_tensor_is_noticed(tmp_path: Path) -> None:
     policy = mixture(tmp_path, FP32, num_hidden_layers=3, mlp_only_layers=[1])
     assert policy.routed_places == (0, 2)
@@ -85,6 +88,7 @@ def test_a_layer_without_experts_is_shared_too_and_a_moved_tensor_is_noticed(tmp
             engine.generate(PROMPTS, SamplingParams(max_tokens=8))
 
 
+@pytest.mark.slow
 def test_where_vllm_returns_no_routes_one_line_says_that_tokens_are_routed_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import guesses
 
+pytestmark = pytest.mark.slow
+
 
 def policy(device: str = "cuda", model_type: str = "llama", routed: int = 0) -> Any:
     base = SimpleNamespace(config={"model_type": model_type})

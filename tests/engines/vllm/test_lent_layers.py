@@ -43,7 +43,11 @@ KINDS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False),
          "fp8 by block in bfloat16": (torch.bfloat16, "fp8-block")}
 
 
-@pytest.fixture(params=KINDS)
+SHORT = ("float32", "nf4 in bfloat16", "fp8")  # of the kinds, in the short lane
+EACH_KIND = [pytest.param(kind, marks=[] if kind in SHORT else pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.fixture(params=EACH_KIND)
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     """The embedded model, whose q, k and v have biases, with an adapter that does something; of each weight type."""
     policy = policy_of("tiny", *KINDS[request.param], tmp_path)
@@ -147,7 +151,7 @@ def test_dropout_does_not_act_while_sampling() -> None:
 # one product where weights are adjacent
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_adjacent_weights_take_one_product_with_the_same_result(kind: str, tmp_path: Path) -> None:
     # blocks of double quantization are 16,384 elements: the widths here make each weight end with one
     policy = policy_of("llama", *KINDS[kind], tmp_path, hidden_size=256, num_key_value_heads=4, intermediate_size=256)

@@ -35,9 +35,10 @@ from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowE
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.usefixtures("all_is_collected")]
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_reports_each_prompt_once(
     engine: VLLMEngine, policy: Policy, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_restarted_engine_reports_each_prompt_once(
     assert distance(policy, prompts, groups) < SAME
 
 
+@pytest.mark.slow
 def test_a_second_death_is_an_error_and_the_next_call_works(
     engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,7 @@ def test_a_second_death_is_an_error_and_the_next_call_works(
     assert len(engine.generate(prompts, GREEDY)) == 3
 
 
+@pytest.mark.slow
 def test_a_call_that_was_broken_off_leaves_nothing_to_the_next(
     engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +85,7 @@ def test_a_call_that_was_broken_off_leaves_nothing_to_the_next(
     assert ids_of(engine.generate(prompts[:1], GREEDY)) == expected
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_replaced_and_the_call_repeated_with_the_same_adapter(
     engine: VLLMEngine, policy: Policy, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +137,7 @@ def test_closing_frees_the_cache_and_the_model_and_a_closed_engine_says_so(
     engine.on_policy_update(1)  # another model took over between a rollout and its update
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_an_engine_that_is_deleted_without_close_makes_room_for_the_next(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
@@ -158,6 +163,7 @@ print(len(engine.generate([[5, 6]], SamplingParams(max_tokens=2))))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_program_that_closes_nothing_ends_without_an_error() -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parents[2] / "support"))
@@ -166,6 +172,7 @@ def test_a_program_that_closes_nothing_ends_without_an_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_models_that_do_not_map_are_refused_by_name_and_a_later_engine_starts(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
@@ -199,6 +206,7 @@ def test_models_that_do_not_map_are_refused_by_name_and_a_later_engine_starts(
         assert distance(policy, prompts, engine.generate(prompts, GREEDY)) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_bytes_it_needs(
     policy: Policy, tokenizer: PreTrainedTokenizerBase
@@ -212,6 +220,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_bytes_it_needs(
         assert {len(rollout.completion_ids) for group in groups for rollout in group} == {context - 100}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_settings_that_vllm_refuses_are_an_error_that_says_so(
     policy: Policy, tokenizer: PreTrainedTokenizerBase

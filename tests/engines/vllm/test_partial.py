@@ -8,7 +8,7 @@ from lowmem_grpo.engines.base import Until
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.models.policy import Policy
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
 PARAMS = SamplingParams(n=3, max_tokens=50, seed=3, temperature=1.5, stop_token_ids=list(range(0, 320, 17)))
 
 

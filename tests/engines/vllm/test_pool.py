@@ -45,15 +45,6 @@ PROMPTS = [[5, 6], [7, 8, 9], [10]]
 SEEN = [True, False]  # whether the driver says how much is free; else something else takes it meanwhile
 
 
-@pytest.fixture(scope="module", autouse=True)
-def only_new_objects_are_collected() -> Iterator[None]:
-    """The engine collects garbage at each shortage and each waking: most of the time went to what imports made."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     return Policy(with_adapter(load_model("tiny")))
@@ -65,7 +56,7 @@ def unit(policy: Policy) -> int:
     return least_kv_bytes(policy, CONTEXT)
 
 
-@pytest.fixture(params=["tracks", "rolls back", "neither"])
+@pytest.fixture(params=["tracks", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rolls back", "neither"))])
 def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A card with room for twenty of the longest sequences."""
     made = Machine(20 * unit, request.param)

@@ -35,7 +35,8 @@ PARAMS = SamplingParams(n=4, max_tokens=16, seed=1, ignore_eos=True)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 bytes"
 
 
-@pytest.fixture(params=[(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, "fp8")])
+@pytest.fixture(params=[pytest.param((torch.float32, True), marks=pytest.mark.slow), (torch.bfloat16, True),
+                        (torch.bfloat16, "fp8")], ids=str)
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     """A Llama in NF4 or FP8 whose q, k and v are one matrix, with an adapter that does something."""
     policy = policy_of("llama", *request.param, tmp_path, hidden_size=256, num_key_value_heads=4)
@@ -319,6 +320,7 @@ class TestEngine:
         with sampled.base_model():
             assert differences(sampled, PROMPTS, base).abs().mean() < 1e-5
 
+    @pytest.mark.slow
     def test_memory_that_runs_out_in_dequantizing_leaves_the_4_bit_kernels_and_the_run_goes_on(
         self, sampled: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

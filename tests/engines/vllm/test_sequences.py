@@ -13,7 +13,7 @@ from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
 N, ENOUGH = 6, 4
 PARAMS = SamplingParams(n=N, max_tokens=50, seed=3, temperature=1.5, stop_token_ids=list(range(0, 320, 17)))
 

@@ -39,6 +39,7 @@ def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) ->
     assert pace.spent["full"].tokens == 8 * 11
 
 
+@pytest.mark.slow
 def test_prompts_whose_earlier_answers_were_longest_enter_first_and_their_answers_stay_the_same(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +61,7 @@ def test_prompts_whose_earlier_answers_were_longest_enter_first_and_their_answer
         [rollout.completion_ids for rollout in group] for group in second]
 
 
+@pytest.mark.slow
 def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(with_adapter(load_model("tiny")).eval())
     least = least_kv_bytes(policy, CONTEXT)

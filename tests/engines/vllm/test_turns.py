@@ -50,6 +50,7 @@ def test_what_a_turn_repeats_of_the_last_one_is_taken_from_the_cache(engine: VLL
     assert {rollout.policy_version for rollout in again.drawn[0]} == {1}
 
 
+@pytest.mark.slow
 def test_the_users_block_size_is_what_the_cache_keeps_of_a_turn(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, alone: None
 ) -> None:
@@ -81,6 +82,7 @@ def test_an_engine_that_dies_is_replaced_and_goes_on_with_the_turns_that_were_no
     assert played.ids == expected.ids
 
 
+@pytest.mark.slow
 def test_turns_that_memory_has_no_room_for_go_on_in_a_smaller_engine(
     engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def test_turns_that_memory_has_no_room_for_go_on_in_a_smaller_engine(
     engine.bound = RunMemory().rollout
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_broken_off_leaves_nothing_to_the_next(
     engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,8 +115,19 @@ def test_two_tools_of_one_name_are_refused() -> None:
         Toolbox([Shop("A").buy, Shop("B").buy], TOKENIZER, 64)
 
 
-def test_a_result_of_ten_megabytes_keeps_its_head_and_its_tail() -> None:
-    said = told(returns("begin " + "word " * 2_000_000 + " end", max_tokens=64))
+def test_a_result_of_ten_megabytes_keeps_its_head_and_its_tail_and_little_of_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = returns("begin " + "word " * 2_000_000 + " end", max_tokens=64)
+    encode, encoded = box.limit.tokenizer.encode, list[int]()
+
+    def counted(text: str, **options: Any) -> Any:
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(box.limit.tokenizer, "encode", counted)
+    said = told(box)
+    assert 0 < sum(encoded) < 100_000
     assert said.startswith("begin word") and said.endswith("word  end")
     left_out = int(re.search(r"\[\.\.\. (\d+) characters left out \.\.\.\]", said)[1])
     assert left_out + len(said.replace(f"\n[... {left_out} characters left out ...]\n", "")) == 10_000_010

@@ -5,10 +5,10 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ import torch
 from trainer_runs import adapter, make, same
 
 from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
+from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.calling.early import covered
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call
@@ -26,7 +28,7 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 SIZE = 3  # completions of a group
 ORDER = (2, 0, 3, 1)  # in which groups are finished
-Work = Callable[[list[str]], list[Any]]
+LINGER = "lowmem_grpo.rewards.calling.early.LINGER"
 
 
 class Length(Reward):
@@ -81,16 +83,28 @@ def take_in(scoring: EarlyScoring, groups: list[RolloutGroup], *order: int) -> N
         scoring.take_in(index, groups[index].rollouts)
 
 
+def wait_until(scoring: EarlyScoring, holds: Callable[[], bool]) -> None:
+    """Wait for what the calls tell of as soon as it holds."""
+    with scoring.changed:
+        assert scoring.changed.wait_for(holds, 60)
+
+
+def wait_until_idle(scoring: EarlyScoring) -> None:
+    """Wait until all that was handed in is scored, or nothing more will be called."""
+    wait_until(scoring, lambda: not scoring.working and all(
+        call.future.done() and call.ended for call in scoring.calls if call.began))
+
+
 def early_scores(
-    rewards: Any, count: int = 4, order: tuple[int, ...] = ORDER, pause: float = 0.0, **settings: Any
-) -> tuple[Scores, list[RolloutGroup], float]:
-    """Scores where groups are finished in this order, `pause` seconds apart; and the seconds after the last one."""
+    rewards: Any, count: int = 4, order: tuple[int, ...] = ORDER, apart: bool = False, **settings: Any
+) -> tuple[Scores, list[RolloutGroup]]:
+    """Scores where groups are finished in this order: `apart`, each when those before it are scored."""
     with early(rewards, count, TrainerState(), **settings) as (scoring, groups):
         for index in order:
-            time.sleep(pause)
             take_in(scoring, groups, index)
-        started = time.monotonic()
-        return scoring.settle(groups), groups, time.monotonic() - started
+            if apart:
+                wait_until_idle(scoring)
+        return scoring.settle(groups), groups
 
 
 @contextmanager
@@ -100,12 +114,20 @@ def held() -> Iterator[tuple[threading.Event, threading.Event, Callable[[Any], N
 
     def work(_: Any) -> None:
         entered.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     try:
         yield entered, go_on, work
     finally:
         go_on.set()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of the calls, which goes on only where a test says so."""
+    found = SimpleNamespace(now=1.0, monotonic=lambda: found.now)
+    monkeypatch.setattr(calls, "time", found)
+    return found
 
 
 # The same scores
@@ -120,14 +142,14 @@ def logs(completions: list[str], answer: list[str | None], log_metric: Any, log_
 
 
 async def logs_later(completions: list[str], log_metric: Any, prompts: list[str], **_: Any) -> torch.Tensor:
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     log_metric("later", float(prompts[0][1:]))
     return torch.tensor([float(len(text)) for text in completions])
 
 
 def test_scores_do_not_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.LogCaptureFixture) -> None:
     funcs = [logs, number_match().reward(2.0, -1.0), logs_later, Length()]
-    found, groups, _ = early_scores(RewardScorer(list(funcs), while_sampling=True), pause=0.01)
+    found, groups = early_scores(RewardScorer(list(funcs), while_sampling=True), apart=True)
     told = [record.message for record in caplog.records]
     caplog.clear()
     whole = call(RewardScorer(list(funcs)), groups, TrainerState())
@@ -161,7 +183,7 @@ def test_what_is_logged_does_not_depend_on_how_a_batch_was_cut_into_calls(first:
 
         with early(function, while_sampling=True) as (scoring, groups):
             take_in(scoring, groups, first)
-            assert entered.wait(20)
+            assert entered.wait(60)
             take_in(scoring, groups)
             go_on.set()
             found = scoring.settle(groups).metrics
@@ -176,9 +198,12 @@ def test_a_mean_of_nothing_is_refused() -> None:
         MeanOf(0.0, 0)
 
 
-def test_each_group_is_scored_once_whatever_the_engine_tells_and_those_finished_at_once_in_one_call() -> None:
+def test_each_group_is_scored_once_whatever_the_engine_tells_and_those_finished_at_once_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LINGER, 60.0)  # on a slow machine, too, all are at once
     reward = Length()
-    found, _, _ = early_scores(reward, order=())
+    found, _ = early_scores(reward, order=())
     assert found.rewards["length"] == [1.0, 2.0, 3.0] * 4
     assert sorted(text for texts in reward.calls for text in texts) == sorted(
         str(n) * k for n in range(4) for k in (1, 2, 3))
@@ -223,43 +248,49 @@ def test_functions_that_use_the_engine_or_are_plain_are_called_once_after_sampli
 
 
 def test_plain_functions_run_one_after_another_on_all_groups_that_wait() -> None:
-    running: list[str] = []
+    threads: set[threading.Thread] = set()
 
-    def alone(_: Any) -> None:
-        running.append("")
-        assert len(running) == 1
-        time.sleep(0.01)
-        running.pop()
+    def runs(_: Any) -> None:
+        threads.add(threading.current_thread())
 
     with held() as (entered, go_on, work):
-        first, second = Length(work), Length(alone, "second")
-        with early([first, second, Length(alone, "third")]) as (scoring, groups):
+        first, second = Length(work), Length(runs, "second")
+        with early([first, second, Length(runs, "third")]) as (scoring, groups):
             take_in(scoring, groups, 2)
-            assert entered.wait(20)
+            assert entered.wait(60)
             take_in(scoring, groups, 3, 0, 1)
             go_on.set()
             scores = scoring.settle(groups)
     assert [[text[0] for text in texts] for texts in second.calls] == [["2"] * 3, [*"333000111"]]
+    assert len(threads) == 1
     assert scores.rewards["third"] == [1.0, 2.0, 3.0] * 4
 
 
 def test_async_functions_do_not_wait_for_each_other() -> None:
-    async def waits(completions: list[str], **_: Any) -> list[float]:
-        await asyncio.sleep(0.4)
+    all_of_them = asyncio.Barrier(4)
+
+    async def meets(completions: list[str], **_: Any) -> list[float]:
+        await all_of_them.wait()
         return [0.0] * len(completions)
 
-    _, _, seconds = early_scores(waits, while_sampling=True)
-    assert seconds < 0.9  # 0.4 for each of four groups would be 1.6
+    early_scores(meets, while_sampling=True)
 
 
-def test_rewards_cost_no_time_while_others_decode() -> None:
-    """Groups come every 0.15 s, and each costs 0.1 s: the last one's is all that is waited for."""
-    scorer = RewardScorer(Length(lambda texts: time.sleep(0.1 * len(texts) / SIZE)))
-    _, _, seconds = early_scores(scorer, pause=0.15)
-    assert 0.05 < seconds < 0.25
-    scorer.while_sampling = False
-    _, _, seconds = early_scores(scorer, pause=0.0)
-    assert seconds > 0.39
+def test_groups_are_scored_while_others_decode_and_that_time_is_hidden(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(texts: list[str]) -> None:
+        clock.now += len(texts)
+
+    reward = Length(work)
+    with early(reward) as (scoring, groups):
+        for index in ORDER[:-1]:
+            take_in(scoring, groups, index)
+            wait_until_idle(scoring)
+        assert [len(texts) for texts in reward.calls] == [SIZE] * 3
+        monkeypatch.setattr(LINGER, 60.0)  # the last call does not begin before the wait for it
+        assert scoring.finish(groups) == 3 * SIZE
+    assert [len(texts) for texts in reward.calls] == [SIZE] * 4
 
 
 def test_functions_see_the_state_in_which_sampling_began() -> None:
@@ -310,69 +341,71 @@ def test_a_failure_reads_as_in_a_single_call(func: Any, message: str) -> None:
 def test_after_a_failure_no_other_call_begins() -> None:
     second = Length(name="second")
     with pytest.raises(RewardError, match="fails raised"):
-        early_scores([fails, second], pause=0.05, while_sampling=True)
+        early_scores([fails, second], apart=True, while_sampling=True)
     assert second.calls == []
     with early(fails_later, 2, while_sampling=True) as (scoring, groups):
         take_in(scoring, groups, 0)
-        deadline = time.monotonic() + 2
-        while not scoring.closed and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(scoring, lambda: scoring.closed)
         with pytest.raises(RewardError, match="fails_later raised"):
             scoring.settle(groups)
     assert len(scoring.calls) == 1
 
 
 class Slow(Length):
-    time_limit = 0.2
+    time_limit = 0.05
 
 
 async def waits(completions: list[str], **_: Any) -> list[float]:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     return []
 
 
 @pytest.mark.parametrize(("kind", "timeout", "message"), [
-    ("plain", 0.2, r"length did not return within 0\.2 s; raise the limit with GRPOConfig\(reward_timeout=\.\.\.\)"),
-    ("own", 60.0, r"length did not return within 0\.2 s; raise the limit with its time_limit"),
-    ("async", 0.2, r"waits did not return within 0\.2 s; raise the limit with GRPOConfig"),
+    ("plain", 0.05, r"length did not return within 0\.05 s; raise the limit with GRPOConfig\(reward_timeout=\.\.\.\)"),
+    ("own", 60.0, r"length did not return within 0\.05 s; raise the limit with its time_limit"),
+    ("async", 0.05, r"waits did not return within 0\.05 s; raise the limit with GRPOConfig"),
 ])
 def test_a_function_that_never_returns_does_not_hold_up_the_step(kind: str, timeout: float, message: str) -> None:
     with held() as (_, _, work):
         func = {"plain": Length(work), "own": Slow(work), "async": waits}[kind]
-        started = time.monotonic()
         with pytest.raises(TooLateError, match=message):
             early_scores(func, timeout=timeout, while_sampling=True)
-    assert time.monotonic() - started < 3
 
 
 def test_calls_that_a_failure_stopped_are_not_blamed_for_it() -> None:
     with pytest.raises(RewardError, match="fails raised KeyError: 'gold'"):
-        early_scores([waits, fails], pause=0.05, while_sampling=True)
+        early_scores([waits, fails], apart=True, while_sampling=True)
 
 
-def test_a_call_that_took_too_long_fails_although_nobody_waited_for_it() -> None:
-    with early(Slow(lambda texts: time.sleep(0.25)), 1) as (scoring, groups):
+def test_a_call_that_took_too_long_fails_although_nobody_waited_for_it(clock: SimpleNamespace) -> None:
+    def work(_: Any) -> None:
+        clock.now += 1.0
+
+    with early(Slow(work), 1) as (scoring, groups):
         take_in(scoring, groups)
-        time.sleep(0.4)
-        with pytest.raises(TooLateError, match=r"length did not return within 0\.2 s"):
+        wait_until_idle(scoring)
+        with pytest.raises(TooLateError, match=r"length did not return within 0\.05 s"):
             scoring.settle(groups)
 
 
-def test_seconds_of_calls_side_by_side_are_counted_once() -> None:
-    async def half(completions: list[str], **_: Any) -> list[float]:
-        await asyncio.sleep(0.3)
-        return [0.0] * len(completions)
+def test_seconds_of_calls_side_by_side_are_counted_once(clock: SimpleNamespace) -> None:
+    with held() as (_, go_on, work):
+        async def side_by_side(completions: list[str], **_: Any) -> list[float]:
+            await asyncio.to_thread(work, None)
+            return [0.0] * len(completions)
 
-    with early(half, while_sampling=True) as (scoring, groups):
-        started = time.monotonic()
-        take_in(scoring, groups)
-        time.sleep(0.5)
-        assert 0.25 < scoring.finish(groups) <= time.monotonic() - started
+        with early(side_by_side, while_sampling=True) as (scoring, groups):
+            take_in(scoring, groups)
+            clock.now += 3.0
+            go_on.set()
+            wait_until_idle(scoring)
+            clock.now += 2.0
+            assert scoring.finish(groups) == 3.0
     assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
 
 
 def test_a_functions_own_time_limit_counts_in_a_whole_batch_too() -> None:
-    with held() as (_, _, work), pytest.raises(TooLateError, match=r"within 0\.2 s; raise the limit with its time_lim"):
+    with held() as (_, _, work), pytest.raises(TooLateError, match=r"within 0\.05 s; raise the limit with its time_l"):
         RewardScorer(Slow(work)).score(["p"], ["c"], [[1]], {}, None)
 
 
@@ -406,27 +439,27 @@ def test_sampling_that_fails_leaves_no_calls_behind() -> None:
         scorer = RewardScorer(reward)
         with pytest.raises(RuntimeError, match="the card is gone"), early(scorer, 3) as (scoring, groups):
             take_in(scoring, groups, 0)
-            assert entered.wait(20)
+            assert entered.wait(60)
             take_in(scoring, groups, 1)
             raise RuntimeError("the card is gone")
         go_on.set()
         reward.work = lambda texts: None
-        scores, _, _ = early_scores(scorer, count=2, order=(1, 0))
+        scores, _ = early_scores(scorer, count=2, order=(1, 0))
     take_in(scoring, groups, 2)
-    time.sleep(0.1)
+    wait_until_idle(scoring)
     assert scores.rewards["length"] == [1.0, 2.0, 3.0] * 2
     assert reward.calls[0] == ["0", "00", "000"] and sum(map(len, reward.calls)) == 3 + 6
 
 
-def test_ctrl_c_ends_the_wait_for_a_function() -> None:
+def test_ctrl_c_ends_the_wait_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LINGER, 60.0)  # the call begins when it is waited for
     with held() as (_, _, work):
-        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        started = time.monotonic()
+        def interrupted(texts: list[str]) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            work(texts)
+
         with pytest.raises(KeyboardInterrupt):
-            early_scores(Length(work))
-        timer.join()
-        assert time.monotonic() - started < 5
+            early_scores(Length(interrupted))
 
 
 # In a run
@@ -441,20 +474,34 @@ class Digits(Length):
         return [float(sum(int(c) for c in text if c in "0123456789")) for text in texts]
 
 
-def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path) -> None:
+def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here no other group is sampled until a finished one is scored."""
+    take_in, begin = EarlyScoring.take_in, Batch.begin
+
+    def take_in_and_wait(scoring: EarlyScoring, index: int, rollouts: list[Rollout]) -> None:
+        take_in(scoring, index, rollouts)
+        wait_until_idle(scoring)
+
+    def noted(batch: Batch, waiting: Any, room: int) -> Any:
+        scored.add(len(reward.calls))
+        return begin(batch, waiting, room)
+
+    monkeypatch.setattr(EarlyScoring, "take_in", take_in_and_wait)
+    monkeypatch.setattr(Batch, "begin", noted)
     runs = {}
     for chosen in (None, False):
-        reward = Digits()
+        reward, scored = Digits(), set[int]()  # how many calls there were when rows began to be sampled
         trainer = make(tmp_path / str(chosen), reward, score_while_sampling=chosen, per_device_train_batch_size=16,
                        max_completion_length=12)
         trainer.memory.rollout.lowered = 4  # a group at a time
         trainer.train()
         runs[chosen] = adapter(trainer), read_lines(trainer.run_dir / "completions.jsonl"), [
-            line["time/reward_hidden"] for line in read_lines(trainer.run_dir / "metrics.jsonl")], reward.calls
+            line["time/reward_hidden"] for line in read_lines(trainer.run_dir / "metrics.jsonl")], reward.calls, scored
     early, whole = runs[None], runs[False]
     assert same(early[0], whole[0]) and early[1] == whole[1]
     assert all(early[2]) and not any(whole[2])
-    assert [len(texts) for texts in whole[3]] == [16, 16] and len(early[3]) > 4
+    assert [len(texts) for texts in whole[3]] == [16, 16] and [len(texts) for texts in early[3]] == [4] * 8
+    assert whole[4] == {0, 1} and len(early[4]) > 2, "groups are scored while others are sampled"
 
 
 class TwoArguments:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rewards import RewardError, RewardScorer, Scores, int_reward_func
+from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -28,7 +28,7 @@ COMPLETIONS = ["one", "two", "three"]
 
 
 def score(
-    *funcs: Any, completions: list[Any] | None = None, timeout: float = 10.0, state: Any = None, **columns: list[Any]
+    *funcs: Any, completions: list[Any] | None = None, timeout: float = 60.0, state: Any = None, **columns: list[Any]
 ) -> Scores:
     completions = COMPLETIONS if completions is None else completions
     count = len(completions)
@@ -40,22 +40,19 @@ def returning(result: Any) -> Any:
     return lambda completions, **kwargs: result
 
 
-def sleeper(seconds: float) -> Any:
-    async def wait_and_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-        await asyncio.sleep(seconds)
-        return [seconds] * len(completions)
-
-    return wait_and_reward
+async def waits(**kwargs: Any) -> None:
+    """Until it is stopped."""
+    await asyncio.Event().wait()
 
 
-def never_returns(completions: list[Any], **kwargs: Any) -> list[float]:
-    threading.Event().wait()
-    return []
+async def zeros(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
 
 
-def run_script(body: str) -> "subprocess.Popen[str]":
+def script(body: str) -> list[str]:
+    """The command of a program that scores."""
     head = "import asyncio, threading\nfrom lowmem_grpo.rewards import RewardScorer, RewardError\n"
-    return subprocess.Popen([sys.executable, "-c", head + body], cwd=ROOT, text=True, stdout=-1, stderr=-1)
+    return [sys.executable, "-c", head + body]
 
 
 # What may be given as a reward function
@@ -301,33 +298,40 @@ def test_sys_exit_in_a_function_is_an_error_and_not_the_silent_end_of_training()
 # Time
 
 
-async def blocks(**kwargs: Any) -> None:
-    """The event loop cannot go on."""
-    time.sleep(1)
+@pytest.mark.parametrize("kind", ["plain", "async", "blocking"])
+def test_a_function_that_never_returns_ends_with_an_error_that_says_how_to_allow_more_time(kind: str) -> None:
+    end = threading.Event()
+
+    def never_returns(**kwargs: Any) -> None:
+        assert end.wait(60)
+
+    async def blocks(**kwargs: Any) -> None:
+        """The event loop cannot go on."""
+        never_returns()
+
+    func = {"plain": never_returns, "async": waits, "blocking": blocks}[kind]
+    message = rf"{func.__name__} did not return within 0.05 s; raise the limit with GRPOConfig\(reward_timeout=\.\.\.\)"
+    try:
+        with pytest.raises(RewardError, match=message):
+            score(func, timeout=0.05)
+    finally:
+        end.set()
 
 
-@pytest.mark.parametrize("func", [never_returns, sleeper(60), blocks])
-def test_a_function_that_never_returns_ends_with_an_error_that_says_how_to_allow_more_time(func: Any) -> None:
-    started = time.monotonic()
-    message = rf"{func.__name__} did not return within 0.2 s; raise the limit with GRPOConfig\(reward_timeout=\.\.\.\)"
-    with pytest.raises(RewardError, match=message):
-        score(func, timeout=0.2)
-    assert 0.15 < time.monotonic() - started < 2
+def test_a_late_async_function_is_stopped_though_its_scorer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, stopped = threading.Event(), threading.Event()
 
-
-def test_a_late_async_function_is_stopped() -> None:
-    stopped = threading.Event()
-
-    async def waits(**kwargs: Any) -> None:
+    async def is_stopped(**kwargs: Any) -> None:
+        begun.set()
         try:
-            await asyncio.sleep(60)
+            await waits()
         finally:
             stopped.set()
 
-    scorer = RewardScorer([waits], None, 0.1)
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: 1.0 + 1000.0 * begun.is_set()))
     with pytest.raises(RewardError, match="did not return"):
-        scorer.score([], [], [], {}, None)
-    assert stopped.wait(5)
+        score(is_stopped)
+    assert stopped.wait(60)
 
 
 def test_a_timeout_error_of_the_function_itself_is_not_taken_for_the_limit() -> None:
@@ -339,17 +343,18 @@ def test_a_timeout_error_of_the_function_itself_is_not_taken_for_the_limit() -> 
 
 
 def test_async_functions_wait_side_by_side() -> None:
-    started = time.monotonic()
-    scores = score(sleeper(0.2), sleeper(0.2))
-    assert time.monotonic() - started < 0.35
-    assert scores.rewards == {"wait_and_reward": [0.2] * 3, "wait_and_reward_2": [0.2] * 3}
+    both = asyncio.Barrier(2)
+
+    async def meets(**kwargs: Any) -> list[float]:
+        await both.wait()
+        return [0.5] * 3
+
+    assert score(meets, meets).rewards == {"meets": [0.5] * 3, "meets_2": [0.5] * 3}
 
 
 def test_a_failing_async_function_does_not_wait_for_the_slow_ones() -> None:
-    started = time.monotonic()
     with pytest.raises(RewardError, match="fails_later raised"):
-        score(sleeper(60), fails_later)
-    assert time.monotonic() - started < 5
+        score(waits, fails_later)
 
 
 def test_async_callables_are_awaited_whatever_their_form() -> None:
@@ -357,54 +362,62 @@ def test_async_callables_are_awaited_whatever_their_form() -> None:
         async def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
             return [1.0] * len(completions)
 
-    scores = score(Judge(), functools.partial(sleeper(0), extra=1))
-    assert scores.rewards == {"Judge": [1.0] * 3, "wait_and_reward": [0.0] * 3}
+    scores = score(Judge(), functools.partial(zeros, extra=1))
+    assert scores.rewards == {"Judge": [1.0] * 3, "zeros": [0.0] * 3}
 
 
 def test_an_async_client_kept_between_steps_finds_its_event_loop_again() -> None:
     loops: list[asyncio.AbstractEventLoop] = []
+    threads: list[threading.Thread] = []
 
     async def keeps(completions: list[Any], **kwargs: Any) -> list[float]:
         loops.append(asyncio.get_running_loop())
+        threads.append(threading.current_thread())
         return [0.0] * len(completions)
 
-    scorer = RewardScorer([keeps], None, 5.0)
+    scorer = RewardScorer([keeps])
     for _ in range(2):
         scorer.score([], [], [], {}, None)
     assert loops[0] is loops[1] and not loops[0].is_closed()
     del scorer
-    for _ in range(50):
-        time.sleep(0 if loops[0].is_closed() else 0.1)
+    threads[0].join(60)
     assert loops[0].is_closed()
 
 
 def test_scoring_works_inside_a_notebooks_running_event_loop() -> None:
     async def notebook_cell() -> Scores:
-        return score(sleeper(0), returning([1.0] * 3))
+        return score(zeros, returning([1.0] * 3))
 
-    assert asyncio.run(notebook_cell()).rewards["wait_and_reward"] == [0.0] * 3
+    assert asyncio.run(notebook_cell()).rewards["zeros"] == [0.0] * 3
 
 
 def test_a_stuck_function_does_not_keep_the_process_from_exiting() -> None:
-    script = run_script(
-        "async def later(**kwargs): await asyncio.sleep(60)\n"
-        "async def blocks(**kwargs): threading.Event().wait()\n"
-        "scorers = [RewardScorer(f, None, 0.1) for f in (lambda **kwargs: threading.Event().wait(), later, blocks)]\n"
+    """Each is late as soon as it has begun."""
+    ended = subprocess.run(script(
+        "from types import SimpleNamespace\n"
+        "from lowmem_grpo.rewards.calling import calls\n"
+        "begun = []\n"
+        "calls.time = SimpleNamespace(monotonic=lambda: 1.0 + 1000.0 * len(begun))\n"
+        "def never(**kwargs): begun.append(1) or threading.Event().wait()\n"
+        "async def later(**kwargs): begun.append(1) or await asyncio.Event().wait()\n"
+        "async def blocks(**kwargs): never()\n"
+        "scorers = [RewardScorer(func) for func in (never, later, blocks)]\n"
         "for scorer in scorers:\n"
         "    try: scorer.score([], [], [], {}, None)\n"
         "    except RewardError as error: print(error)\n"
-    )
-    out, err = script.communicate(timeout=30)
-    assert out.count("did not return within 0.1 s") == 3 and script.returncode == 0 and not err
+    ), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.count("did not return within 60 s") == 3 and not ended.stderr
 
 
 def test_ctrl_c_ends_the_wait_for_a_reward_function() -> None:
-    script = run_script(
+    with subprocess.Popen(script(
         "def stuck(**kwargs):\n    print('waiting', flush=True)\n    threading.Event().wait()\n"
         "RewardScorer([stuck], None, 600).score([], [], [], {}, None)\n"
-    )
-    assert script.stdout is not None and script.stdout.readline() == "waiting\n"
-    time.sleep(0.2)
-    script.send_signal(signal.SIGINT)
-    _, err = script.communicate(timeout=30)
-    assert "KeyboardInterrupt" in err and script.returncode != 0
+    ), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert "KeyboardInterrupt" in err and process.returncode != 0

@@ -281,12 +281,12 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints(quiet_seconds=0.05)
+    complaints = Complaints(quiet_seconds=600.0)
     for _ in range(3):
         complaints.say("m", unanswered("down", "it is down", "Start it"))
     complaints.say("m", unanswered("slow", "it is slow", "Wait"))
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    complaints.said["down"] -= 1.0  # a while ago
+    complaints.said["down"] -= 600.0  # a while ago
     complaints.say("m", unanswered("down", "it is down", "Start it"))
     assert "it is down (2 more times since this was last said)" in caplog.records[-1].message
 

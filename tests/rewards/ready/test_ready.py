@@ -3,7 +3,7 @@
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,17 @@ def test_a_missing_package_is_named(package: str, make: Any, monkeypatch: pytest
 # Mathematics through math-verify
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[None]:
+    """A comparison may take a minute, on a slow machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(math_answer, "SECONDS", 60.0)
+        patch.setattr(math_answer, "WORKER", worker := math_answer.MathWorker())
+        yield
+    worker.close()
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("answer", "label", "verdict"), [
     (r"\boxed{\frac12}", "1/2", True), (r"\boxed{0.5}", r"$\frac{1}{2}$", True), (r"\boxed{1+x}", "x+1", True),
     (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True), (r"\boxed{x}", "x+1", False), (r"\boxed{5}", "5.0", True),
@@ -283,15 +294,15 @@ def test_a_comparison_that_never_ends_is_ended_and_counts_as_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(math_answer, "SECONDS", 0.5)
+    monkeypatch.setattr(math_answer, "SECONDS", 0.05)
     monkeypatch.setattr(math_answer, "MAX_KILLED", 1)
     worker = math_answer.MathWorker()
     monkeypatch.setattr(math_answer, "WORKER", worker)
     texts = [rf"\boxed{{9^{{9^{{9^{{{power}}}}}}}}}" for power in (7, 8)] + [r"\boxed{7}", r"\boxed{8}"]
     verdicts = rewards.math_match().verdicts([*texts, r"\boxed{x+1}"], answer=["7"] * 4 + ["1+x"])
     assert verdicts == [False, None, True, False, None]  # what needs no worker is still judged
-    assert caplog.text.count("took more than 0.5 s") == 1
-    monkeypatch.setattr(math_answer, "SECONDS", 10.0)
+    assert caplog.text.count("took more than 0.05 s") == 1
+    monkeypatch.setattr(math_answer, "SECONDS", 60.0)
     assert rewards.math_match().verify(r"\boxed{x+1}", answer="1+x") is True
     worker.close()
 
@@ -303,6 +314,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_no_verdict(tmp_path: Path, m
     broken.chmod(0o755)
     worker = math_answer.MathWorker()
     monkeypatch.setattr(math_answer, "WORKER", worker)
+    monkeypatch.setattr(math_answer, "SECONDS", 60.0)
     with monkeypatch.context() as patch:
         patch.setattr(math_answer.sys, "executable", str(broken))
         for _ in range(2):  # nothing is remembered of the first

@@ -1,7 +1,5 @@
-"""The page in Chromium, offline: it is there at once, moves when a run writes, and nothing of a run is run."""
+"""The page in Chromium, offline: it moves when a run writes, and nothing of a run is run."""
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +9,13 @@ pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
 from lowmem_grpo.views.report import write_report
-from tests.support.browser import Browser, browsing, crowded, needs_chromium
+from tests.support.browser import Browser, browsing, needs_chromium
 from tests.support.page_server import watched
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
 pytestmark = needs_chromium
 REWARD = """const figure = figures().find(each => each.textContent.includes('Reward ') && plots.has(each));
 return figure ? plots.get(figure).plot.data[0].at(-1) : null"""
-FRAMES = """const done = arguments[0], times = [];
-let last = performance.now();
-const frame = now => { times.push(now - last); last = now;
-  times.length < 150 ? requestAnimationFrame(frame) : done(times.slice(2)); };
-requestAnimationFrame(frame);"""
 LONG = 100_000  # steps
 
 
@@ -42,10 +35,9 @@ def browser(folder: Path) -> Iterator[Browser]:
         yield found
 
 
-def test_the_page_is_painted_within_a_second_and_asks_no_other_host(browser: Browser) -> None:
+def test_the_page_asks_no_other_host(browser: Browser) -> None:
     browser.asked_for()
     browser.open("/?run=short")
-    assert browser.painted() < 1000 * crowded()
     browser.until("return plots.size", lambda count: count >= 4)
     asked = browser.asked_for()
     assert asked and all(address.startswith(browser.url) for address in asked), asked
@@ -104,33 +96,13 @@ def test_colours_of_curves_change_with_the_system_while_the_page_is_open(browser
     browser.look()
 
 
-def test_100_000_steps_are_drawn_and_stay_smooth_while_they_grow(browser: Browser, folder: Path) -> None:
-    began = time.monotonic()
+def test_100_000_steps_are_drawn_in_few_points_and_the_next_ones_as_they_come(browser: Browser, folder: Path) -> None:
     browser.open("/?run=long")
-    painted = browser.painted()
-    assert painted < 1000 * crowded()
-    browser.until(REWARD, lambda step: step == LONG, seconds=40)
-    assert browser.run("return Math.max(...charts.flatMap(each => each.lines.map(line => line[1].length)))") <= 2000
-    read = time.monotonic() - began
-    writing = threading.Event()
-
-    def write() -> None:
-        step = LONG
-        while not writing.wait(0.1):
-            append(folder / "long/metrics.jsonl", [metric(step := step + 1)])
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        times = sorted(browser.driver.execute_async_script(FRAMES))  # type: ignore[no-untyped-call]
-        moved = browser.until(REWARD, lambda step: step > LONG)
-    finally:
-        writing.set()
-        thread.join()
-    middle, late = times[len(times) // 2], times[int(0.99 * len(times))]
-    print(f"painted after {painted:.0f} ms, read in {read:.1f} s; frames: median {middle:.1f} ms, 99% below "
-          f"{late:.1f} ms, longest {times[-1]:.1f} ms; {crowded():.1f} programs share a processor")
-    assert moved > LONG and middle < 25 * crowded() and late < 100 * crowded()
+    for step in range(LONG, LONG + 3):
+        browser.until(REWARD, lambda shown, step=step: shown == step)  # type: ignore[misc]
+        assert browser.run("return Math.max(...charts.flatMap(each => each.lines.map(line => line[1].length)))") <= 2000
+        append(folder / "long/metrics.jsonl", [metric(step + 1)])
+    assert browser.errors() == []
 
 
 def test_the_report_of_a_run_is_the_same_page_without_a_server(browser: Browser, folder: Path) -> None:

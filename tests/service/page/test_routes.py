@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -19,11 +18,17 @@ from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.page.routes import HEADERS, SCRIPTS, STYLES, page_app
 from lowmem_grpo.service.users import OWNER, User
 from tests.support.page_server import GUEST_KEY, KEY, page_of
+from tests.support.programs import program
 from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
 
 HERE = "http://127.0.0.1"
 OURS = {"origin": HERE}
 PATHS = ("/page/curves?run=first", "/page/events?run=first")
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowmem_grpo.service.page.page.LOOK", 0.01)
 
 
 @pytest.fixture
@@ -213,19 +218,19 @@ def test_news_end_with_the_cookie_and_with_the_server(page: Page) -> None:
 
 
 OWNS = """
-import sys, time
+import sys, threading
 from pathlib import Path
 from lowmem_grpo.runs.lock import owned
 with owned(Path(sys.argv[1])):
     print("owned", flush=True)
-    time.sleep(60)
+    threading.Event().wait()
 """
 
 
 def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
     page: Page, owner: TestClient, folder: Path
 ) -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNS, str(folder / "first")], stdout=subprocess.PIPE) as process:
+    with program(sys.executable, "-c", OWNS, folder / "first") as process:
         assert process.stdout is not None and process.stdout.readline()
         guest = signed_in(page, GUEST_KEY)
         assert "/page/do/stop" in owner.get("/?run=first").text
@@ -234,7 +239,7 @@ def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
         assert process.poll() is None
         answer = owner.post("/page/do/stop", data={"run": "first"}, headers=OURS)
         assert (answer.status_code, answer.headers["location"]) == (303, "/?run=first")
-        process.wait(20)
+        assert process.wait(60) != 0
     answer = owner.post("/page/do/stop", data={"run": "second"}, headers=OURS)
     assert answer.status_code == 409 and "cannot be stopped from here: it is failed" in answer.text
     assert owner.post("/page/do/stop", data={"run": "none"}, headers=OURS).status_code == 404

@@ -64,7 +64,7 @@ def training_on(training: Any) -> Iterator[list[float]]:
         yield losses
     finally:
         ended.set()
-        thread.join()
+        thread.join(60)
 
 
 def test_a_saved_adapter_is_a_model_beside_the_base_one_under_both_of_its_names(trained: Any, client: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_saved_adapter_is_a_model_beside_the_base_one_under_both_of_its_names(
         BASE, name, f"tinker://{trained.model_id}/sampler_weights/first"))
     assert of_it.message.content == by_path.message.content
     said = [[one.logprob for one in choice.logprobs.content] for choice in (of_base, of_it, by_path)]
-    assert said[1] == said[2] and said[0] != said[1]
+    assert said[1] == pytest.approx(said[2], abs=1e-4) and said[0] != pytest.approx(said[1], abs=1e-2)
     assert client.models.retrieve(name).id == name
 
 

@@ -19,7 +19,7 @@ def served(tmp_path: Path) -> Iterator[Serving]:
 @pytest.fixture
 def http(served: Serving) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"{served.url}/api/v1/", headers={"X-API-Key": OWNER, "Accept": "application/json"},
-                      timeout=30) as client:
+                      timeout=60) as client:
         yield client
 
 
@@ -54,7 +54,7 @@ def test_its_gradient_is_made_once_and_its_sample_is_there(served: Serving, http
     ]
     for promise in promises:
         with pytest.raises(httpx.TimeoutException), httpx.Client(
-                base_url=http.base_url, headers=http.headers, timeout=0.3) as hasty:
+                base_url=http.base_url, headers=http.headers, timeout=httpx.Timeout(60, read=0.1)) as hasty:
             poll(hasty, promise)
     gate.set()
     passed, stepped, sampled = (poll(http, promise) for promise in promises)

@@ -30,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedMod
     thread.start()
     yield model, f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
-    thread.join()
+    thread.join(60)
     model.close()
     database.close()
 
@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedMod
 def client(served: tuple[ServedModel, str]) -> Iterator[Any]:
     made = tinker.ServiceClient(base_url=served[1], api_key=KEY)
     yield made
-    made.close("success").result(30)  # or its thread would go on asking, and warning in the logs of other tests
+    made.close("success").result(60)  # or its thread would go on asking, and warning in the logs of other tests
 
 
 def datum(ids: list[int], targets: list[int], **values: list[float]) -> Any:
@@ -103,12 +103,23 @@ def test_an_unknown_loss_is_refused_with_what_to_use_and_the_client_goes_on(clie
     assert training.forward_backward(data(1), "cross_entropy").result().metrics
 
 
-def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=2).result()
-    found = training.forward_backward(data(1500), "cross_entropy").result()  # two requests of at most 1,024
-    assert len(found.loss_fn_outputs) == 1500
-    assert torch.equal(found.loss_fn_outputs[0]["logprobs"].to_torch(),
-                       training.forward(data(1), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch())
+def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: Any) -> None:
+    """Bit for bit what two requests of the program's own add up to, each to a model as it began."""
+    whole, *others = (client.create_lora_training_client(base_model="tiny", rank=2, seed=1).result() for _ in range(3))
+    given = data(1030)  # the client sends at most 1,024 in a request
+    found = whole.forward_backward(given, "cross_entropy").result()
+    parts = [training.forward_backward(part, "cross_entropy").result()
+             for training, part in zip(others, (given[:1024], given[1024:]), strict=True)]
+    expected = [one["logprobs"].to_torch() for part in parts for one in part.loss_fn_outputs]
+    assert len({tuple(one.tolist()) for one in expected[-6:]}) == 6, "their order is seen"
+    for one, logprobs in zip(found.loss_fn_outputs, expected, strict=True):
+        assert torch.equal(one["logprobs"].to_torch(), logprobs)
+    assert found.metrics["loss:sum"] == pytest.approx(sum(part.metrics["loss:sum"] for part in parts), rel=1e-12)
+    held = served[0].training.adapters.held
+    gradients = [[one.grad for one in held[training.model_id].parameters.values()] for training in (whole, *others)]
+    for total, first, second in zip(*gradients, strict=True):
+        assert torch.equal(total, first + second)
+    assert all(sum(float(one.norm()) for one in of) > 0 for of in gradients)
 
 
 def test_a_snapshot_samples_with_the_adapter_and_stays_as_it_was_while_training_goes_on(client: Any) -> None:

@@ -1,14 +1,15 @@
 """What a client leaves behind: models that are unloaded, snapshots that are replaced, weights whose time is over."""
 
-import threading
-import time
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tinker_server import API, OTHER, OWNER, Server, body
 
 from lowmem_grpo.service.allowance import Allowance, Allowances
+from lowmem_grpo.service.tinker import gaps
 
 
 @pytest.fixture
@@ -80,7 +81,10 @@ def test_a_model_that_is_unloaded_while_it_works_is_gone_after_it(server: Server
     assert trained(server)
 
 
-def test_models_are_listed_to_their_user_only_the_newest_first(server: Server) -> None:
+def test_models_are_listed_to_their_user_only_the_newest_first(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.service.tinker.runs.time", SimpleNamespace(time=lambda: 1.7e9))
     models = [trained(server, number) for number in range(3)]
     theirs = server.create(key=OTHER)
     found = get(server, "training_runs").json()
@@ -88,7 +92,7 @@ def test_models_are_listed_to_their_user_only_the_newest_first(server: Server) -
     assert found["cursor"] == {"offset": 0, "limit": 20, "total_count": 3}
     run = get(server, f"training_runs/{models[0]}").json()
     assert run["base_model"] == "tiny" and run["lora_rank"] == 4 and run["model_owner"] == "owner"
-    assert time.time() - 60 < time.mktime(time.strptime(run["last_request_time"][:19], "%Y-%m-%dT%H:%M:%S"))
+    assert datetime.fromisoformat(run["last_request_time"]).timestamp() == 1.7e9
     page = get(server, "training_runs?limit=1&offset=1").json()["training_runs"]
     assert [run["training_run_id"] for run in page] == [models[1]]
     for path in (f"training_runs/{models[0]}", f"training_runs/{models[0]}/checkpoints"):
@@ -115,19 +119,21 @@ def test_a_sampler_whose_weights_were_deleted_says_so_and_nothing_of_the_servers
     path = server.wait(server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}).json())
     sampler = server.post("create_sampling_session", {
         "session_id": model.partition(":")[0], "sampling_session_seq_id": 9, "model_path": path.json()["path"]}).json()
-    gate = threading.Event()
-    server.model.desk.run(gate.wait)
-    waiting = sample(server, sampler["sampling_session_id"]).json()
-    assert server.http.delete(f"{API}/training_runs/{model}/checkpoints/sampler_weights/s",
-                              headers={"X-API-Key": OWNER}).status_code == 204
-    gate.set()
+    with server.held_up():
+        waiting = sample(server, sampler["sampling_session_id"]).json()
+        assert server.http.delete(f"{API}/training_runs/{model}/checkpoints/sampler_weights/s",
+                                  headers={"X-API-Key": OWNER}).status_code == 204
     told = server.wait(waiting).json()
     assert "were deleted meanwhile" in told["error"] and "/" not in told["error"]
     after = sample(server, sampler["sampling_session_id"], 2)
     assert after.status_code == 404 and "its weights were deleted" in after.json()["error"]["message"]
 
 
-def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(server: Server, tmp_path: Path) -> None:
+def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1.7e9]
+    monkeypatch.setattr("lowmem_grpo.service.tinker.shelf.time", SimpleNamespace(time=lambda: now[0]))
     model = trained(server)
     for seq, name in ((3, "a"), (4, "b")):
         server.wait(server.post("save_weights", {"model_id": model, "seq_id": seq, "path": name}).json())
@@ -137,10 +143,11 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(server: Serv
     assert server.http.put(ttl, json={"ttl_seconds": 1}, headers={"X-API-Key": OTHER}).status_code == 404
     assert server.http.put(ttl, json={}, headers=headers).status_code == 422
     session = model.partition(":")[0]
-    time.sleep(1.1)
-    assert server.post("session_heartbeat", {"session_id": session}).status_code == 200
-    at_rest(server)
-    assert [path.name.split(".")[-2] for path in (tmp_path / "models" / "saved").iterdir()] == ["b"]
+    for later, left in ((0.5, ["a", "b"]), (0.6, ["b"])):
+        now[0] += later
+        assert server.post("session_heartbeat", {"session_id": session}).status_code == 200
+        at_rest(server)
+        assert sorted(path.name.split(".")[-2] for path in (tmp_path / "models" / "saved").iterdir()) == left
 
 
 def test_a_model_whose_client_left_makes_room_for_a_new_one(tmp_path: Path) -> None:
@@ -157,17 +164,38 @@ def test_a_model_whose_client_left_makes_room_for_a_new_one(tmp_path: Path) -> N
     server.close()
 
 
-def test_a_body_that_could_not_be_read_does_not_hold_up_what_comes_after_it(
+def test_a_body_that_could_not_be_read_holds_up_what_comes_after_it_for_a_moment_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.service.tinker.gaps.SOON", 0.05)
-    monkeypatch.setattr("lowmem_grpo.service.tinker.routes.SOON", 0.05)
+    now = clock_of_gaps(monkeypatch)
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
     cut = server.post("forward_backward", body(model, 2, 2)[:-7])
     assert cut.status_code == 422
-    stepped, began = server.optim_step(model, 3), time.monotonic()
-    reply = server.wait(stepped)
-    while reply.json().get("type") == "try_again":
-        reply = server.wait(stepped)
-    assert reply.json()["metrics"]["grad_norm"] > 0 and time.monotonic() - began < 5
+    stepped = server.optim_step(model, 3)
+    assert server.wait(stepped).json()["type"] == "try_again"
+    now[0] += gaps.SOON
+    assert server.wait(stepped).json()["metrics"]["grad_norm"] > 0
+
+
+def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = clock_of_gaps(monkeypatch)
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    late = server.optim_step(model, 3)
+    for _ in range(2):
+        assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
+        now[0] += gaps.GAP / 2
+    assert server.wait(late).json()["metrics"]["grad_norm"] > 0
+    came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
+    assert "seq_id 2 did not come, or" in came_too_late["error"]
+
+
+def clock_of_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by which requests are missed; a poll that waits for one that is missing ends at once."""
+    now = [100.0]
+    monkeypatch.setattr(gaps, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("lowmem_grpo.service.tinker.routes.SOON", 0.01)
+    return now

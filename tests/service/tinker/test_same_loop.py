@@ -1,17 +1,21 @@
 """A loop through the server is the same loop as in the process, bit for bit."""
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
+from scripted_chat import until
 from served import Serving, serving, tinker_client
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.database import Database
+from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
@@ -31,16 +35,32 @@ class Verbs(Protocol):
     def train(self, data: Sequence[Row]) -> list[Any]: ...
 
 
+@contextmanager
+def begun_together(desk: Desk) -> Iterator[None]:
+    """The samples that are asked for inside are begun as soon as all of them wait: which of them are decoded together,
+    and so their last bits, depends on nothing else."""
+    gate = threading.Event()
+    desk.run(gate.wait)
+    try:
+        yield
+        until(lambda: sum(map(len, desk.waiting.lines.values())) == COUNT)
+    finally:
+        gate.set()
+
+
 class OverHttp:
     """The verbs of the real client."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, desk: Desk) -> None:
+        self.desk = desk
         self.training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         params = tinker.SamplingParams(max_tokens=TOKENS, seed=seed, temperature=1.0)
         sampler = self.training.save_weights_and_get_sampling_client().result()
-        found = sampler.sample(prompt=tinker.ModelInput.from_ints(prompt), num_samples=COUNT, sampling_params=params)
+        with begun_together(self.desk):
+            found = sampler.sample(
+                prompt=tinker.ModelInput.from_ints(prompt), num_samples=COUNT, sampling_params=params)
         return [(list(one.tokens), list(one.logprobs)) for one in found.result().sequences]
 
     def train(self, data: Sequence[Row]) -> list[Any]:
@@ -64,8 +84,9 @@ class InProcess:
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         folder = self.folder / f"at-{seed}"
         self.desk.run(lambda: self.adapters.snapshot("mine", folder)).result()
-        futures = [self.desk.submit(Call(prompt, SamplingParams(max_tokens=TOKENS, seed=seed + place), folder))
-                   for place in range(COUNT)]
+        with begun_together(self.desk):
+            futures = [self.desk.submit(Call(prompt, SamplingParams(max_tokens=TOKENS, seed=seed + place), folder))
+                       for place in range(COUNT)]
         return [(turn.completion_ids, turn.logprobs) for turn in (one.result() for one in futures)]
 
     def train(self, data: Sequence[Row]) -> list[Any]:
@@ -102,9 +123,9 @@ def served(tmp_path: Path) -> Iterator[Serving]:
 
 def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served: Serving, tmp_path: Path) -> None:
     with tinker_client(served) as client:
-        remote = OverHttp(client)
-        over_http = loop(remote)
         model = served.model
+        remote = OverHttp(client, model.desk)
+        over_http = loop(remote)
         state = model.desk.run(lambda: model.training.adapters.state(remote.training.model_id)).result()
     database = Database(tmp_path / "server.sqlite")
     alone = serve_model("tiny", database, tmp_path / "models", load_in_4bit=False, max_seq_length=64)

@@ -8,6 +8,7 @@ import torch
 from tinker_server import OTHER, Server
 
 from lowmem_grpo.service.database import Database
+from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import LoraSettings
 from lowmem_grpo.service.tinker.ledger import UnknownError
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of
@@ -86,7 +87,7 @@ def test_weights_to_sample_with_are_those_of_their_moment(server: Server) -> Non
 
 
 def logprobs(server: Server, model: str, number: int, path: str | None) -> bytes:
-    """Of a prompt, by weights under a name or by the base model."""
+    """Of a prompt, by weights under a name or by the base model; each time by a pass of the same shape."""
     sampler = server.post("create_sampling_session", {
         "session_id": session_of(model), "sampling_session_seq_id": number,
         **({"base_model": "tiny"} if path is None else {"model_path": path})}).json()["sampling_session_id"]
@@ -94,7 +95,7 @@ def logprobs(server: Server, model: str, number: int, path: str | None) -> bytes
     promise = server.post("asample", {
         "sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "num_samples": 1,
         "sampling_params": {"max_tokens": 1, "temperature": 0.0}, "prompt_logprobs": True}).json()
-    found: bytes = server.wait(promise).content
+    found: bytes = wire.SampleResponse.FromString(server.wait(promise).content).prompt_logprobs
     return found
 
 

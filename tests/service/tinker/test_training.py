@@ -231,23 +231,3 @@ def test_a_number_that_was_used_for_another_request_is_refused_by_name(tmp_path:
     for reply in (server.forward_backward(model, 1, 2), server.optim_step(model, 1)):
         assert "seq_id is 1, which" in reply["error"]["message"] and "two programs" in reply["error"]["message"]
     server.close()
-
-
-def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lowmem_grpo.service.tinker.routes.POLL", 0.05)
-    server = Server(tmp_path)
-    model = server.create()
-    server.wait(server.forward_backward(model, 1, 1))
-    late = server.optim_step(model, 3)
-    assert server.wait(late).json()["type"] == "try_again"
-    assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
-    monkeypatch.setattr("lowmem_grpo.service.tinker.gaps.GAP", 0.0)
-    reply = server.wait(late)
-    while reply.json().get("type") == "try_again":
-        reply = server.wait(late)
-    assert reply.json()["metrics"]["grad_norm"] > 0
-    came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
-    assert "seq_id 2 did not come, or" in came_too_late["error"]
-    server.close()

@@ -1,6 +1,5 @@
 """Limits of a key: what is above one is refused with its name, and costs nobody else anything."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,15 @@ def test_bodies_above_the_limit_fail_in_their_turn_and_a_step_makes_room(tmp_pat
 
 def test_requests_above_the_limit_are_told_to_come_again_and_the_next_in_line_is_taken(tmp_path: Path) -> None:
     server = served(tmp_path, requests=3)
-    model, gate = server.create(), threading.Event()
-    server.model.desk.run(gate.wait)
-    for seq in (1, 2, 3):
-        server.forward_backward(model, seq, seq)
-    told = server.post("forward_backward", body(model, 4, 4))
-    assert told.status_code == 429 and told.headers["retry-after"] == "1"
-    assert told.json()["error"]["message"].startswith("requests: 3 of this key are not answered, and at most 3 may be")
-    assert server.post("optim_step", {"model_id": model, "seq_id": 5}).status_code == 429
-    gate.set()
+    model = server.create()
+    with server.held_up():
+        for seq in (1, 2, 3):
+            server.forward_backward(model, seq, seq)
+        told = server.post("forward_backward", body(model, 4, 4))
+        assert told.status_code == 429 and told.headers["retry-after"] == "1"
+        assert told.json()["error"]["message"].startswith(
+            "requests: 3 of this key are not answered, and at most 3 may be")
+        assert server.post("optim_step", {"model_id": model, "seq_id": 5}).status_code == 429
     for seq in (1, 2, 3):
         server.wait({"request_id": f"{model}:{seq}"})
     assert server.post("forward_backward", body(model, 4, 4)).status_code == 200
@@ -93,11 +92,9 @@ def sample(server: Server, seq: int) -> Any:
 
 def test_samples_count_until_they_are_answered(tmp_path: Path) -> None:
     server = served(tmp_path, requests=1)
-    gate = threading.Event()
-    server.model.desk.run(gate.wait)
-    first = sample(server, 1).json()
-    assert sample(server, 2).status_code == 429
-    gate.set()
+    with server.held_up():
+        first = sample(server, 1).json()
+        assert sample(server, 2).status_code == 429
     assert server.wait(first).status_code == 200
     assert sample(server, 3).status_code == 200
     server.close()

@@ -1,16 +1,26 @@
 """A run that is followed: what the page shows of it, also of one that an enemy wrote."""
 
+import itertools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lowmem_grpo.views.dashboard import followed
+from lowmem_grpo.views.dashboard import appended, followed
 from lowmem_grpo.views.dashboard.followed import Followed
 from lowmem_grpo.views.dashboard.log_tail import log_tail
 from lowmem_grpo.views.page_file import page
 from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each glance at it is a millionth of a second after the one before: a look has time, unless it is given none."""
+    glances = itertools.count(1)
+    for module in (appended, followed):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(glances) / 1e6))
 
 
 def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:
