@@ -5,10 +5,13 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
-os.environ["OMP_NUM_THREADS"] = "1"  # of this process and those that tests start: two workers share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tests and their processes: two workers share the cores
+# Before datasets is imported: its cache lies below HOME, which may not be writable.
+os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/lowmem-grpo-datasets-{os.getuid()}")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode refuses products
 
 import torch
@@ -18,10 +21,17 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 import card
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from small_models import FAMILIES, HYBRIDS, TINY, load_model, with_adapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowmem_grpo.models.policy import Policy
+
+# The same examples in every run, and none that fails since a machine is busy.
+hypothesis_settings.register_profile(
+    "lowmem_grpo", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("lowmem_grpo")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is tested, here and in what tests start

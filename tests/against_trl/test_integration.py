@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,7 @@ def test_a_batch_without_a_token_to_learn_from_gives_zero_and_a_gradient_of_zero
     assert all(float(gradient.abs().max()) == 0 for gradient in result.gradients.values())
 
 
+@pytest.mark.slow
 def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive() -> None:
     vocab_size, peaks = 16384, []
     rollouts = random_rollouts(prompts=4, longest=96, vocab_size=vocab_size)
@@ -374,11 +376,10 @@ SCALES: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "scale"), SCALES, ids=str)
-def test_the_scale_of_the_logits_is_read_from_every_name_that_trl_knows(fields: dict[str, Any], scale: float) -> None:
-    config = SimpleNamespace(model_type="llama")
-    vars(config).update(fields)
-    assert logit_shape(SimpleNamespace(get_text_config=lambda: config)) == {"logit_scale": scale, "softcap": None}
+def test_the_scale_of_the_logits_is_read_from_every_name_that_trl_knows() -> None:
+    for fields, scale in SCALES:
+        model = SimpleNamespace(get_text_config=partial(SimpleNamespace, **({"model_type": "llama"} | fields)))
+        assert logit_shape(model) == {"logit_scale": scale, "softcap": None}, fields
 
 
 def test_old_logprobs_are_computed_for_a_micro_batch_at_a_time() -> None:
@@ -398,6 +399,7 @@ def test_a_backbone_compiled_in_place_is_the_one_that_computes() -> None:
     assert graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_examples_of_the_page_run(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

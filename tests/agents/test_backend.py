@@ -63,6 +63,7 @@ def program(folder: Path, steps: int, end: str) -> "subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_a_program_that_closes_nothing_and_fails_leaves_a_whole_run(tmp_path: Path) -> None:
     child = program(tmp_path, 1, "raise")
     assert child.returncode == 1 and b"ZeroDivisionError" in child.stderr
@@ -88,6 +89,7 @@ def test_a_model_that_is_only_asked_has_a_folder_and_a_log(
     assert (line["step"], line["val/reward"], line["val/cost"]) == (0, 0.5, 1.0)
 
 
+@pytest.mark.slow
 def test_a_program_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     child = program(tmp_path / "parts", 1, "kill")
     assert child.returncode == -signal.SIGKILL, child.stderr[-2000:]

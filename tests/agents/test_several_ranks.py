@@ -55,6 +55,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return folder, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_several_ranks_played_trains_the_adapter_of_one_process(
     tmp_path: Path, one: tuple[Path, dict[str, Any]], count: int
@@ -95,6 +96,7 @@ def fails(folder: Path, rank: int, how: str) -> Any:
     return asyncio.run(all_of_it())
 
 
+@pytest.mark.slow
 def test_an_error_in_the_program_of_one_rank_is_told_by_all(tmp_path: Path) -> None:
     told = Ranked(tmp_path, 2, fails, how="an error").wait()
     assert told[0] == "RankError: rank 1 has failed: ZeroDivisionError: in the program"
@@ -102,6 +104,7 @@ def test_an_error_in_the_program_of_one_rank_is_told_by_all(tmp_path: Path) -> N
     assert (tmp_path / "games/agent/checkpoint-1").is_dir()
 
 
+@pytest.mark.slow
 def test_other_settings_in_one_rank_are_refused_by_name_in_all(tmp_path: Path) -> None:
     told = Ranked(tmp_path, 2, fails, how="settings").wait()
     assert all("the ranks train a step with different settings" in each and "0.002" in each for each in told), told

@@ -14,6 +14,8 @@ from bench.attacks.sandbox import PARTS, attack
 from lowmem_grpo.sandbox import file_access
 from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("isolation", ISOLATIONS)

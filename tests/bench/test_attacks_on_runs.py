@@ -24,6 +24,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     return stopped_run(tmp_path_factory.mktemp("corruptions"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_a_damaged_file_is_named_and_costs_nothing_that_is_whole(stopped: Scenario, case: Case) -> None:
     assert attempt(stopped, case).damage == ""

@@ -90,6 +90,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, A
     return compile_chosen(tmp_path_factory.mktemp("compile"), chosen, "75,80,86")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_fails_the_check(compiled: tuple[int, dict[str, Any]]) -> None:
     code, found = compiled
     assert code == 1
@@ -138,6 +139,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return read_rows(output)
 
 
+@pytest.mark.slow
 def test_every_op_is_measured_beside_its_reference(measured: list[dict[str, Any]]) -> None:
     ops = {"linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
            "add_rms_norm", "rope", "swiglu", "geglu"}

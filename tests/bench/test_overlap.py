@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from bench_runs import ran
 
 from bench.common.rows import read_rows
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_leaves_a_row_of_every_case_over_the_same_completions(tmp_path: Path) -> None:

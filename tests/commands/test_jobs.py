@@ -146,6 +146,7 @@ def test_what_is_wrong_is_refused_in_words(words: str, served: Served) -> None:
     assert found.returncode == 1 and words in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Served, sent: signal.Signals) -> None:
     runs = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))

@@ -13,6 +13,7 @@ import venv
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -89,7 +90,7 @@ def test_a_notebook_without_a_clone_installs_from_the_repository(clone: Path, tm
     address = PROJECT["urls"]["Repository"]
     cell = first_cell(NOTEBOOKS[0])
     assert cell.count(f"git+{address}") == 1
-    here = f"file://localhost{clone}"
+    here = f"file://localhost{quote(str(clone))}"
     said = run(fresh_python(tmp_path / "venv"), "-c", CELL, cell.replace(address, here), cwd=tmp_path)
     assert f"lowmem_grpo comes from git+{here}\n" in said and str(tmp_path / "venv") in said.splitlines()[-1]
 

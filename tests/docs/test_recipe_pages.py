@@ -47,6 +47,7 @@ def bench(*words: str) -> Result:
     return CliRunner().invoke(main, list(words))
 
 
+@pytest.mark.slow
 def test_the_row_of_a_run_says_what_the_run_wrote(tmp_path: Path) -> None:
     small = ["train_size=16", "eval_problems=8", "num_generations=2", "per_device_train_batch_size=4",
              "gradient_accumulation_steps=1"]

@@ -225,10 +225,10 @@ def test_operator_is_sound_and_it_compiles_and_fakes() -> None:
         assert nf4_dequantize(fake).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
-def test_every_compilation_is_listed_once(capability: int) -> None:
-    names = [variant.name for variant in variants(capability, torch.float16)]
-    assert len(names) == len(set(names)) == 4
+def test_every_compilation_is_listed_once() -> None:
+    for capability in (75, 80, 86, 89, 90, 100, 120):
+        names = [variant.name for variant in variants(capability, torch.float16)]
+        assert len(names) == len(set(names)) == 4
 
 
 @gpu

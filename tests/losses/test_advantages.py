@@ -188,18 +188,18 @@ def test_pass_at_k_is_the_mean_over_subsets(row: list[float], k: int, scaled: bo
         close(found, expected)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_published_closed_form(k: int) -> None:
+def test_pass_at_k_is_the_published_closed_form() -> None:
     """arXiv 2508.10751, eq. 11 to 15, with N = 8 completions of which some are right."""
-    for right in range(9):
-        wrong = 8 - right
-        center = 1 - math.comb(wrong, k) / math.comb(8, k)
-        spread = math.sqrt(center * (1 - center)) + 1e-4
-        good = (1 - center) / spread
-        bad = (1 - center - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) / spread if wrong else 0.0
-        row = [1.0] * right + [0.0] * wrong
-        found = estimate([row], "passk", pass_at_k=k)
-        torch.testing.assert_close(found, table([[good if value else bad for value in row]]), rtol=1e-7, atol=1e-7)
+    for k in (1, 2, 3, 5):
+        for right in range(9):
+            wrong = 8 - right
+            center = 1 - math.comb(wrong, k) / math.comb(8, k)
+            spread = math.sqrt(center * (1 - center)) + 1e-4
+            good = (1 - center) / spread
+            bad = (1 - center - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) / spread if wrong else 0.0
+            row = [1.0] * right + [0.0] * wrong
+            found = estimate([row], "passk", pass_at_k=k)
+            torch.testing.assert_close(found, table([[good if value else bad for value in row]]), rtol=1e-7, atol=1e-7)
 
 
 def test_a_prompt_that_any_k_solve_has_no_signal() -> None:

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from refusals import not_refused
 from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
@@ -87,15 +88,13 @@ def test_a_clients_own_loss_has_its_exact_gradient_through_weights_of_any_sign()
     assert torch.equal(through.grad, own.grad)
 
 
-@pytest.mark.parametrize(("name", "given", "told"), [
-    ("stable_reinforce", {}, "importance_sampling"), ("custom", {}, "forward_backward_custom"),
-    ("dpo", {}, "cross_entropy, importance_sampling, ppo"), ("ppo", {"epsilon": 0.2}, "'epsilon'"),
-    ("cispo", {"clip_low_threshold": 1.5}, "both are ratios"), ("dro", {"beta": "high"}, "'high'"),
-    ("dro", {"beta": float("nan")}, "nan"), ("cross_entropy", {"beta": 1.0}, "no settings"),
-])
-def test_what_is_not_offered_is_refused_by_name(name: str, given: dict[str, float | str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        checked_settings(name, given)
+def test_what_is_not_offered_is_refused_by_name() -> None:
+    assert not_refused(lambda given: checked_settings(*given), [
+        (("stable_reinforce", {}), "importance_sampling"), (("custom", {}), "forward_backward_custom"),
+        (("dpo", {}), "cross_entropy, importance_sampling, ppo"), (("ppo", {"epsilon": 0.2}), "'epsilon'"),
+        (("cispo", {"clip_low_threshold": 1.5}), "both are ratios"), (("dro", {"beta": "high"}), "'high'"),
+        (("dro", {"beta": float("nan")}), "nan"), (("cross_entropy", {"beta": 1.0}), "no settings"),
+    ]) == []
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])

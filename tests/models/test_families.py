@@ -116,6 +116,7 @@ def test_lora_is_on_every_projection_of_the_table_or_on_those_of_attention_only(
             model.get_submodule(owner), name) is not None for owner in owners for name in wanted)
 
 
+@pytest.mark.slow
 @each_family
 def test_a_saved_adapter_and_a_merged_model_compute_what_was_trained(
     kind: str, folders: Any, tmp_path: Path

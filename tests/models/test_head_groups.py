@@ -57,17 +57,15 @@ def test_groups_of_heads_are_as_accurate_as_all_heads_together(
         assert_as_accurate(what, apart[what], together[what], exact, EPSILON[dtype])
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "groups", "sizes"), [
-    (32, 8, 8, [4] * 8), (9, 3, 2, [3, 6]), (14, 2, 64, [7, 7]), (7, 1, 4, [7]), (40, 10, 4, [8, 12, 8, 12]),
-])
-def test_groups_are_whole_key_heads_and_every_head_is_in_one(
-    heads: int, key_heads: int, groups: int, sizes: list[int]
-) -> None:
-    found = list(ranges(heads, key_heads, groups))
-    assert [asked.stop - asked.start for asked, _ in found] == sizes
-    assert [number for asked, _ in found for number in range(asked.start, asked.stop)] == list(range(heads))
-    assert all((asked.start, asked.stop) == (own.start * heads // key_heads, own.stop * heads // key_heads)
-               for asked, own in found)
+def test_groups_are_whole_key_heads_and_every_head_is_in_one() -> None:
+    for heads, key_heads, groups, sizes in (
+        (32, 8, 8, [4] * 8), (9, 3, 2, [3, 6]), (14, 2, 64, [7, 7]), (7, 1, 4, [7]), (40, 10, 4, [8, 12, 8, 12]),
+    ):
+        found = list(ranges(heads, key_heads, groups))
+        assert [asked.stop - asked.start for asked, _ in found] == sizes
+        assert [number for asked, _ in found for number in range(asked.start, asked.stop)] == list(range(heads))
+        assert all((asked.start, asked.stop) == (own.start * heads // key_heads, own.stop * heads // key_heads)
+                   for asked, own in found)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

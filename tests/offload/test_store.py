@@ -23,17 +23,17 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_tensor_comes_back_with_its_values_strides_and_dtype(name: str) -> None:
-    tensor = LAYOUTS[name]()
-    expected, strides = tensor.clone(), tensor.stride()
-    offload = offloading(nn.Linear(1, 1))
-    packed = [offload.pack(tensor), *(offload.pack(torch.randn(100)) for _ in range(2))]
-    del tensor  # two more have gone since: the device no longer keeps it
-    back = offload.unpack(packed[0])
-    assert "back" in offload.store.copies.log
-    assert torch.equal(back, expected)
-    assert (back.stride(), back.dtype) == (strides, expected.dtype)
+def test_a_tensor_comes_back_with_its_values_strides_and_dtype() -> None:
+    for name, make in LAYOUTS.items():
+        tensor = make()
+        expected, strides = tensor.clone(), tensor.stride()
+        offload = offloading(nn.Linear(1, 1))
+        packed = [offload.pack(tensor), *(offload.pack(torch.randn(100)) for _ in range(2))]
+        del tensor  # two more have gone since: the device no longer keeps it
+        back = offload.unpack(packed[0])
+        assert "back" in offload.store.copies.log, name
+        assert torch.equal(back, expected), name
+        assert (back.stride(), back.dtype) == (strides, expected.dtype), name
 
 
 def test_views_of_one_tensor_are_told_apart() -> None:
@@ -107,30 +107,30 @@ def test_a_tensor_that_backward_wants_at_once_is_not_copied_back() -> None:
     assert offload.store.copies.log.count("back") == 0
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3], [3, 3, 0, 0, 4, 4]])
-def test_any_order_of_backward_gets_the_right_tensors(order: list[int]) -> None:
-    offload = offloading(nn.Linear(1, 1))
-    originals = [torch.randn(100) for _ in range(5)]
-    expected = [original.clone() for original in originals]
-    packed: list[Any] = [offload.pack(original) for original in originals]
-    del originals
-    for index in order:
-        assert torch.equal(offload.unpack(packed[index]), expected[index])
-        assert len(offload.store.residents) <= 2
-    del packed
-    assert offload.host_bytes == 0
-    assert offload.store.residents == {}
+def test_any_order_of_backward_gets_the_right_tensors() -> None:
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3], [3, 3, 0, 0, 4, 4]):
+        offload = offloading(nn.Linear(1, 1))
+        originals = [torch.randn(100) for _ in range(5)]
+        expected = [original.clone() for original in originals]
+        packed: list[Any] = [offload.pack(original) for original in originals]
+        del originals
+        for index in order:
+            assert torch.equal(offload.unpack(packed[index]), expected[index])
+            assert len(offload.store.residents) <= 2
+        del packed
+        assert offload.host_bytes == 0
+        assert offload.store.residents == {}
 
 
-@pytest.mark.parametrize(("given", "ahead"), [
-    ([5, 4, 3], 2), ([0, 1, 2], 3), ([5, 4, 3, 2, 1, 0, 5, 4], 3), ([5, 1, 4, 1, 3, 1, 2, 1], 0), ([5, 5, 4, 4], 3),
-])
-def test_the_copy_that_is_ahead_is_the_one_that_backward_wants_next(given: list[int], ahead: int) -> None:
-    offload = offloading(nn.Linear(1, 1))
-    packed: list[Any] = [offload.pack(torch.randn(100)) for _ in range(6)]
-    for index in given:
-        offload.unpack(packed[index])
-    assert set(offload.store.residents) == {given[-1], ahead}
+def test_the_copy_that_is_ahead_is_the_one_that_backward_wants_next() -> None:
+    for given, ahead in (
+        ([5, 4, 3], 2), ([0, 1, 2], 3), ([5, 4, 3, 2, 1, 0, 5, 4], 3), ([5, 1, 4, 1, 3, 1, 2, 1], 0), ([5, 5, 4, 4], 3),
+    ):
+        offload = offloading(nn.Linear(1, 1))
+        packed: list[Any] = [offload.pack(torch.randn(100)) for _ in range(6)]
+        for index in given:
+            offload.unpack(packed[index])
+        assert set(offload.store.residents) == {given[-1], ahead}
 
 
 # Changes in place

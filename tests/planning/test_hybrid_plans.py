@@ -29,6 +29,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
         "layer_types", "pad_token_id") or name.startswith("linear_")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "chunk"), [({}, 64), (NARROWER, 256)], ids=["as by default", "narrower"])
 def test_a_step_holds_what_was_planned_within_five_percent(
     changes: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch

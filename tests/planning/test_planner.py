@@ -109,6 +109,7 @@ def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_toke
     assert max(math.prod(made.shape) for _, _, made in measured.breakdown) < max(context**2 / 8, chunk * 200_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RANDOM_SHAPES))
 def test_a_random_shape_holds_what_was_planned_for_it_within_five_percent(seed: int, weighing: Any) -> None:
     config, context = drawn_shape(seed)
@@ -145,6 +146,7 @@ def bytes_of_group(name: str, batch: MicroBatch, weighing: Any) -> tuple[int, in
     return planned_bytes(config, settings), weighing.weigh(config, [places], batch=batch).device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "prompt", "completion", "times"), [
     ("qwen2.5-3b", 1024, 128, 4), ("llama-3.1-8b", 1024, 128, 4), ("qwen3-4b", 1024, 128, 4),
     ("phi-4-14b", 1024, 128, 4), ("llama-3.1-8b", 400, 128, 1),
@@ -159,6 +161,7 @@ def test_sequences_that_share_a_prompt_hold_what_is_planned_side_by_side(
     assert math.isclose(planned, weighed, rel_tol=NEAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
 def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned(name: str, weighing: Any) -> None:
     """The plan counts copied keys as if there were as many heads of them as of queries: these models have fewer."""
@@ -168,6 +171,7 @@ def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned(name: str,
     assert weighed <= planned <= 1.15 * weighed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool, weighing: Any) -> None:
     config = shallow(named_config("qwen3-4b"), 8)
@@ -441,6 +445,7 @@ def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes
         RunSettings(640, sampling_weights="16bit", **changes)
 
 
+@pytest.mark.slow
 def test_layers_that_differ_and_lend_keys_are_planned_within_two_percent(weighing: Any) -> None:
     """Gemma 4 E4B's sizes in 12 layers. Keys that were made again in backward, if they were held, would be 3% more."""
     config = shallow(named_config("gemma-4-e4b"))
@@ -495,6 +500,7 @@ WIDE = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 512, "n
         "vocab_size": 32_000, "max_position_embeddings": 131072, "tie_word_embeddings": True, "pad_token_id": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "key_heads", "groups"), [(32, 8, 8), (8, 8, 4), (30, 5, 2)])
 def test_a_step_with_groups_of_heads_holds_what_is_planned_where_attention_holds_most(
     heads: int, key_heads: int, groups: int, weighing: Any

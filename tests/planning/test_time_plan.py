@@ -139,16 +139,16 @@ def test_rows_beyond_what_the_4_bit_kernel_takes_dequantize_every_token() -> Non
     assert sampled(True, rows=64, card="t4").token_step(64, 300) == pytest.approx(0.044, rel=0.2)
 
 
-@pytest.mark.parametrize(("smaller", "larger"), [
-    (GSM8K, replace(GSM8K, prompts=16)), (GSM8K, replace(GSM8K, generations=16)),
-    (GSM8K, replace(GSM8K, completion_length=400)), (GSM8K, replace(GSM8K, prompt_length=1000)),
-    (replace(GSM8K, longest=300), GSM8K), (GSM8K, replace(GSM8K, forward_only=1)),
-    (GSM8K, replace(GSM8K, iterations=2, updates=2)),
-])
-def test_more_work_takes_longer(smaller: Workload, larger: Workload) -> None:
-    few, many = seconds(smaller), seconds(larger)
-    assert all(many.seconds[part] >= few.seconds[part] for part in PARTS)
-    assert (many.step_seconds or 0) > (few.step_seconds or 0)
+def test_more_work_takes_longer() -> None:
+    for smaller, larger in (
+        (GSM8K, replace(GSM8K, prompts=16)), (GSM8K, replace(GSM8K, generations=16)),
+        (GSM8K, replace(GSM8K, completion_length=400)), (GSM8K, replace(GSM8K, prompt_length=1000)),
+        (replace(GSM8K, longest=300), GSM8K), (GSM8K, replace(GSM8K, forward_only=1)),
+        (GSM8K, replace(GSM8K, iterations=2, updates=2)),
+    ):
+        few, many = seconds(smaller), seconds(larger)
+        assert all(many.seconds[part] >= few.seconds[part] for part in PARTS)
+        assert (many.step_seconds or 0) > (few.step_seconds or 0)
 
 
 @pytest.mark.parametrize(("work", "bound"), [
@@ -281,19 +281,20 @@ def test_a_size_and_a_plan_that_does_not_fit_have_no_time_and_say_why() -> None:
     assert found.step_seconds is None and found.why == "the plan does not fit rtx4090"
 
 
-@pytest.mark.parametrize(("model", "context", "work"), [
-    ("qwen2.5-1.5b", 2048, Workload(1, 1, 1, 1, 1)), ("llama-3.1-8b", 131072, Workload(1, 8, 100_000, 10_000, 31_000)),
-    ("llama-3.3-70b", 131072, Workload(1, 2, 1000, 2000, 4000)), ("llama-3.3-70b", 2048, Workload(64, 64, 50, 50, 50)),
-    ("phi-4-14b", 4096, Workload(8, 8, 100, 200, 512)),
-])
-def test_extremes_take_a_finite_and_positive_time(model: str, context: int, work: Workload) -> None:
-    config = named_config(model)
-    for engine in ("vllm", "transformers"):
-        whole = plan(config, RunSettings(context, engine=engine), device("b200"))
-        found = plan_time(whole, ModelShape.of(config), work)
-        assert found.why is None, engine
-        assert 0 < (found.step_seconds or 0) < 10**6, engine
-        assert all(value >= 0 for value in found.seconds.values()), engine
+def test_extremes_take_a_finite_and_positive_time() -> None:
+    for model, context, work in (
+        ("qwen2.5-1.5b", 2048, Workload(1, 1, 1, 1, 1)),
+        ("llama-3.1-8b", 131072, Workload(1, 8, 100_000, 10_000, 31_000)),
+        ("llama-3.3-70b", 131072, Workload(1, 2, 1000, 2000, 4000)),
+        ("llama-3.3-70b", 2048, Workload(64, 64, 50, 50, 50)), ("phi-4-14b", 4096, Workload(8, 8, 100, 200, 512)),
+    ):
+        config = named_config(model)
+        for engine in ("vllm", "transformers"):
+            whole = plan(config, RunSettings(context, engine=engine), device("b200"))
+            found = plan_time(whole, ModelShape.of(config), work)
+            assert found.why is None, engine
+            assert 0 < (found.step_seconds or 0) < 10**6, engine
+            assert all(value >= 0 for value in found.seconds.values()), engine
 
 
 def test_lengths_that_contradict_each_other_are_named() -> None:

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_run_that_learns_nothing_is_told_so_once(
 
 def test_the_pace_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lowmem_grpo.views.live.time", SimpleNamespace(monotonic=lambda: now[0]))
     pace = StepTimes()
     pace.begin(10)
     assert pace.left(20) is None
@@ -98,7 +99,7 @@ def test_the_pace_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_expected_time_is_printed_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("lowmem_grpo.views.live.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lowmem_grpo.views.live.time", SimpleNamespace(monotonic=lambda: now[0]))
     args = GRPOConfig(save_steps=25)
     said: list[str] = []
     first = FirstSteps(RunRecords(tmp_path), said.append)

@@ -48,17 +48,17 @@ def reachable(numbers: tuple[Fraction, ...]) -> Iterator[Fraction]:
 # puzzles
 
 
-@pytest.mark.parametrize("difficulty", [Difficulty(), EASY, Difficulty(2, 6, 99, 999), Difficulty(operators="+-")])
-def test_every_puzzle_has_a_solution_within_its_difficulty(difficulty: Difficulty) -> None:
-    for puzzle in take(300, difficulty=difficulty):
-        answer = evaluate(puzzle.solution)
-        assert answer is not None and answer.value == puzzle.target, puzzle
-        assert answer.numbers == Counter(puzzle.numbers), puzzle
-        assert set(re.findall(r"[-+*/]", puzzle.solution)) <= set(difficulty.operators)
-        assert puzzle.target not in puzzle.numbers
-        assert 1 <= puzzle.target <= difficulty.largest_target
-        assert difficulty.min_numbers <= len(puzzle.numbers) <= difficulty.max_numbers
-        assert all(1 <= number <= difficulty.largest_number for number in puzzle.numbers)
+def test_every_puzzle_has_a_solution_within_its_difficulty() -> None:
+    for difficulty in (Difficulty(), EASY, Difficulty(2, 6, 99, 999), Difficulty(operators="+-")):
+        for puzzle in take(300, difficulty=difficulty):
+            answer = evaluate(puzzle.solution)
+            assert answer is not None and answer.value == puzzle.target, puzzle
+            assert answer.numbers == Counter(puzzle.numbers), puzzle
+            assert set(re.findall(r"[-+*/]", puzzle.solution)) <= set(difficulty.operators)
+            assert puzzle.target not in puzzle.numbers
+            assert 1 <= puzzle.target <= difficulty.largest_target
+            assert difficulty.min_numbers <= len(puzzle.numbers) <= difficulty.max_numbers
+            assert all(1 <= number <= difficulty.largest_number for number in puzzle.numbers)
 
 
 def test_trying_everything_reaches_the_target() -> None:

@@ -5,8 +5,6 @@ import email as standard_email
 from itertools import islice
 from typing import Any
 
-import pytest
-
 from lowmem_grpo.recipes import email
 from lowmem_grpo.recipes.problems.email import KINDS, NAMES, SIGNATURE, Request, requests
 from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
@@ -33,14 +31,14 @@ def test_every_kind_of_question_and_every_name_comes_often() -> None:
 BODY = "Dear Mei,\nIt costs 84 euros.\n"
 
 
-@pytest.mark.parametrize(("reply", "right"), [
-    (f"{BODY}{SIGNATURE}", 1.0), (f"Hello Mei!\n\n84 euros.\n\n{SIGNATURE}\n", 1.0), (BODY, 0.0), (SIGNATURE, 0.0),
-    ("", 0.0), (f"Dear Omar,\nIt costs 84 euros.\n{SIGNATURE}", 0.0), (f"Dear Mei,\nIt is cheap.\n{SIGNATURE}", 0.0),
-    (f"Dear Mei,\n{'well, ' * 40}84 euros.\n{SIGNATURE}", 0.0),
-])
-def test_a_reply_is_right_when_it_meets_every_criterion_ideal_or_not(reply: str, right: float) -> None:
-    columns = {"recipient": ["Mei"], "keyword": ["84 euros"], "ideal": ["Dear Mei, ..."], "answer": ["..."]}
-    assert email.good_reply()(completions=[reply], **columns) == [right]
+def test_a_reply_is_right_when_it_meets_every_criterion_ideal_or_not() -> None:
+    for reply, right in (
+        (f"{BODY}{SIGNATURE}", 1.0), (f"Hello Mei!\n\n84 euros.\n\n{SIGNATURE}\n", 1.0), (BODY, 0.0), (SIGNATURE, 0.0),
+        ("", 0.0), (f"Dear Omar,\nIt costs 84 euros.\n{SIGNATURE}", 0.0),
+        (f"Dear Mei,\nIt is cheap.\n{SIGNATURE}", 0.0), (f"Dear Mei,\n{'well, ' * 40}84 euros.\n{SIGNATURE}", 0.0),
+    ):
+        columns = {"recipient": ["Mei"], "keyword": ["84 euros"], "ideal": ["Dear Mei, ..."], "answer": ["..."]}
+        assert email.good_reply()(completions=[reply], **columns) == [right]
 
 
 def test_the_ideal_reply_earns_the_most() -> None:

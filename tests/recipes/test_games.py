@@ -33,6 +33,7 @@ def run(name: str, folder: Path, *words: str) -> Result:
     return invoke("run", name, *small, *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "paid"), [
     ("guess", {"won", "Guess"}), ("calculator", {"correct_answer"}), ("tictactoe", {"won", "TicTacToe"}),
     ("game2048", {"won", "Game2048"}), ("twenty_questions", {"won", "TwentyQuestions"}),
@@ -94,13 +95,11 @@ def test_a_wrong_option_is_found_before_the_model_is_loaded(
 # data
 
 
-@pytest.mark.parametrize("make", [
-    guess.make_dataset, tictactoe.make_dataset, game2048.make_dataset, twenty_questions.make_dataset,
-])
-def test_held_out_games_are_repeated_by_their_seed_and_never_trained_on(make: Any) -> None:
-    rows = make(50, 1).to_list()
-    assert make(20, 1).to_list() == rows[:20] and make(50, 2).to_list() != rows
-    assert min(row["seed"] for row in rows) >= HELD_OUT  # training has lower ones
+def test_held_out_games_are_repeated_by_their_seed_and_never_trained_on() -> None:
+    for make in (guess.make_dataset, tictactoe.make_dataset, game2048.make_dataset, twenty_questions.make_dataset):
+        rows = make(50, 1).to_list()
+        assert make(20, 1).to_list() == rows[:20] and make(50, 2).to_list() != rows
+        assert min(row["seed"] for row in rows) >= HELD_OUT  # training has lower ones
 
 
 def test_the_opponent_before_and_after_training_is_the_one_asked_for() -> None:
@@ -110,13 +109,13 @@ def test_the_opponent_before_and_after_training_is_the_one_asked_for() -> None:
         assert game.strength == 0.25
 
 
-@pytest.mark.parametrize(("completion", "right"), [
-    ("2340", 1.0), ("It is 2340.", 1.0), ("2341", 0.0), ("", 0.0),
-    ([{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "2340"}], 0.0),
-    ([{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2340"}], 1.0),
-])
-def test_only_what_the_policy_says_itself_is_its_answer(completion: Any, right: float) -> None:
-    assert calculator.correct_answer([completion], ["2340"]) == [right]
+def test_only_what_the_policy_says_itself_is_its_answer() -> None:
+    for completion, right in (
+        ("2340", 1.0), ("It is 2340.", 1.0), ("2341", 0.0), ("", 0.0),
+        ([{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "2340"}], 0.0),
+        ([{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2340"}], 1.0),
+    ):
+        assert calculator.correct_answer([completion], ["2340"]) == [right]
 
 
 # the model

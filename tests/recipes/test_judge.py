@@ -41,12 +41,12 @@ def test_a_good_summary_is_right_and_that_of_another_report_is_wrong() -> None:
     assert sum(judge.good_summary([row[-1]["content"] for row in dataset["prompt"]], list(dataset["facts"]))) == 0
 
 
-@pytest.mark.parametrize(("text", "share"), [
-    ("In Ravensby 1,240 tons of SALT.", 1.0), ("ravensby: 1 240 salt", 1.0), ("", 0.0), ("1240t", 1 / 3),
-    ("Ravensby, 12400 tons of salty wool", 1 / 3), ("01240 Ravens", 0.0),
-])
-def test_a_fact_is_found_as_a_whole_word(text: str, share: float) -> None:
-    assert share_kept(text, ["Ravensby", "1240", "salt"]) == pytest.approx(share)
+def test_a_fact_is_found_as_a_whole_word() -> None:
+    for text, share in (
+        ("In Ravensby 1,240 tons of SALT.", 1.0), ("ravensby: 1 240 salt", 1.0), ("", 0.0), ("1240t", 1 / 3),
+        ("Ravensby, 12400 tons of salty wool", 1 / 3), ("01240 Ravens", 0.0),
+    ):
+        assert share_kept(text, ["Ravensby", "1240", "salt"]) == pytest.approx(share)
 
 
 def test_the_judge_is_told_how_long_a_summary_may_be() -> None:

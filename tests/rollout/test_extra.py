@@ -17,6 +17,8 @@ from lowmem_grpo.engines.base import Until
 from lowmem_grpo.rollout.extra import ExtraGenerations, check_extra
 from lowmem_grpo.types import Rollout, RolloutGroup
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {"max_completion_length": 40, "temperature": 1.5, "max_steps": 2, "seed": 3,
                             "rows": TEXTS, "shuffle_dataset": False}
 

@@ -20,6 +20,8 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.partial import Carried, PartialRollouts, check_partial, versions_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[17, 40, 9], [300, 25, 77, 12], [5, 6], [100]]
 PARAMS = SamplingParams(n=3, max_tokens=60, seed=3, temperature=1.5, stop_token_ids=list(range(0, 320, 17)))
 SETTINGS: dict[str, Any] = {"max_completion_length": 40, "temperature": 1.5, "max_steps": 4, "seed": 3, "rows": TEXTS,

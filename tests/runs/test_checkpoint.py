@@ -335,7 +335,6 @@ def killed_at(change: int, run: Training, run_dir: Path) -> bool:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses CUDA cannot fork")
-@pytest.mark.timeout(120)
 def test_a_save_killed_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
     run, reader = training(1), training(2)
     folder, interrupted = run.save(tmp_path, 1), 0

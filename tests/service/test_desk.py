@@ -86,7 +86,7 @@ def test_a_desk_without_work_waits_until_it_is_woken(desk: Desk, monkeypatch: py
     monkeypatch.setattr(desk.waiting.changed, "wait", noted)
     for work in (lambda: desk.submit(call_of(desk, "one")), lambda: desk.run(lambda: None)):
         waits.clear()
-        work().result(60)  # type: ignore[no-untyped-call]
+        work().result(60)
         until(lambda: waits[-1:] == [None])
 
 

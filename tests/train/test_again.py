@@ -127,7 +127,7 @@ def test_a_folder_in_use_is_refused_with_its_owner_named_and_free_when_that_one_
         trainer.train(resume_from_checkpoint=resume)
     assert contents(tmp_path) == before
     owner.kill()
-    owner.wait()
+    owner.wait(60)
     assert trainer.train(resume_from_checkpoint=resume).finished
     assert not (tmp_path / "run" / lock.FILE).exists()
 

@@ -51,7 +51,7 @@ def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             self.calls.changed.wait_for(lambda: not self.calls.working, 60)
         meanwhile(self, running)
         if self.worker is not None:
-            self.worker.join()
+            self.worker.join(60)
 
     with monkeypatch.context() as patch:
         patch.setattr(module.Ahead, "meanwhile", waits)
@@ -72,6 +72,7 @@ def one_step(folder: Path, mode: Any, **settings: Any) -> tuple[dict[str, torch.
     return found, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss_type", loss_types.LOSS_TYPES)
 def test_the_gradient_and_the_loss_are_those_of_training_after_sampling(

@@ -85,6 +85,7 @@ def count_batches(groups: list[RolloutGroup], tokens: int) -> int:
     return len(pack(trained, tokens, SETTINGS["per_device_train_batch_size"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_layer_inputs_on_the_host_survive_an_attempt_that_broke_off(
     tmp_path: Path, sampled: list[RolloutGroup], place: str
@@ -126,6 +127,7 @@ def test_out_of_memory_at_any_micro_batch_does_not_change_what_is_trained(
         assert distance(whole, expected) < 1e-2 * distance(start, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_out_of_memory_twice_in_a_row_does_not_change_what_is_trained(
     tmp_path: Path, sampled: list[RolloutGroup], place: str
@@ -175,6 +177,7 @@ def test_other_errors_are_raised(
     assert trainer.memory.train.failures == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "number"), [
     ("old_logprobs", 0), ("ref_logprobs", 2), ("old_logprobs", 7), ("both", 0), ("both", 4), ("both", 7),
 ])
@@ -274,6 +277,7 @@ def test_the_parity_check_is_repeated_when_memory_runs_out(tmp_path: Path, sampl
     assert trainer.policy.model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_an_optimizer_step_that_runs_out_of_memory_is_made_once(

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from programs import program
 
 from bench.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
+from lowmem_grpo.cli import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError
@@ -51,6 +53,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path, straight: Path) ->
     assert elapsed == sorted(elapsed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 8}, {"optim": "adamw_8bit"},
     {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS[:2], "logging_steps": 2},
@@ -117,20 +120,14 @@ def test_resumed_fine_tuning_is_the_undisturbed_one(tmp_path: Path) -> None:
 # Ctrl-C
 
 
-def environment() -> dict[str, str]:
-    here = Path(__file__).parent
-    paths = os.pathsep.join(filter(None, [str(here), str(here.parent / "support"), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-
-
 def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [
-        sys.executable, "-c", "from lowmem_grpo.cli import main; main()", "run", "arithmetic", f"output_dir={run}",
-        "per_device_train_batch_size=16", "gradient_accumulation_steps=1", "num_generations=8", "save_steps=10000",
-        "max_completion_length=32", "eval_problems=4", "train_size=16",
+    words = [
+        "run", "arithmetic", f"output_dir={run}", "per_device_train_batch_size=16", "gradient_accumulation_steps=1",
+        "num_generations=8", "save_steps=10000", "max_completion_length=32", "eval_problems=4", "train_size=16",
     ]
-    with program(*command, "max_steps=10000", env=environment(), stderr=subprocess.STDOUT) as process:
+    command = [sys.executable, "-c", "from lowmem_grpo.cli import main; main()"]
+    with program(*command, *words, "max_steps=10000", stderr=subprocess.STDOUT) as process:
         while not (run / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
@@ -144,9 +141,8 @@ def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path
     assert [path.name for path in checkpoint.list_checkpoints(run)] == [f"checkpoint-{steps[-1]}"]
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
     last = len(steps) + 2
-    second = subprocess.run([*command, f"max_steps={last}", "resume=true"], env=environment(), capture_output=True,
-                            text=True, timeout=200)
-    assert second.returncode == 0, second.stderr
+    second = CliRunner().invoke(main, [*words, f"max_steps={last}", "resume=true"])
+    assert second.exit_code == 0, second.output
     assert [line["step"] for line in records(run)[0]] == list(range(1, last + 1))
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
 

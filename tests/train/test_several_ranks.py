@@ -33,6 +33,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, (adapter, lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_after_twenty_steps_the_adapter_is_that_of_one_process(tmp_path: Path, one: Any, count: int) -> None:
     folder, (expected, lines) = one
@@ -53,6 +54,7 @@ def test_after_twenty_steps_the_adapter_is_that_of_one_process(tmp_path: Path, o
     assert len(held) == len(expected) and (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_in_float64_and_in_a_fixed_order_the_adapter_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     found = {count: Ranked(tmp_path / str(count), count, train_in_order, max_steps=20).wait() for count in (1, 2, 4)}
     expected = found[1][0][0]
@@ -87,6 +89,7 @@ def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings
 # Going on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (1, 4)])
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, one: Any, first: int, then: int) -> None:
     Ranked(tmp_path, first, stopped, max_steps=20, stop=10).wait()

@@ -166,6 +166,7 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path) -> None:
 # Training.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [
     {}, {"four_bit": True}, {"four_bit": True, "dtype": torch.bfloat16, "checkpointing": "offload"},
 ], ids=str)

@@ -52,6 +52,7 @@ def two_steps(folder: Path, model: FastPeftModel, settings: dict[str, Any]) -> N
     assert all(len(group.rollouts) == 4 for group in run.sampled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     LOOKUP | AHEAD, LOOKUP | PARALLEL, LOOKUP | PARTIAL, PARALLEL | EXTRA, LOOKUP | PARALLEL | EXTRA,
 ], ids=lambda settings: ", ".join(name for name in settings if name in SHOWS))

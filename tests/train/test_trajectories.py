@@ -94,6 +94,7 @@ def test_rollouts_of_ones_own_code_have_the_gradient_of_the_same_rollouts_of_an_
     assert line["sampling/parity/later_turns"] < 1e-5 and line["trajectories/staleness"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(games: Games, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     with (straight := make(whole)).running():

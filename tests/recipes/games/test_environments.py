@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from refusals import not_refused
 
 from lowmem_grpo.recipes.games import guess, tictactoe
 from lowmem_grpo.recipes.games.calculator import calculate, sums
@@ -53,18 +54,19 @@ def test_all_numbers_are_hidden_equally_often_and_a_seed_always_hides_the_same()
     assert all(60 < hidden.count(number) < 145 for number in range(1, 33))
 
 
-@pytest.mark.parametrize("reply", NO_NUMBER)
-def test_a_reply_that_names_no_number_loses_at_once(reply: str) -> None:
-    game = Guess()
-    game.reset(seed=1)
-    assert game.step(reply) == ("unreadable", -1.0, True)
+def test_a_reply_that_names_no_number_loses_at_once() -> None:
+    for reply in NO_NUMBER:
+        game = Guess()
+        game.reset(seed=1)
+        assert game.step(reply) == ("unreadable", -1.0, True)
 
 
-@pytest.mark.parametrize(("reply", "number"), [
-    ("7", 7), (" 07\n", 7), ("-3", -3), ("**12**.", 12), ("Is it 30?", 30), ("7.5", None), ("3\n4", None), ("", None),
-])
-def test_only_one_whole_number_is_a_guess(reply: str, number: int | None) -> None:
-    assert number_in(reply) == number
+def test_only_one_whole_number_is_a_guess() -> None:
+    for reply, number in (
+        ("7", 7), (" 07\n", 7), ("-3", -3), ("**12**.", 12), ("Is it 30?", 30), ("7.5", None), ("3\n4", None),
+        ("", None),
+    ):
+        assert number_in(reply) == number
 
 
 def test_a_guess_out_of_range_costs_a_try_and_tells_nothing() -> None:
@@ -83,12 +85,13 @@ def test_a_game_that_cannot_be_played_is_refused(wrong: dict[str, int]) -> None:
 # tictactoe
 
 
-@pytest.mark.parametrize("reply", [*NO_NUMBER, "0", "10", "12", "X"])
-def test_a_reply_that_is_no_square_is_illegal_and_told_what_is_allowed(reply: str) -> None:
-    game = TicTacToe()
-    game.reset(seed=1)
-    said, reward, done = game.step(reply)
-    assert (reward, done) == (-1.0, True) and said == "illegal\n1|2|3\n4|5|6\n7|8|9\nFree: 1 2 3 4 5 6 7 8 9"
+def test_a_reply_that_is_no_square_is_illegal_and_told_what_is_allowed() -> None:
+    for reply in (*NO_NUMBER, "0", "10", "12", "X"):
+        game = TicTacToe()
+        game.reset(seed=1)
+        said, reward, done = game.step(reply)
+        assert (reward, done) == (-1.0, True), reply
+        assert said == "illegal\n1|2|3\n4|5|6\n7|8|9\nFree: 1 2 3 4 5 6 7 8 9", reply
 
 
 def test_a_taken_square_is_illegal() -> None:
@@ -175,9 +178,9 @@ def test_an_opponent_of_no_strength_is_refused(strengths: tuple[float, ...]) -> 
         TicTacToe(strengths)
 
 
-@pytest.mark.parametrize(("reply", "place"), [("5", 4), ("I take 9.", 8), ("0", None), ("12", None), ("1 2", None)])
-def test_only_one_digit_is_a_move(reply: str, place: int | None) -> None:
-    assert square_in(reply) == place
+def test_only_one_digit_is_a_move() -> None:
+    for reply, place in (("5", 4), ("I take 9.", 8), ("0", None), ("12", None), ("1 2", None)):
+        assert square_in(reply) == place
 
 
 # calculator
@@ -194,17 +197,14 @@ def test_sums_are_right_distinct_and_never_shared_by_the_splits() -> None:
             assert calculate(problem.expression) == str(problem.answer)
 
 
-@pytest.mark.parametrize(("expression", "result"), [
-    ("12 * (3 + 4)", "84"), ("7/3", "7/3"), ("2-5", "-3"), ("8/2", "4"),
-])
-def test_the_calculator_is_exact(expression: str, result: str) -> None:
-    assert calculate(expression) == result
+def test_the_calculator_is_exact() -> None:
+    for expression, result in (("12 * (3 + 4)", "84"), ("7/3", "7/3"), ("2-5", "-3"), ("8/2", "4")):
+        assert calculate(expression) == result
 
 
-@pytest.mark.parametrize("expression", ["", "1 +", "2 ** 9", "__import__('os')", "1/0", "9" * 200, "x", "(" * 100])
-def test_the_calculator_refuses_what_is_no_expression(expression: str) -> None:
-    with pytest.raises(ValueError, match="is no expression of whole numbers"):
-        calculate(expression)
+def test_the_calculator_refuses_what_is_no_expression() -> None:
+    none = ("", "1 +", "2 ** 9", "__import__('os')", "1/0", "9" * 200, "x", "(" * 100)
+    assert not_refused(calculate, [(one, "is no expression of whole numbers") for one in none]) == []
 
 
 # players

@@ -27,12 +27,12 @@ from lowmem_grpo.recipes.games.playing import baselines, play
 FULL: Board = ((2, 4, 2), (4, 2, 4), (2, 4, 2))
 
 
-@pytest.mark.parametrize(("row", "after"), [
-    ((0, 2, 2), (4, 0, 0)), ((2, 2, 2), (4, 2, 0)), ((2, 2, 4), (4, 4, 0)), ((4, 2, 2), (4, 4, 0)),
-    ((2, 0, 2, 4), (4, 4, 0, 0)), ((2, 2, 2, 2), (4, 4, 0, 0)), ((0, 0, 0), (0, 0, 0)), ((8, 4, 2), (8, 4, 2)),
-])
-def test_equal_neighbours_become_one_and_each_tile_only_once(row: tuple[int, ...], after: tuple[int, ...]) -> None:
-    assert joined(row) == after
+def test_equal_neighbours_become_one_and_each_tile_only_once() -> None:
+    for row, after in (
+        ((0, 2, 2), (4, 0, 0)), ((2, 2, 2), (4, 2, 0)), ((2, 2, 4), (4, 4, 0)), ((4, 2, 2), (4, 4, 0)),
+        ((2, 0, 2, 4), (4, 4, 0, 0)), ((2, 2, 2, 2), (4, 4, 0, 0)), ((0, 0, 0), (0, 0, 0)), ((8, 4, 2), (8, 4, 2)),
+    ):
+        assert joined(row) == after
 
 
 def test_a_move_slides_every_row_or_column_towards_its_side() -> None:
@@ -48,11 +48,12 @@ def test_only_moves_that_change_the_board_are_possible() -> None:
     assert possible(((2, 2, 4), (8, 4, 2), (2, 8, 4))) == ["left", "right"]
 
 
-@pytest.mark.parametrize(("reply", "move"), [
-    ("left", "left"), ("I move Up.", "up"), ("down, down", "down"), ("left or right", ""), ("upwards", ""), ("", ""),
-])
-def test_only_one_direction_is_a_move(reply: str, move: str) -> None:
-    assert move_in(reply) == move
+def test_only_one_direction_is_a_move() -> None:
+    for reply, move in (
+        ("left", "left"), ("I move Up.", "up"), ("down, down", "down"), ("left or right", ""), ("upwards", ""),
+        ("", ""),
+    ):
+        assert move_in(reply) == move
 
 
 def test_every_game_follows_its_rules_and_pays_by_its_last_board() -> None:
@@ -74,14 +75,14 @@ def test_every_game_follows_its_rules_and_pays_by_its_last_board() -> None:
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("reply", ["", "upwards", "left right", "9" * 5000, "\x00"])
-def test_a_reply_that_is_no_move_loses_all_that_was_earned(reply: str) -> None:
-    game = Game2048()
-    game.reset(seed=1)
-    _, first, _ = game.step(possible(game.board)[0])
-    said, reward, done = game.step(reply)
-    assert done and first + reward == pytest.approx(-1.0)
-    assert said.observation == f"That is no move.\n{game.shown()}"
+def test_a_reply_that_is_no_move_loses_all_that_was_earned() -> None:
+    for reply in ("", "upwards", "left right", "9" * 5000, "\x00"):
+        game = Game2048()
+        game.reset(seed=1)
+        _, first, _ = game.step(possible(game.board)[0])
+        said, reward, done = game.step(reply)
+        assert done and first + reward == pytest.approx(-1.0)
+        assert said.observation == f"That is no move.\n{game.shown()}"
 
 
 def test_a_move_in_vain_costs_a_little_and_a_move_and_the_game_goes_on() -> None:

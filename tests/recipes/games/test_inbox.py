@@ -44,28 +44,22 @@ GOOD, BAD = QUESTION.answer, str(int(QUESTION.answer) % 90 + 9)
 SEARCH, READ = ("search", f"{THING} {NAME}"), ("read", QUESTION.source)
 
 
-@pytest.mark.parametrize(("calls", "pay"), [
-    ([], -2.0),
-    ([SEARCH], -1.8),
-    ([SEARCH, READ], -1.6),
-    ([("answer", BAD, [])], -1.0),
-    ([SEARCH, ("answer", BAD, [])], -0.8),
-    ([SEARCH, READ, ("answer", BAD, [QUESTION.source])], -0.4),
-    ([SEARCH, READ, ("answer", BAD, [OTHER])], -0.6),
-    ([("answer", "unknown", [])], 0.0),
-    ([SEARCH, READ, ("answer", "I don't know.", [QUESTION.source])], 0.6),
-    ([("answer", GOOD, [])], 1.225),
-    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source])], 1.675),
-    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, OTHER])], 1.675),
-    ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, 1, 2, 3, 4])], 1.475),
-    ([SEARCH, READ, READ, ("answer", GOOD, [QUESTION.source])], 1.6),
-])
-def test_an_episode_earns_what_its_band_says(calls: list[Any], pay: float) -> None:
-    made = inbox()
-    for tool, *values in calls:
-        getattr(made, tool)(*values)
-    assert made.earned == pytest.approx(pay) and earned([made]) == [made.earned]
-    assert made.won == (pay > 1)
+def test_an_episode_earns_what_its_band_says() -> None:
+    for calls, pay in (
+        ([], -2.0), ([SEARCH], -1.8), ([SEARCH, READ], -1.6), ([("answer", BAD, [])], -1.0),
+        ([SEARCH, ("answer", BAD, [])], -0.8), ([SEARCH, READ, ("answer", BAD, [QUESTION.source])], -0.4),
+        ([SEARCH, READ, ("answer", BAD, [OTHER])], -0.6), ([("answer", "unknown", [])], 0.0),
+        ([SEARCH, READ, ("answer", "I don't know.", [QUESTION.source])], 0.6), ([("answer", GOOD, [])], 1.225),
+        ([SEARCH, READ, ("answer", GOOD, [QUESTION.source])], 1.675),
+        ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, OTHER])], 1.675),
+        ([SEARCH, READ, ("answer", GOOD, [QUESTION.source, 1, 2, 3, 4])], 1.475),
+        ([SEARCH, READ, READ, ("answer", GOOD, [QUESTION.source])], 1.6),
+    ):
+        made = inbox()
+        for tool, *values in calls:
+            getattr(made, tool)(*values)
+        assert made.earned == pytest.approx(pay) and earned([made]) == [made.earned]
+        assert made.won == (pay > 1)
 
 
 def test_the_bands_do_not_overlap_and_hold_all_that_can_be_earned() -> None:
@@ -84,18 +78,17 @@ def test_the_bands_do_not_overlap_and_hold_all_that_can_be_earned() -> None:
         assert paid[1:] and all(band - 2 <= pay < band - 1 for pay in paid[1:]), (band, min(paid[1:]), max(paid[1:]))
 
 
-@pytest.mark.parametrize(("answer", "expected", "right"), [
-    ("48", "48", True), ("It is 48.", "48", True), ("480", "48", False), ("48 or 49", "48", False), ("", "48", False),
-    ("48,300 euros", "48,300 euros", True), ("The budget is 48300 euros", "48,300 euros", True),
-    ("48,300", "48,300 euros", False), ("8:15", "8:15", True), ("at 8:15.", "8:15", True), ("18:15", "8:15", False),
-    ("room 4.12", "4.12", True), ("4", "4.12", False), ("14 march", "14 March", True), ("14 May 2026", "14 May", False),
-    ("Ines Weber leads it", "Ines Weber", True), ("Ines Weber or Omar Silva", "Ines Weber", False),
-    ("Weber Ines", "Ines Weber", False), ("nordwind", "Nordwind", True), ("٤٨", "48", False), ("\x00" * 9, "48", False),
-])
-def test_an_answer_is_right_in_any_words_around_it_and_not_by_naming_several(
-    answer: str, expected: str, right: bool
-) -> None:
-    assert says(answer, expected) is right
+def test_an_answer_is_right_in_any_words_around_it_and_not_by_naming_several() -> None:
+    for answer, expected, right in (
+        ("48", "48", True), ("It is 48.", "48", True), ("480", "48", False), ("48 or 49", "48", False),
+        ("", "48", False), ("48,300 euros", "48,300 euros", True), ("The budget is 48300 euros", "48,300 euros", True),
+        ("48,300", "48,300 euros", False), ("8:15", "8:15", True), ("at 8:15.", "8:15", True), ("18:15", "8:15", False),
+        ("room 4.12", "4.12", True), ("4", "4.12", False), ("14 march", "14 March", True),
+        ("14 May 2026", "14 May", False), ("Ines Weber leads it", "Ines Weber", True),
+        ("Ines Weber or Omar Silva", "Ines Weber", False), ("Weber Ines", "Ines Weber", False),
+        ("nordwind", "Nordwind", True), ("٤٨", "48", False), ("\x00" * 9, "48", False),
+    ):
+        assert says(answer, expected) is right
 
 
 # Episodes with an engine
@@ -123,16 +116,16 @@ def test_an_episode_ends_with_its_calls() -> None:
     assert one.ending == "done" and len(one.turns) == 4 and one.environment.earned == -2.0 + 0.2 * (NAME == "Falcon")
 
 
-@pytest.mark.parametrize(("broken", "told"), [
-    (call("search", words='"'), "cannot search for"), (call("search", words=3), "words"),
-    (call("read", id=10**9), "no mail"), (call("read", id="first"), "id"), (call("answer", text="4"), "sources"),
-    (call("forward", to="all"), "no tool 'forward'"),
-    ("<tool_call>\n{words: Falcon\n</tool_call>", "could not be read"),
-])
-def test_a_broken_call_is_told_and_counted_and_the_episode_goes_on(broken: str, told: str) -> None:
-    [[one]] = played(in_turns(broken, call("answer", text=GOOD, sources=[])), [ROW], Inbox, n=1)
-    assert told in one.turns[0].replies[0]["content"] and one.turns[0].failures == 1
-    assert one.ending == "done" and len(one.turns) == 2 and one.environment.right
+def test_a_broken_call_is_told_and_counted_and_the_episode_goes_on() -> None:
+    for broken, told in (
+        (call("search", words='"'), "cannot search for"), (call("search", words=3), "words"),
+        (call("read", id=10**9), "no mail"), (call("read", id="first"), "id"), (call("answer", text="4"), "sources"),
+        (call("forward", to="all"), "no tool 'forward'"),
+        ("<tool_call>\n{words: Falcon\n</tool_call>", "could not be read"),
+    ):
+        [[one]] = played(in_turns(broken, call("answer", text=GOOD, sources=[])), [ROW], Inbox, n=1)
+        assert told in one.turns[0].replies[0]["content"] and one.turns[0].failures == 1
+        assert one.ending == "done" and len(one.turns) == 2 and one.environment.right
 
 
 def test_text_without_a_call_ends_the_episode_in_the_lowest_band() -> None:

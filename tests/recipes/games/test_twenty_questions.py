@@ -42,10 +42,10 @@ def test_a_question_goes_to_the_base_model_which_alone_is_told_the_thing() -> No
     assert asked.then("No.") == ("no, 19 left", 0.0, False)
 
 
-@pytest.mark.parametrize("said", ["It is a cat!", "yes and no", "", "not"])
-def test_the_policy_hears_nothing_but_yes_or_no(said: str) -> None:
-    asked = game_of("cat").step("What is it?")
-    assert isinstance(asked, AskBase) and asked.then(said) == ("I do not know, 19 left", 0.0, False)
+def test_the_policy_hears_nothing_but_yes_or_no() -> None:
+    for said in ("It is a cat!", "yes and no", "", "not"):
+        asked = game_of("cat").step("What is it?")
+        assert isinstance(asked, AskBase) and asked.then(said) == ("I do not know, 19 left", 0.0, False)
 
 
 def test_the_policy_hears_which_numbers_fit_the_answers_whether_these_are_true_or_not() -> None:
@@ -59,34 +59,33 @@ def test_the_policy_hears_which_numbers_fit_the_answers_whether_these_are_true_o
         assert isinstance(asked, AskBase) and asked.then(said) == (heard, 0.0, False)
 
 
-@pytest.mark.parametrize(("question", "answer", "left"), [
-    ("Is it above 8?", "yes", (9, 16)), ("Is it above 8?", "no", (1, 8)), ("Is it above 0?", "no", (1, 16)),
-    ("Is it above 16?", "yes", (1, 16)), ("Is it even?", "yes", (1, 16)), ("Is it above 8?", "I do not know", (1, 16)),
-])
-def test_what_says_nothing_or_contradicts_leaves_all_numbers_that_were_left(
-    question: str, answer: str, left: tuple[int, int]
-) -> None:
-    assert narrowed(1, 16, question, answer) == left
+def test_what_says_nothing_or_contradicts_leaves_all_numbers_that_were_left() -> None:
+    for question, answer, left in (
+        ("Is it above 8?", "yes", (9, 16)), ("Is it above 8?", "no", (1, 8)), ("Is it above 0?", "no", (1, 16)),
+        ("Is it above 16?", "yes", (1, 16)), ("Is it even?", "yes", (1, 16)),
+        ("Is it above 8?", "I do not know", (1, 16)),
+    ):
+        assert narrowed(1, 16, question, answer) == left
 
 
-@pytest.mark.parametrize(("question", "limit"), [
-    ("Is it above 8?", 8), ("is it above 12 ?", 12), ("Is it above eight?", None), ("Is it above 8 or 9?", None),
-    ("Is it above " + "9" * 5000 + "?", None), ("", None),
-])
-def test_only_one_form_of_question_names_a_limit(question: str, limit: int | None) -> None:
-    assert limit_in(question) == limit
+def test_only_one_form_of_question_names_a_limit() -> None:
+    for question, limit in (
+        ("Is it above 8?", 8), ("is it above 12 ?", 12), ("Is it above eight?", None), ("Is it above 8 or 9?", None),
+        ("Is it above " + "9" * 5000 + "?", None), ("", None),
+    ):
+        assert limit_in(question) == limit
 
 
-@pytest.mark.parametrize(("thing", "reply", "reward", "won"), [
-    ("cat", "Guess: cat", 1.0, True), ("cat", "I know. guess: A Cat!", 1.0, True), ("cat", "Guess: dog", 0.0, False),
-    ("cat", "Guess: cat or dog", 0.0, False), ("cat", "cat", -1.0, False), ("cat", "", -1.0, False),
-    ("cat", "Is it wet", -1.0, False), ("5", "Guess: 5", 1.0, True), ("5", "Guess: 15", 0.0, False),
-    ("5", "Guess: 5 6", 0.0, False), ("5", "5", -1.0, False),
-])
-def test_what_ends_a_game_and_what_it_pays(thing: str, reply: str, reward: float, won: bool) -> None:
-    game = game_of(thing)
-    found: Any = game.step(reply)
-    assert (found[1:], game.won) == ((reward, True), won)
+def test_what_ends_a_game_and_what_it_pays() -> None:
+    for thing, reply, reward, won in (
+        ("cat", "Guess: cat", 1.0, True), ("cat", "I know. guess: A Cat!", 1.0, True),
+        ("cat", "Guess: dog", 0.0, False), ("cat", "Guess: cat or dog", 0.0, False), ("cat", "cat", -1.0, False),
+        ("cat", "", -1.0, False), ("cat", "Is it wet", -1.0, False), ("5", "Guess: 5", 1.0, True),
+        ("5", "Guess: 15", 0.0, False), ("5", "Guess: 5 6", 0.0, False), ("5", "5", -1.0, False),
+    ):
+        game = game_of(thing)
+        found: Any = game.step(reply)
+        assert (found[1:], game.won) == ((reward, True), won)
 
 
 def test_the_last_turn_has_to_be_a_guess() -> None:
@@ -109,19 +108,19 @@ def test_a_person_may_take_the_other_side() -> None:
     assert asked == [about("5", "Is it above 4?")] and TwentyQuestions.opponent is None
 
 
-@pytest.mark.parametrize(("reply", "name"), [
-    ("Guess: cat", "cat"), ("GUESS:  the Moon.", "moon"), ("Is it a cat?", None), ("I guess cat", None),
-    ("guess:", None),
-])
-def test_a_guess_is_what_stands_behind_its_word(reply: str, name: str | None) -> None:
-    assert guess_in(reply) == name
+def test_a_guess_is_what_stands_behind_its_word() -> None:
+    for reply, name in (
+        ("Guess: cat", "cat"), ("GUESS:  the Moon.", "moon"), ("Is it a cat?", None), ("I guess cat", None),
+        ("guess:", None),
+    ):
+        assert guess_in(reply) == name
 
 
-@pytest.mark.parametrize(("reply", "answer"), [
-    ("yes", "yes"), ("No, it is not.", "no"), ("yes, no", None), ("I know nothing", None), ("", None),
-])
-def test_an_answer_has_one_of_the_two_words(reply: str, answer: str | None) -> None:
-    assert yes_or_no(reply) == answer
+def test_an_answer_has_one_of_the_two_words() -> None:
+    for reply, answer in (
+        ("yes", "yes"), ("No, it is not.", "no"), ("yes, no", None), ("I know nothing", None), ("", None),
+    ):
+        assert yes_or_no(reply) == answer
 
 
 def test_true_answers_to_all_questions_leave_the_number_over() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from refusals import not_refused
 
 from lowmem_grpo.recipes.problems import mail_database
 from lowmem_grpo.recipes.problems.inbox import Mail, mailbox
@@ -84,16 +85,12 @@ def test_snippets_are_short_and_the_best_mail_comes_first() -> None:
     assert {hit.snippet for hit in database.search(source.subject, 8)} == {""}
 
 
-@pytest.mark.parametrize("words", [
-    '"', "Falcon AND", "NEAR(", "nothing:Falcon", "(" * 150, "*", "'; DROP TABLE mails; --", "a\x00b", "\ud800", "",
-    "  ", "x" * 201,
-])
-def test_words_that_cannot_be_searched_for_are_an_error_in_words_and_harm_nothing(
-    small: MailDatabase, words: str
-) -> None:
+def test_words_that_cannot_be_searched_for_are_an_error_in_words_and_harm_nothing(small: MailDatabase) -> None:
     before = small.path.read_bytes()
-    with pytest.raises(SearchError, match=r"cannot search for|a search is 1 to 200 letters long"):
-        small.search(words, 3)
+    wrong = ['"', "Falcon AND", "NEAR(", "nothing:Falcon", "(" * 150, "*", "'; DROP TABLE mails; --", "\ud800"]
+    rows = [*((words, "cannot search for") for words in wrong),
+            *((words, "a search is 1 to 200 letters long") for words in ("", "  ", "a\x00b", "x" * 201))]
+    assert not_refused(lambda words: small.search(words, 3), rows, SearchError) == []
     assert small.path.read_bytes() == before and small.search("Falcon", 1)
 
 
