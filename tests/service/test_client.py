@@ -114,7 +114,7 @@ def test_what_is_not_served_is_refused_with_advice(client: Client, path: str) ->
 
 def test_the_rest_of_the_client_is_there(client: Client) -> None:
     async def use() -> list[str]:
-        async with client.with_options(timeout=5, max_retries=0) as other:
+        async with client.with_options(timeout=60, max_retries=0) as other:
             found = await other.models.list()
             return [model.id for model in found.data]
 
