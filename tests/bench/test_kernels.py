@@ -98,6 +98,7 @@ def test_a_kernel_that_does_not_compile_fails_the_check(compiled: tuple[int, dic
     assert len(problems(found, "broken_kernel, sm_80")) == 2  # in both dtypes
 
 
+@pytest.mark.slow
 def test_a_kernel_that_spills_fails_the_check(compiled: tuple[int, dict[str, Any]]) -> None:
     assert len(problems(compiled[1], "spilling_kernel, sm_80")) == 2
     assert all("spills" in problem for problem in problems(compiled[1], "spilling_kernel"))
@@ -148,6 +149,7 @@ def test_every_op_is_measured_beside_its_reference(measured: list[dict[str, Any]
     assert {row["passes"] for row in measured} == {"fwd", "fwd+bwd"}
 
 
+@pytest.mark.slow
 def test_rows_say_what_was_measured_and_where(measured: list[dict[str, Any]]) -> None:
     for row in measured:
         assert row["p20"] <= row["p50"] <= row["p80"] and row["p50"] > 0

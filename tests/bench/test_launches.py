@@ -24,6 +24,7 @@ def found(printed: str) -> dict[str, Any]:
     return json.loads(printed)
 
 
+@pytest.mark.slow
 def test_one_json_object_is_printed_and_nothing_else(printed: str, found: dict[str, Any]) -> None:
     assert printed.strip() == json.dumps(found)
     assert {"launches_forward", "launches_backward", "launches_decode"} <= found.keys() and found["host_us_per_op"] > 0

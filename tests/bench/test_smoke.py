@@ -21,6 +21,7 @@ def called(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
 
 
+@pytest.mark.slow
 def test_a_variant_that_needs_a_card_is_missing_and_one_that_does_not_end_is_a_failure(tmp_path: Path) -> None:
     """That a variant trains is judged by the command itself, which `make gpu-cpu` runs with two of them."""
     output = tmp_path / "rows.jsonl"

@@ -60,6 +60,7 @@ def test_together_there_are_ten_thousand_and_most_of_the_harmless_ones_are_compa
     assert sum(harmless.values()) == 4_975
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ABLE)
 def test_what_was_sampled_stays_and_what_lies_between_is_the_templates(name: str) -> None:
     for number in numbers(name):

@@ -16,6 +16,7 @@ from lowmem_grpo.models.experts import routed_blocks
 from lowmem_grpo.models.policy import Policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bits", "NF4"])
 def test_a_merge_of_files_is_that_of_the_loaded_model_expert_by_expert(four_bit: bool, tmp_path: Path) -> None:
     folder = saved_family("qwen3_moe", tmp_path / "base", hidden_size=64, num_experts=11)

@@ -98,6 +98,7 @@ def test_a_whole_model_whose_layers_differ_is_planned_within_five_percent(
     assert math.isclose(planned - beside, measured.activations, rel_tol=NEAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "context"), [(name, context) for name, context, _, _ in TARGETS])
 def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_tokens(
     name: str, context: int, weighing: Any

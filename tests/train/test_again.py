@@ -32,6 +32,7 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in records(folder)[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"overwrite_output_dir": True}], ids=["plain", "overwrite_output_dir"])
 def test_a_finished_trainer_trains_a_second_run_and_the_first_one_is_kept_whole(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -58,6 +59,7 @@ def test_a_second_trainer_on_the_folder_gives_the_same_run_and_keeps_the_first(t
     assert all(held[0][name].equal(held[1][name]) for name in held[0])
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_stopped_goes_on_unless_the_folder_is_anothers_by_now(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,6 +135,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
     assert same({name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("error", [ValueError("broken"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_a_failure_while_sampling_leaves_a_step_made_of_the_completions_that_are_held(
@@ -198,6 +199,7 @@ def test_a_reward_that_is_no_number_skips_the_step_as_it_does_without(
     assert metrics["optimizer/skipped"] == 1 and same(adapter(run), before)
 
 
+@pytest.mark.slow
 def test_a_run_with_it_ends_where_a_run_without_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with slow_decoding(monkeypatch):
         plain, ahead = trainer(tmp_path / "plain", False), trainer(tmp_path / "ahead", True)

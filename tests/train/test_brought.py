@@ -142,6 +142,7 @@ def test_rows_of_every_kind_give_the_same_run(kind: str, tmp_path: Path) -> None
     assert [prompt.ids for prompt in found.source.take(9)] == [prompt.ids for prompt in usual.source.take(9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "iterable", "torch"])
 def test_a_resumed_stream_goes_on_with_the_row_at_which_it_stopped(kind: str, tmp_path: Path) -> None:
     class Rows(torch.utils.data.IterableDataset[dict[str, Any]]):

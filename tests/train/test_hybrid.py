@@ -44,6 +44,7 @@ def trainer_on(
     return make(out, by_letters, model=model, **({"max_steps": 3, "num_iterations": 2, "beta": 0.02} | settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four_bit", [False, True])
 @pytest.mark.parametrize("checkpointing", MODES)
 def test_every_ratio_is_one_before_the_first_update_and_a_run_learns(
@@ -63,6 +64,7 @@ def test_every_ratio_is_one_before_the_first_update_and_a_run_learns(
     assert all(line["sampling/parity/max"] <= NEAR for line in logs if "sampling/parity/max" in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", MODES[:2])
 def test_where_layer_inputs_lie_does_not_change_what_is_learned(
     checkpointing: bool | str, folder: Path, straight: GRPOTrainer, tmp_path: Path

@@ -161,6 +161,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Gradients:
     return adapter(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", ["metrics.jsonl", "completions.jsonl"])
 def test_a_full_disk_leaves_whole_lines_and_the_run_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str, straight: Gradients

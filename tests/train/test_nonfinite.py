@@ -319,6 +319,7 @@ def test_gradients_from_before_a_bad_pass_are_not_applied(tmp_path: Path, sample
 # Three in a row
 
 
+@pytest.mark.slow
 def test_three_in_a_row_stop_the_run_and_leave_what_came_before(tmp_path: Path) -> None:
     expected = make(tmp_path / "steady", DigitSum(NAN, (2, 3)))
     expected.train()

@@ -65,6 +65,7 @@ def test_a_resumed_run_is_the_undisturbed_one_with(tmp_path: Path, settings: dic
     check_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_steps_recorded_after_the_checkpoint_are_made_again_and_recorded_once(tmp_path: Path, straight: Path) -> None:
     first = make(tmp_path, save_steps=2, callbacks=[StopAt(5)])
     first.train()
@@ -215,6 +216,7 @@ def test_the_best_checkpoint_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["best_checkpoint"] == str(tmp_path / "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_chosen_by_the_steps_since_the_last_save(tmp_path: Path) -> None:
     """With several optimizer steps a rollout, one line of metrics stands for all of them."""
     trainer = make(tmp_path, by_step, save_steps=2, num_iterations=2, save_total_limit=1, max_steps=8)
@@ -222,6 +224,7 @@ def test_the_best_checkpoint_is_chosen_by_the_steps_since_the_last_save(tmp_path
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_best_checkpoint_although_it_was_moved(tmp_path: Path) -> None:
     make(tmp_path / "here", by_step, save_steps=1, save_total_limit=1, callbacks=[StopAt(3)]).train()
     there = shutil.move(tmp_path / "here", tmp_path / "there")

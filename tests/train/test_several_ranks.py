@@ -64,6 +64,7 @@ def test_in_float64_and_in_a_fixed_order_the_adapter_is_the_same_bit_for_bit(tmp
             assert all(torch.equal(adapter[name], held) for name, held in expected.items()), count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {"scale_rewards": "batch", "dynamic_sampling_rounds": 2, "replay_buffer_size": 4},
     {"num_iterations": 2, "top_entropy_quantile": 0.5},
@@ -139,6 +140,7 @@ def wait_for_step(run: Ranked, step: int) -> None:
 # What goes wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_good(
     tmp_path: Path, victim: int

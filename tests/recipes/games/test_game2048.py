@@ -117,6 +117,7 @@ def test_a_seed_repeats_its_game_and_a_row_may_name_the_board() -> None:
     assert game.size == SIZES[4] and len(game.board) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "expected"), [  # shares in percent
     (SIZES[3], {"random": 47, "corner": 65, "greedy": 69}),
     (Size(3, 64, 60), {"random": 9.5, "corner": 42, "greedy": 22.5}),  # measured elsewhere too

@@ -131,6 +131,7 @@ def test_the_number_of_models_is_bounded_and_a_repeated_request_is_no_further_on
     server.close()
 
 
+@pytest.mark.slow
 def test_models_that_were_not_asked_for_leave_the_card_and_come_back_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
