@@ -1,5 +1,6 @@
 """A part of the attack on numbers, and that it sees what it looks for."""
 
+import pytest
 import torch
 
 from bench.attacks import numbers
