@@ -1,12 +1,10 @@
-"""What all tests share: the environment, the embedded model's tokenizer, policies of every family."""
+"""The environment of all tests. Their fixtures are in support/everywhere.py."""
 
-import gc
-import logging
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import Iterator
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tests and their processes: two workers share the cores
@@ -14,81 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tests and their processes: t
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/lowmem-grpo-datasets-{os.getuid()}")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode refuses products
 
-import torch
-
-# before triton is imported (bitsandbytes does): its kernels then run on CPU tensors, where there is no card
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-
-import card
-import pytest
-from hypothesis import HealthCheck
-from hypothesis import settings as hypothesis_settings
-from small_models import FAMILIES, HYBRIDS, TINY, load_model, with_adapter
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from lowmem_grpo.models.policy import Policy
-
-# The same examples in every run, and none that fails since a machine is busy.
-hypothesis_settings.register_profile(
-    "lowmem_grpo", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
-hypothesis_settings.load_profile("lowmem_grpo")
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is tested, here and in what tests start
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `gpu` is skipped where there is no card, or none that computes in the dtype of the test."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        why = card.why_skipped({} if call is None else call.params)
-        if item.get_closest_marker("gpu") and why is not None:
-            item.add_marker(pytest.mark.skip(reason=why))
-
-
-def pytest_collection_finish() -> None:
-    """What imports and the collection of tests have made is no garbage: where memory runs out, and where an engine
-    starts, all objects are looked through, and these are most of them."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def log_level_as_it_was() -> Iterator[None]:
-    """The command sets the level of the package's log: it is set back, so that no test counts more lines for that."""
-    log = logging.getLogger("lowmem_grpo")
-    before = log.level
-    yield
-    log.setLevel(before)
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    """The embedded model's tokenizer."""
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="session", params=["tiny", *FAMILIES, *HYBRIDS])
-def policy(request: pytest.FixtureRequest) -> Policy:
-    """A policy of every family, one after the other."""
-    return Policy(with_adapter(load_model(request.param)))
-
-
-@pytest.fixture(scope="session")
-def tiny_policy() -> Policy:
-    """The embedded model with an adapter."""
-    return Policy(with_adapter(load_model("tiny")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_engine_left_behind() -> Iterator[None]:
-    """A process has one engine of vLLM: what a module's tests left of theirs is closed before the next module."""
-    yield
-    choice = sys.modules.get("lowmem_grpo.engines.choice")
-    engine = None if choice is None else choice.living()
-    if engine is not None:
-        engine.close()
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures where tests run: the process that hands them out to workers starts without torch."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("everywhere")

@@ -110,6 +110,7 @@ def test_other_settings_in_one_rank_are_refused_by_name_in_all(tmp_path: Path) -
     assert all("the ranks train a step with different settings" in each and "0.002" in each for each in told), told
 
 
+@pytest.mark.slow
 def test_where_no_rank_has_played_no_step_is_made(tmp_path: Path) -> None:
     told = Ranked(tmp_path, 2, fails, how="nothing").wait()
     assert [each.step for each in told] == [0, 0] and all(each.metrics["trajectories/total"] == 0 for each in told)

@@ -106,6 +106,7 @@ def test_a_kernel_that_spills_fails_the_check(compiled: tuple[int, dict[str, Any
     assert min(spilled) > 64
 
 
+@pytest.mark.slow
 def test_a_kernel_fails_the_check_only_on_the_chip_whose_shared_memory_it_exceeds(
     compiled: tuple[int, dict[str, Any]]
 ) -> None:
@@ -158,6 +159,7 @@ def test_rows_say_what_was_measured_and_where(measured: list[dict[str, Any]]) ->
             assert 0 <= row["error"] < 1e-4
 
 
+@pytest.mark.slow
 def test_memory_within_operators_counts(measured: list[dict[str, Any]]) -> None:
     """The reference holds logits and their softmax, 64 x 500 floats each, the bare products hold the logits."""
     peaks = {row["provider"]: row["peak_bytes"] for row in measured

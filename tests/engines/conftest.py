@@ -7,25 +7,40 @@ token once in some hundred thousand; in float64 it does not.
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 
 import pytest
-from small_models import load_model, with_adapter
-from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.engines.choice import living
-from lowmem_grpo.engines.vllm.installed import import_plugin, installed
-from lowmem_grpo.models.policy import Policy
+if TYPE_CHECKING:  # the process that hands out the tests reads this file too, and starts without torch
+    from transformers import PreTrainedTokenizerBase
 
-if installed() is not None:
-    import_plugin()  # now, so that what it makes is frozen when collection is done
+    from lowmem_grpo.models.policy import Policy
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 # The first have caches of all kinds: without windows, with windows, with both, with states of gated delta nets.
 FAMILIES = ["Llama", "Mistral", "Gemma3", "Qwen3_5",
             *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny", "Qwen3", "Phi3"))]
 FROZEN, FREEZE = pytest.MonkeyPatch(), gc.freeze
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import vLLM where tests run, so that what it makes is frozen when collection is done."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        from lowmem_grpo.engines.vllm.installed import import_plugin, installed
+
+        if installed() is not None:
+            import_plugin()
+
+
+def policy_of(name: str) -> "Policy":
+    """A small model with an adapter, in float64."""
+    from small_models import load_model, with_adapter
+
+    from lowmem_grpo.models.policy import Policy
+
+    return Policy(with_adapter(load_model(name)).double())
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,8 +50,8 @@ def pytest_collection_finish() -> None:
 
 def keep_frozen() -> None:
     """vLLM collects garbage ten times from an engine's start to its end, which took most of both: it freezes all that
-    is there when it starts, and thaws all, what imports have made too, when it ends. Here what tests/conftest.py froze
-    stays frozen, and nothing else is, so that engines are collected."""
+    is there when it starts, and thaws all, what imports have made too, when it ends. Here what was frozen after
+    collection stays so, and nothing else is, so that engines are collected."""
     FROZEN.setattr(gc, "freeze", lambda: None)
     FROZEN.setattr(gc, "unfreeze", lambda: None)
 
@@ -56,6 +71,8 @@ def only_new_objects_are_collected() -> None:
 @pytest.fixture(scope="module")
 def all_is_collected() -> Iterator[None]:
     """For tests of what an engine leaves behind: to the end of the module vLLM freezes and thaws, as in a run."""
+    from lowmem_grpo.engines.choice import living
+
     FROZEN.undo()
     gc.unfreeze()
     yield
@@ -65,25 +82,25 @@ def all_is_collected() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
-def policy(request: pytest.FixtureRequest) -> Policy:
+def policy(request: pytest.FixtureRequest) -> "Policy":
     """A policy of every family, one after the other."""
-    return Policy(with_adapter(load_model(request.param)).double())
+    return policy_of(request.param)
 
 
 @pytest.fixture(scope="session")
-def small_policy() -> Policy:
+def small_policy() -> "Policy":
     """A random Llama of two layers: for tests to which its words say nothing."""
-    return Policy(with_adapter(load_model("Llama")).double())
+    return policy_of("Llama")
 
 
 @pytest.fixture(scope="session")
-def tiny_policy() -> Policy:
+def tiny_policy() -> "Policy":
     """The embedded model with an adapter."""
-    return Policy(with_adapter(load_model("tiny")).double())
+    return policy_of("tiny")
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def prompts(tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """Token ids of different lengths, a single token among them."""
     chat = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
     question = chat["input_ids"] if not isinstance(chat, list) else chat

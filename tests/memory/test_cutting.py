@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, cut_spans, places
+from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, cut_spans, ordered, places
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.sequences import sequences_of
@@ -82,3 +82,9 @@ def test_the_prompt_is_counted_once_for_neighbours() -> None:
     assert places(alike) == 9 + 3 * 5 and area(alike) == 3 * 14
     other = [*alike, Span(1, 0, (Lengths(None, 20, 1),))]
     assert places(other) == 9 + 3 * 5 + 19 + 1 and area(other) == 4 * 20
+
+
+def test_an_episode_stands_where_its_longest_sequence_belongs() -> None:
+    long_and_short = Span(0, 0, (Lengths("a", 10, 9), Lengths("b", 10, 1)))
+    between, other = Span(0, 1, (Lengths("a", 10, 5),)), Span(1, 0, (Lengths("a", 10, 7),))
+    assert list(ordered([[between, long_and_short], [other]])) == [long_and_short, between, other]

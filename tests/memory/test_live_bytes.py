@@ -8,10 +8,12 @@ import torch
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
 from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
 from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.offload import pages
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.train.run_memory import settings_of
@@ -79,6 +81,10 @@ def test_a_real_step_stands_beside_its_plan_and_checkpointing_is_seen(tmp_path: 
         peaks[checkpointing] = update_peak(trainer, trainer.rollout())
         assert 0.9 < peaks[checkpointing] / expected < 1.33
     assert peaks[True] < 0.8 * peaks[False]
+
+
+def test_a_plan_counts_host_memory_in_the_pages_that_layer_inputs_lie_in() -> None:
+    assert training_step.PAGE_BYTES == pages.PAGE_BYTES
 
 
 def test_peak_memory_of_this_process_is_bytes_and_not_kilobytes() -> None:

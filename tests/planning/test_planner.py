@@ -454,6 +454,7 @@ def test_layers_that_differ_and_lend_keys_are_planned_within_two_percent(weighin
     assert math.isclose(planned_bytes(config, settings_of(20480)), measured.device, rel_tol=0.02)
 
 
+@pytest.mark.slow
 def test_gemma_4s_larger_embedding_is_planned_on_the_host_where_a_card_is_small(weighing: Any) -> None:
     config = shallow(named_config("gemma-4-e4b"))
     shape, measured = ModelShape.of(config), weighing.weigh(config, [256], weighing.Features(host_embedding=True))

@@ -196,7 +196,8 @@ def unlike(folder: Path, rank: int, **changes: Any) -> None:
 
 @pytest.mark.parametrize(("changes", "named"), [
     ({"learning_rate": 2e-4}, "the setting learning_rate is 0.0001 (rank 0) and 0.0002 (rank 1)"),
-    ({"rows": [{"prompt": "2+2="}] * 9}, "the rows is 7 ("), ({"lora_seed": 4}, "the adapter's weights is "),
+    *(pytest.param(*others, marks=pytest.mark.slow) for others in (
+        ({"rows": [{"prompt": "2+2="}] * 9}, "the rows is 7 ("), ({"lora_seed": 4}, "the adapter's weights is "))),
 ])
 def test_ranks_that_differ_are_refused_by_name_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Any], named: str

@@ -75,7 +75,9 @@ def in_8_bits() -> Iterator[FastPeftModel]:
 class TestCacheInEightBits:
     pytestmark = NEEDS_VLLM
 
-    @pytest.mark.parametrize("settings", [PARALLEL, EXTRA, PARTIAL], ids=lambda settings: next(iter(settings)))
+    @pytest.mark.parametrize("settings", [PARALLEL, *(pytest.param(each, marks=pytest.mark.slow)
+                                                      for each in (EXTRA, PARTIAL))],
+                             ids=lambda settings: next(iter(settings)))
     def test_a_cache_in_8_bits_goes_with(
         self, settings: dict[str, Any], tmp_path: Path, in_8_bits: FastPeftModel
     ) -> None:

@@ -61,9 +61,15 @@ def current() -> Loan:
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError where vLLM has no model of that name."""
-    if name not in ModelRegistry.get_supported_archs():
+    """Raise BorrowError where vLLM has no model of that name.
+
+    The model is registered again as a class: otherwise vLLM starts a process that imports it (about 8 s, once for each
+    architecture and machine), only to keep this one free of CUDA, which it holds anyway.
+    """
+    known = ModelRegistry.models.get(name)
+    if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
+    ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def check_cache_dtype(name: str) -> None:

@@ -16,7 +16,7 @@ from lowmem_grpo.rollout.parity import ParityError, ParityGate
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.skipif(
+pytestmark = [*NEEDS_VLLM, pytest.mark.slow, pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM's 8-bit cache on a CPU needs AVX-512")]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 PARAMS = SamplingParams(n=4, max_tokens=48, seed=1, ignore_eos=True)
@@ -35,7 +35,6 @@ def measured(policy: Policy, engine: VLLMEngine, bound: float | None = None) -> 
     return gate.watch(groups)
 
 
-@pytest.mark.slow
 def test_it_holds_twice_the_tokens_and_the_gate_measures_the_rounding_and_advises_without_switching(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,7 +59,6 @@ def test_it_holds_twice_the_tokens_and_the_gate_measures_the_rounding_and_advise
     assert 1.5 * mean["fp8"] < mean["fp8_e5m2"] <= 0.06  # one bit of mantissa less
 
 
-@pytest.mark.slow
 def test_the_smallest_cache_of_a_context_has_half_the_bytes_and_room_for_one_sequence(tmp_path: Path) -> None:
     policy = policy_of("qwen2", torch.bfloat16, False, tmp_path)
     needed = least_kv_bytes(policy, CONTEXT, cache_dtype="fp8")
