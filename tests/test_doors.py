@@ -7,7 +7,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from refusals import not_refused
+from tables import not_refused
 
 import lowmem_grpo.agents
 import lowmem_grpo.kernels

@@ -12,7 +12,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from large_models import save_large
+from families import save_large
 from small_models import FAMILIES, SPLIT, TINY, random_model
 from transformers import (
     AutoConfig,

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import transformers
-from live_storage import LiveStorage
+from memory import LiveStorage
 from small_models import SHAPE, SPLIT, TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 

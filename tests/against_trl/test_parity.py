@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import pairwise
 from parity_runs import (
     OurRun,
     both,
@@ -28,6 +27,7 @@ from parity_runs import (
     theirs,
     trl_steps,
 )
+from tables import pairwise
 from trl_runs import END, Rollouts, TrlRun, make_trainer, prepare, random_rollouts, window
 
 from lowmem_grpo import GRPOConfig

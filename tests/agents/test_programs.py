@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judges import Scripted
+from scripted import Scripted
 
 from lowmem_grpo.runs.records import read_lines
 

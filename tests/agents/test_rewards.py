@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 import pytest
-from judges import Scripted
+from scripted import Scripted
 
 from bench.attacks.judge_server import by_length, in_turn, serving
 from lowmem_grpo import agents as art

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import ran
+from programs import ran
 
 from bench.common.make_results import document
 from bench.common.rows import append_row, read_rows

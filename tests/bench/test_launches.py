@@ -5,7 +5,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from bench_runs import ROOT, ran
+from programs import ROOT, ran
 
 from bench.launches import decode
 from lowmem_grpo.planning.costs import COSTS

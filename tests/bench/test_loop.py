@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_runs import providers, ran
 from click.testing import CliRunner
+from programs import providers, ran
 from scripted_chat import until
 
 from bench.common import model_folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import ran
+from programs import ran
 
 import lowmem_grpo
 from bench.memory import longest_context, on_card

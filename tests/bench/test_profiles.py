@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import ran
 from click.testing import CliRunner
+from programs import ran
 
 from bench.common import model_folder
 from bench.common.model_folder import MADE

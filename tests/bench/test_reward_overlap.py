@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from bench_runs import ran
+from programs import ran
 
 from bench.common.rows import read_rows
 

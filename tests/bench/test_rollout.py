@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import providers, ran
+from programs import providers, ran
 
 from bench.common.rows import read_rows
 from bench.common.targets import judged

@@ -1,6 +1,6 @@
 """What SamplingParams refuses, and when they truncate the distribution."""
 
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.config.sampling import SamplingParams
 

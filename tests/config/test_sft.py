@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo import SFTConfig
 from lowmem_grpo.config.sft import FIXED

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompt_rows import CharTokenizer, rows
+from template_tokenizers import CharTokenizer, rows
 
 from lowmem_grpo.data.difficulty import LONGEST_REST, DifficultyPools
 from lowmem_grpo.data.prompts import PromptEncoder, PromptSource

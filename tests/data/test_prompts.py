@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompt_rows import CharTokenizer, rows
+from template_tokenizers import CharTokenizer, rows
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.difficulty import DifficultyPools

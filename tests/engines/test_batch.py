@@ -4,8 +4,8 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from failing import Failing
-from talks import Talk
+from episodes import Talk
+from memory import Failing
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from episodes import Talk
 from small_models import TINY, load_model, with_adapter
-from talks import Talk
 from transformers import AutoTokenizer
 from vllm_models import CONTEXT, GREEDY, NEEDS_VLLM, SAME, distance, engine_on, ids_of
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from episodes import Talk
 from small_models import random_model, with_adapter
-from talks import Talk
 from transformers import PreTrainedTokenizerBase
 from vllm_models import differences
 

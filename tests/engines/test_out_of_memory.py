@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from failing import Failing
+from memory import Failing
 from small_models import load_model, with_adapter
 from trainer_runs import TEXTS
 from transformers import PreTrainedTokenizerBase

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Failing
+from episodes import Talk
 from families import loaded
+from memory import Failing
 from mixtures import LAYERS, K, mixture_folder
-from talks import Talk
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams

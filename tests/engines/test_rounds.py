@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from talks import Talk
+from episodes import Talk
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams

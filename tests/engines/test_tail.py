@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from episodes import Talk
 from mixtures import mixture_folder, policy_and_twin
 from small_models import load_model, with_adapter
-from talks import Talk
 from transformers import PreTrainedTokenizerBase
 from vllm_models import differences
 

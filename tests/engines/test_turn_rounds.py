@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Failing
+from episodes import Talk
+from memory import Failing
 from small_models import TINY, load_model, with_adapter
-from talks import Talk
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from failing import Failing
+from memory import Failing
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from adapters import adapted, export_command
+from export_tools import adapted, export_command
 
 from lowmem_grpo.fast_model import FastPeftModel
 

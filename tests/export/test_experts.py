@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import export_command
+from export_tools import export_command
 from families import GROUPS, batch_of, learned, loaded, saved_family
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

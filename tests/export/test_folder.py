@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import names_beside, spoil
+from export_tools import names_beside, spoil
 
 from lowmem_grpo.export.folder import ExportError, new_folder
 from lowmem_grpo.export.formats import export

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import adapted, edit, export_command, names_beside, spoil
+from export_tools import adapted, edit, export_command, names_beside, spoil
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 from transformers import AutoTokenizer

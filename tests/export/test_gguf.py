@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapters import export_command, names_beside
-from export_tools import CONVERTER, llama_cpp
+from export_tools import CONVERTER, export_command, llama_cpp, names_beside
 from gguf import GGUFWriter
 
 from lowmem_grpo.export.folder import ExportError

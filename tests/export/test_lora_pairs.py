@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import edit, names_beside, spoil
+from export_tools import edit, names_beside, spoil
 
 from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import read_pairs

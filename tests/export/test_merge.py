@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters import names_beside
-from live_storage import LiveStorage
+from export_tools import names_beside
+from memory import LiveStorage
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import TINY

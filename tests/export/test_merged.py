@@ -8,8 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from adapters import adapted, edit_record, export_command, names_beside
 from bitsandbytes.functional import dequantize_4bit
+from export_tools import adapted, edit_record, export_command, names_beside
 from fp8_checkpoints import KINDS, save_16_bit, save_in_fp8
 from safetensors.torch import load_file
 from small_models import TINY, scatter

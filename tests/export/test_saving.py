@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import adapted, names_beside
-from export_tools import CONVERTER, StubHub, llama_cpp
+from export_tools import CONVERTER, StubHub, adapted, llama_cpp, names_beside
 from safetensors.torch import load_file
 
 from lowmem_grpo.export.folder import ExportError

@@ -16,8 +16,7 @@ from lowmem_grpo.jobs.queue import JobQueue
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.page.routes import page_app
 from lowmem_grpo.service.users import OWNER
-from tests.support.browser import browsing, needs_chromium
-from tests.support.page_server import page_of, served
+from tests.support.page_server import browsing, needs_chromium, page_of, served
 
 pytestmark = [needs_chromium, pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux")]
 RECIPE = '''

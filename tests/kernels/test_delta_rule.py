@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from accuracy import assert_as_accurate, in_float64
 from card import DEVICES
-from live_storage import LiveStorage
-from refusals import not_refused
+from memory import LiveStorage
+from tables import not_refused
 from torch import Tensor
 
 from lowmem_grpo.kernels import delta_rule as module

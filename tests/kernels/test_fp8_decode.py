@@ -9,7 +9,7 @@ import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from card import HALVES, gpu
 from fp8_problem import by_definition, in_fp8
-from pairwise import pairwise
+from tables import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

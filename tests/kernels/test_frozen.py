@@ -9,8 +9,8 @@ import torch
 from accuracy import assert_as_accurate, in_float64
 from card import DEVICES
 from fp8_problem import KINDS, by_definition, in_fp8, joined
-from live_storage import LiveStorage
-from pairwise import pairwise
+from memory import LiveStorage
+from tables import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels import frozen

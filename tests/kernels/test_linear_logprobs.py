@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from accuracy import in_float64
-from live_storage import LiveStorage
 from logprob_problem import CHUNKS, CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from memory import LiveStorage
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref

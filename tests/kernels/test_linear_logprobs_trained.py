@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from live_storage import LiveStorage
 from logprob_problem import CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from memory import LiveStorage
 from nf4_problem import in_4_bit
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
 from logprob_problem import CLOSE, SUMMATION, assert_no_worse, outcome, problem
-from pairwise import pairwise
+from tables import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs

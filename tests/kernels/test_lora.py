@@ -8,8 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, in_float64
 from card import DEVICES, gpu
-from counted_ops import CountedOps
-from live_storage import LiveStorage
+from memory import CountedOps, LiveStorage
 from nf4_problem import in_4_bit
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

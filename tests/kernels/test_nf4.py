@@ -9,7 +9,7 @@ import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
 from nf4_problem import in_4_bit
-from pairwise import pairwise
+from tables import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef

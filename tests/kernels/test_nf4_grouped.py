@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from expert_problem import outcome, problem, random, stack, wide
-from pairwise import pairwise
+from tables import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 from card import gpu
-from live_storage import LiveStorage
+from memory import LiveStorage
 from nf4_problem import (
     DTYPES,
     GRADIENTS,
@@ -22,8 +22,8 @@ from nf4_problem import (
     quantized,
     wide,
 )
-from pairwise import pairwise
 from peft import LoraConfig, get_peft_model
+from tables import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -9,7 +9,7 @@ from logprob_problem import D, V
 from logprob_problem import problem as logprob_problem
 from nf4_problem import ONE
 from nf4_problem import problem as nf4_problem
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, in_float64, interpreted
 from card import CARD, DEVICES
-from live_storage import LiveStorage
+from memory import LiveStorage
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

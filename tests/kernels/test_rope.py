@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, interpreted
 from card import CARD, DEVICES, HALVES, gpu
-from live_storage import LiveStorage
+from memory import LiveStorage
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 from transformers.models.gemma3 import modeling_gemma3

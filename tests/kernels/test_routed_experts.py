@@ -10,8 +10,8 @@ import torch
 from accuracy import assert_as_accurate
 from card import DEVICES
 from expert_problem import outcome, problem, random, stack, wide
-from live_storage import LiveStorage
-from refusals import not_refused
+from memory import LiveStorage
+from tables import not_refused
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref

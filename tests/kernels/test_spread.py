@@ -7,8 +7,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
-from counted_ops import CountedOps
-from live_storage import LiveStorage
+from memory import CountedOps, LiveStorage
 from torch import Tensor
 
 from lowmem_grpo.kernels.spread import gather, gather_ref, spread, spread_ref

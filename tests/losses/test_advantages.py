@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import not_refused
+from tables import not_refused
 from torch import Tensor
 
 from lowmem_grpo.losses.advantages import (

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.losses.loss_settings import ADAPTIVE, OF_TYPES, LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES

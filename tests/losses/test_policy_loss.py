@@ -21,7 +21,7 @@ from naive_loss import (
     naive_phi,
     places_of,
 )
-from pairwise import pairwise
+from tables import pairwise
 from torch import Tensor
 
 from lowmem_grpo.losses.loss_metrics import KINDS

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from refusals import not_refused
+from tables import not_refused
 from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from failing import WORDS
+from memory import WORDS
 
 from lowmem_grpo.memory.bounds import (
     Bound,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from live_storage import LiveStorage
+from memory import LiveStorage
 from small_models import load_model, random_model, with_adapter
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from late_copies import LateCopies
+from checkpointed_stack import LateCopies
 from small_models import DELTA, SPLIT, TINY, random_model, scatter, with_adapter
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache

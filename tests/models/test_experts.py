@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import SHAPES, family_model, saved_family
-from live_storage import LiveStorage
+from memory import LiveStorage
 from nf4_problem import in_4_bit
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file

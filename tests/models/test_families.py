@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed_stack import LateCopies
 from families import GROUPS, SHAPES, TRAINED, batch_of, learned, learned_alone, loaded, plain_twin, saved_family
-from late_copies import LateCopies
-from refusals import not_refused
+from tables import not_refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fp8_checkpoints import KINDS, compressed, dequantized, save_16_bit, save_in_fp8
-from live_storage import LiveStorage
-from refusals import not_refused
+from memory import LiveStorage
 from safetensors.torch import load_file, save_file
 from small_models import SPLIT, scatter
+from tables import not_refused
 from torch import nn
 
 from lowmem_grpo import FastLanguageModel

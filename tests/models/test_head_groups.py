@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import assert_as_accurate
-from live_storage import LiveStorage
+from memory import LiveStorage
 from packed_problem import GROUPS, batch_of, outcome, trained
-from pairwise import pairwise
 from small_models import load_model, with_adapter
+from tables import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

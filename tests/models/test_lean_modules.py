@@ -7,7 +7,7 @@ import bitsandbytes as bnb
 import peft
 import pytest
 import torch
-from live_storage import LiveStorage
+from memory import LiveStorage
 from small_models import FAMILIES, FUSED, SPLIT, random_model, scatter
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from card import DEVICES
-from live_storage import LiveStorage
+from memory import LiveStorage
 from packed_problem import GROUPS, batch_of, outcome, trained
 from small_models import FAMILIES, load_model, random_model, with_adapter
 from torch import Tensor

@@ -8,8 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from composites import COMPOSITES, saved_composite
-from families import GROUPS, batch_of, learned, learned_alone, loaded
+from families import COMPOSITES, GROUPS, batch_of, learned, learned_alone, loaded, saved_composite
 from fp8_checkpoints import store_in_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_stack import LAYER_INPUT, LAYERS, Stack, grads, inputs, offloading, same, step
-from late_copies import LateCopies
-from live_storage import LiveStorage
+from checkpointed_stack import LAYER_INPUT, LAYERS, LateCopies, Stack, grads, inputs, offloading, same, step
+from memory import LiveStorage
 from small_models import random_model, with_adapter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_stack import LAYERS, Stack, grads, inputs, offloading, same, step
-from late_copies import LateCopies
+from checkpointed_stack import LAYERS, LateCopies, Stack, grads, inputs, offloading, same, step
 from torch import Tensor, nn
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {

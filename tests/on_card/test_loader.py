@@ -7,7 +7,7 @@ import bitsandbytes
 import pytest
 import torch
 from card import CARD, DEVICES, HALVES, gpu
-from large_models import save_large
+from families import save_large
 from safetensors.torch import load_file
 from small_models import TINY
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.model_shape import ModelShape

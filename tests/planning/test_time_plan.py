@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.kernels.few_rows import decode_launch, taken_rows
 from lowmem_grpo.memory.cards import CARDS, device

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.recipes import countdown
 from lowmem_grpo.recipes.countdown import answer_line, given_numbers, make_dataset, reaches_target

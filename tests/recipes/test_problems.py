@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from datasets import Dataset
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.recipes import arithmetic, calculator, code, countdown, email, judge, proximity
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from datasets import Dataset
-from refusals import not_refused
+from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo.cli import main

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from prompt_rows import CharTokenizer
+from template_tokenizers import CharTokenizer
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams

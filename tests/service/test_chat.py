@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from desks import chat_over, scripted_desk
 from random_talks import SCHEMAS
+from served import chat_over, scripted_desk
 
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import ChatError

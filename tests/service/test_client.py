@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from desks import chat_over, scripted_desk
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from random_talks import SCHEMAS
+from served import chat_over, scripted_desk
 
 from lowmem_grpo.service.client import SESSION, Client, NotServedError
 

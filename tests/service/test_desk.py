@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from desks import call_of, scripted_desk
 from scripted_chat import until
+from served import call_of, scripted_desk
 
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.waiting import DeskClosedError

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from desks import chat_over, scripted_desk
+from served import chat_over, scripted_desk
 
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.endpoint import Endpoint

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from desks import chat_over, scripted_desk
+from served import chat_over, scripted_desk
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.judges import DeskJudge

@@ -1,6 +1,7 @@
-"""A small random model of every family in the table, the same one as transformers computes it, and what both learn."""
+"""Small random models of every family on disk: whole, beside images and sounds, and in many shards."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,20 @@ import peft
 import torch
 from small_models import HYBRIDS, SHAPE, TINY, scatter
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.memory.families import FAMILIES
@@ -142,3 +156,54 @@ def weights(count: int) -> Tensor:
 def gradients(model: Any) -> dict[str, Tensor]:
     """Of every LoRA tensor, by its name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+TINY_PART = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "head_dim": 8, "patch_size": 4}
+COMPOSITES: dict[str, tuple[type[Any], type[Any], str, dict[str, Any]]] = {  # config, model, text family, other parts
+    "gemma4": (Gemma4Config, Gemma4ForConditionalGeneration, "gemma4_text", {
+        "vision_config": TINY_PART | {"num_key_value_heads": 2, "position_embedding_size": 16},
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}}),
+    "mistral3": (Mistral3Config, Mistral3ForConditionalGeneration, "ministral3", {
+        "vision_config": TINY_PART | {"model_type": "pixtral", "image_size": 16}, "tie_word_embeddings": False}),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, "qwen3_5_text", {
+        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+                          "out_hidden_size": SHAPE["hidden_size"], "num_position_embeddings": 16, "patch_size": 4}}),
+}
+
+
+def composite(kind: str) -> PreTrainedModel:
+    """A model in float32 with every part; that of text is the small model of its family."""
+    config, model, family, parts = COMPOSITES[kind]
+    text: Any = family_model(family)
+    whole: PreTrainedModel = model(config(text_config=text.config.to_dict(), **parts)).eval()
+    whole.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    return whole
+
+
+def saved_composite(kind: str, folder: Path) -> Path:
+    """A folder with the model and the embedded tokenizer, as the hub would have it."""
+    composite(kind).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder / "tokenizer")
+    for file in (folder / "tokenizer").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def save_large(folder: Path) -> tuple[int, int]:
+    """A random model in bfloat16, in several files; its bytes, and those of its largest matrix."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=1536, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=12,
+        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True, dtype="bfloat16",
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="90MB")
+    finally:
+        torch.set_default_dtype(before)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert len(sizes) >= 4
+    return sum(sizes), 2 * config.hidden_size * config.intermediate_size

@@ -1,10 +1,13 @@
-"""Programs that a test starts and gives signals, and for which it never waits without an end."""
+"""Programs that a test starts and gives signals, and for which it never waits without an end; benchmarks among them."""
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 LONGEST = 200.0  # seconds until a program that hangs is killed, so that its test fails
@@ -36,3 +39,20 @@ def program(*command: Any, **options: Any) -> Iterator["subprocess.Popen[str]"]:
         finally:
             hangs.cancel()
             started.kill()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def ran(module: str, *words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A module of bench/ in one thread, with tables as wide as their rows; it must end well."""
+    command = [sys.executable, "-m", f"bench.{module}", *map(str, words)]
+    settings = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def providers(*names: str) -> list[str]:
+    """Options that name them."""
+    return [word for name in names for word in ("--provider", name)]

@@ -1,4 +1,4 @@
-"""An engine that says what a script says, trainers that play with it, and environments that hang."""
+"""An engine and a judge that say what a script says, trainers that play with it, and environments that hang."""
 
 import threading
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from lowmem_grpo.environments.episode import Bounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import Factories
 from lowmem_grpo.environments.workers import Job
+from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, unanswered
+from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.types import Rollout
 
@@ -95,3 +97,25 @@ class Hang:
             thread.join(60)
             assert not thread.is_alive()
         self.over = threading.Event()
+
+
+class Scripted(Judge):
+    """Scores answers by their length, in place of a model; notes what it was asked."""
+
+    time_limit = 10.0
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__("scripted", 100, None, Prices(1.0, None))
+        self.asked: list[Question] = []
+        self.fails = fails
+
+    def rate(self, questions: list[Question]) -> Round:
+        now, waiting = self.begin(questions)
+        self.asked += waiting
+        for question in waiting:
+            now.meter.prompt_tokens += 10
+            if self.fails:
+                now.troubles.append(unanswered("babble", "it babbles", "take another"))
+            else:
+                self.learn(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
+        return self.end(now)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Failing
-from late_copies import LateCopies
+from checkpointed_stack import LateCopies
+from memory import Failing
 from trainer_runs import Gradients, adapter, digit_sum, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer

@@ -56,7 +56,7 @@ def test_after_twenty_steps_the_adapter_is_that_of_one_process(tmp_path: Path, o
 
 @pytest.mark.slow
 def test_in_float64_and_in_a_fixed_order_the_adapter_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    found = {count: Ranked(tmp_path / str(count), count, train_in_order, max_steps=20).wait() for count in (1, 2, 4)}
+    found = {count: Ranked(tmp_path / str(count), count, train_in_order, max_steps=5).wait() for count in (1, 2, 4)}
     expected = found[1][0][0]
     assert any(tensor.dtype == torch.float64 and tensor.any() for tensor in expected.values())
     for count in (2, 4):

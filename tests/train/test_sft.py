@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from live_storage import LiveStorage
+from memory import LiveStorage
 from small_models import SHAPE, TINY
 from trainer_runs import Gradients, adapter_of, moved, relative
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

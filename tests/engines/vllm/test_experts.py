@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from episodes import Talk
 from families import saved_family
-from talks import Talk
 from trainer_runs import adapter, make, same
 from vllm_models import (
     CONTEXT,

@@ -6,7 +6,9 @@ import peft
 import pytest
 import torch
 from card import CPU
-from lent_parts import (
+from small_models import SPLIT, load_model, scatter
+from torch import Tensor
+from vllm_models import (
     GATE_UP,
     OUT,
     QKV,
@@ -16,14 +18,12 @@ from lent_parts import (
     fuse,
     inputs,
     linear_of,
+    move_adapter,
     ours,
     reallocated,
     sampled,
     theirs,
 )
-from small_models import SPLIT, load_model, scatter
-from torch import Tensor
-from vllm_models import move_adapter
 
 from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError

@@ -10,8 +10,10 @@ import peft
 import pytest
 import torch
 from card import CPU
-from counted_ops import CountedOps
-from lent_parts import (
+from memory import CountedOps
+from small_models import load_model, with_adapter
+from torch import Tensor, nn
+from vllm_models import (
     GATE_UP,
     MODULES,
     OUT,
@@ -24,14 +26,13 @@ from lent_parts import (
     fuse_plain,
     inputs,
     linear_of,
+    move_adapter,
     ours,
+    policy_of,
     reallocated,
     sampled,
     theirs,
 )
-from small_models import load_model, with_adapter
-from torch import Tensor, nn
-from vllm_models import move_adapter, policy_of
 
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan, loras_of

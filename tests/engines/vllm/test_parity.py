@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_storage import LiveStorage
+from memory import LiveStorage
 from vllm_models import (
     NEEDS_VLLM,
     REAL,

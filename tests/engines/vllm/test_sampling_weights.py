@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from lent_parts import MODULES, PARTS, close_to, fuse, inputs, ours, theirs
-from live_storage import LiveStorage
+from memory import LiveStorage
 from torch import Tensor
-from vllm_models import CONTEXT, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
+from vllm_models import (
+    CONTEXT,
+    MODULES,
+    NEEDS_VLLM,
+    PARTS,
+    close_to,
+    differences,
+    engine_on,
+    fuse,
+    inputs,
+    move_adapter,
+    ours,
+    policy_of,
+    theirs,
+)
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import pool as vllm_pool

@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from failing import Failing
-from talks import Talk
+from episodes import Talk
+from memory import Failing
 from transformers import PreTrainedTokenizerBase
 from vllm_models import CONTEXT, KV_BYTES, LONG, NEEDS_VLLM, OTHER, SAME, distance, dying, states
 

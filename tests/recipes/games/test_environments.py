@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.recipes.games import guess, tictactoe
 from lowmem_grpo.recipes.games.calculator import calculate, sums

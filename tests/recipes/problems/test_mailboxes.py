@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from refusals import not_refused
+from tables import not_refused
 
 from lowmem_grpo.recipes.problems import mail_database
 from lowmem_grpo.recipes.problems.inbox import Mail, mailbox

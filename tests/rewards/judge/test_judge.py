@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judges import Scripted
+from scripted import Scripted
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.cache import Cache

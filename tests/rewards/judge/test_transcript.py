@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from judges import Scripted
+from scripted import Scripted
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.calling.of_groups import Later

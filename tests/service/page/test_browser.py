@@ -9,8 +9,7 @@ pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
 from lowmem_grpo.views.report import write_report
-from tests.support.browser import Browser, browsing, needs_chromium
-from tests.support.page_server import watched
+from tests.support.page_server import Browser, browsing, needs_chromium, watched
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
 pytestmark = needs_chromium

@@ -1,5 +1,6 @@
-"""Counts the bytes of tensor storage that operations make and that are still alive; fake tensors count as well."""
+"""Memory in tests: bytes that operations hold, operations that run, and a lack of memory when a test says so."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,31 @@ def storages(values: Any) -> list[tuple[int, torch.UntypedStorage]]:
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"]
     found = [tensor.untyped_storage() for tensor in tensors]
     return [(storage._cdata, storage) for storage in found]
+
+
+class CountedOps(TorchDispatchMode):
+    """`names` of the operations, such as "aten::mm", in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+WORDS = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.00 GiB"
+
+
+class Failing:
+    """A hook that raises at some of its calls, counted from 0."""
+
+    def __init__(self, *calls: int, error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError(WORDS)) -> None:
+        self.at, self.calls, self.error, self.raised = set(calls), 0, error, 0
+
+    def __call__(self, *args: Any) -> None:
+        number, self.calls = self.calls, self.calls + 1
+        if number in self.at:
+            self.raised += 1
+            raise self.error()
