@@ -1,4 +1,5 @@
 # Everything sets itself up in .venv. On a machine with a GPU the same commands use it.
+unexport PYTHONDONTWRITEBYTECODE  # compiled once: each test process starts sooner
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

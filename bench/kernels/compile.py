@@ -4,6 +4,7 @@
     python -m bench.kernels.compile --all              the same with a line for each variant
     python -m bench.kernels.compile --json             one JSON object with everything
     python -m bench.kernels.compile --chips 75,90      only these chips
+    python -m bench.kernels.compile --one-dtype        fp16 only for chips without bf16, in half of the time
 
 The exit code is 1, with a list, where a kernel does not compile, spills more than 64 bytes a thread, needs more shared
 memory than its chip has, or is in no `variants()`. bench/README.md says more.
@@ -78,13 +79,14 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str]) -> list[Job]:
-    """Every variant of every module for every chip, dtype and set of hints."""
+def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str], one_dtype: bool = False) -> list[Job]:
+    """Return every variant of every module for every chip, dtype and set of hints; with `one_dtype` fp16 only where a
+    chip has no bf16."""
     return [
         Job(module.__name__.rpartition(".")[2], variant, chip, dtype, hint)
         for module in modules if hasattr(module, "variants")
         for chip in chips
-        for dtype in DTYPES if not (dtype == "bf16" and chip in NO_BF16)
+        for dtype in (["fp16"] if chip in NO_BF16 else ["bf16"] if one_dtype else DTYPES)
         for variant in module.variants(chip, DTYPES[dtype])
         for hint in hints
     ]
@@ -200,16 +202,18 @@ def require_compiler() -> str:
 @click.option("--chips", callback=chosen_chips, help="Compute capabilities, such as 75,90; all by default.")
 @click.option("--hints", type=click.Choice(["aligned", "odd", "both"]), default="aligned", show_default=True,
               help="Sizes and strides known to be multiples of 16 (as they mostly are), or not.")
+@click.option("--one-dtype", is_flag=True, help="fp16 only for chips without bf16: half of the time.")
 @click.option("--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Python files with variants(), in place of lowmem_grpo.kernels.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1), help="Processes.")
 def main(
-    as_json: bool, every_variant: bool, chips: list[int], hints: str, files: tuple[Path, ...], jobs: int
+    as_json: bool, every_variant: bool, chips: list[int], hints: str, one_dtype: bool, files: tuple[Path, ...],
+    jobs: int,
 ) -> None:
     """Compile every kernel for every chip and weigh it."""
     version, start = require_compiler(), time.perf_counter()
     modules = [load_file(path) for path in files] or kernel_modules()
-    wanted = list_jobs(modules, chips, ["aligned", "odd"] if hints == "both" else [hints])
+    wanted = list_jobs(modules, chips, ["aligned", "odd"] if hints == "both" else [hints], one_dtype)
     if not wanted:
         raise click.ClickException("nothing to compile: no module has variants()")
     weights = weigh_all(wanted, jobs)

@@ -39,7 +39,7 @@ def train(folder):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
-    ranks(patience=3.0)
+    ranks(patience=8.0)
     adapter, _ = run(folder / "run", ranks().rank, resume=True, callbacks=[Killed()], max_steps=6, save_steps=2)
     torch.save((ranks().count, adapter), folder / f"rank-{ranks().rank}.pt")
 
