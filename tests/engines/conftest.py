@@ -22,7 +22,6 @@ QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result
 # The first have caches of all kinds: without windows, with windows, with both, with states of gated delta nets.
 FAMILIES = ["Llama", "Mistral", "Gemma3", "Qwen3_5",
             *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny", "Qwen3", "Phi3"))]
-FROZEN, FREEZE = pytest.MonkeyPatch(), gc.freeze
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,27 +42,11 @@ def policy_of(name: str) -> "Policy":
     return Policy(with_adapter(load_model(name)).double())
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    keep_frozen()
-
-
-def keep_frozen() -> None:
-    """vLLM collects garbage ten times from an engine's start to its end, which took most of both: it freezes all that
-    is there when it starts, and thaws all, what imports have made too, when it ends. Here what was frozen after
-    collection stays so, and nothing else is, so that engines are collected."""
-    FROZEN.setattr(gc, "freeze", lambda: None)
-    FROZEN.setattr(gc, "unfreeze", lambda: None)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
-    FROZEN.undo()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def only_new_objects_are_collected() -> None:
-    """What earlier modules left is no garbage."""
+    """Freeze what earlier modules left: vLLM collects garbage ten times from an engine's start to its end."""
+    from everywhere import FREEZE
+
     gc.collect()
     FREEZE()
 
@@ -71,10 +54,11 @@ def only_new_objects_are_collected() -> None:
 @pytest.fixture(scope="module")
 def all_is_collected() -> Iterator[None]:
     """For tests of what an engine leaves behind: to the end of the module vLLM freezes and thaws, as in a run."""
+    from everywhere import keep_frozen, thaw
+
     from lowmem_grpo.engines.choice import living
 
-    FROZEN.undo()
-    gc.unfreeze()
+    thaw()
     yield
     if (engine := living()) is not None:
         engine.close()

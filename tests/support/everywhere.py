@@ -35,15 +35,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
+FROZEN, FREEZE = pytest.MonkeyPatch(), gc.freeze
+
+
 def pytest_collection_finish() -> None:
-    """What imports and the collection of tests have made is no garbage: where memory runs out, and where an engine
-    starts, all objects are looked through, and these are most of them."""
+    """Freeze what imports and the collection of tests have made: where memory runs out, and where an engine starts, all
+    objects are looked through, and these are most of them."""
     gc.collect()
     gc.freeze()
+    keep_frozen()
+
+
+def keep_frozen() -> None:
+    """Keep frozen what is, and freeze nothing else, so that engines are collected: vLLM freezes all that is there when
+    it starts, and thaws all, what imports have made too, when it ends; then each collection takes most of a second."""
+    FROZEN.setattr(gc, "freeze", lambda: None)
+    FROZEN.setattr(gc, "unfreeze", lambda: None)
+
+
+def thaw() -> None:
+    """Let vLLM freeze and thaw as in a run, until `keep_frozen` is called."""
+    FROZEN.undo()
+    gc.unfreeze()
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+    thaw()
 
 
 @pytest.fixture(autouse=True)
