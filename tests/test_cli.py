@@ -24,7 +24,7 @@ def invoke(*words: Any) -> Result:
 def loaded_after(code: str) -> list[str]:
     """Which heavy libraries a fresh interpreter has loaded after running `code`."""
     script = f"import sys\n{code}\nprint('loaded:', *[name for name in {HEAVY} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
     return result.stdout.rpartition("loaded:")[2].split()
 
@@ -55,7 +55,7 @@ def test_the_installed_command_answers() -> None:
     command = Path(sys.executable).with_name("lowmem-grpo")
     if not command.exists():
         pytest.skip("the package is not installed in this environment")
-    result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=400)
     assert __version__ in result.stdout
 
 

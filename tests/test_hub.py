@@ -42,7 +42,7 @@ def port() -> Any:
 def asked(port: socket.socket, **settings: str) -> list[tuple[str, int]]:
     """What is said about a model and a dataset, and how often the hub was called; nothing else may be printed."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{port.getsockname()[1]}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=200,
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=400,
                           env=os.environ | place | settings)
     assert done.stderr == ""
     return [json.loads(line) for line in done.stdout.splitlines()]

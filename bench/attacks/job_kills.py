@@ -32,7 +32,7 @@ from lowmem_grpo.service.database import Database
 
 NUMBERS, PAUSE = 40, 0.04
 KINDS = ("the server", "the keeper", "the run", "everything")
-LONGEST = 120.0  # seconds that a job may take to come to its end
+LONGEST = 400.0  # seconds that a job may take to come to its end
 RECIPE = f'''
 import fcntl, os, sys, time
 from pathlib import Path

@@ -53,7 +53,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sft": {},
 }
 MOVED = 0.01  # the largest entry of B, which begins at 0, must get beyond this: else weights could be lost unseen
-LONGEST = 120.0  # seconds a process may run
+LONGEST = 400.0  # seconds a process may run
 
 
 class Watch:

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["lowmem_grpo.train.grpo", "lowmem_grpo.train.sft", "lowmem_grpo.loader",
                                "bench.attacks.ranked_run"])
-TIMEOUT = 120
+TIMEOUT = 400  # seconds until what hangs is killed
 
 
 def free_port() -> int:

@@ -29,7 +29,7 @@ from lowmem_grpo.service.home import Address, read_address
 PACKAGES = ("tinker==0.38.0", "tinker-cookbook==0.5.8", "sympy", "pylatexenc", "math-verify")
 MODEL = str(files("lowmem_grpo") / "assets" / "tiny")
 AGREE = 1e-3  # of the mean squared difference of log-probabilities, which is 0 to the digits that recipes print
-STARTS = 120.0  # seconds in which the server comes up
+STARTS = 400.0  # seconds in which the server comes up
 Rows = list[dict[str, Any]]
 
 

@@ -8,10 +8,7 @@ import torch
 from bench.attacks.corruptions import CASES, Case, attempt, stopped_run
 from bench.attacks.kills import PHASES, Scenario, attack
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses CUDA cannot fork"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses CUDA cannot fork")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,6 @@ def test_no_kill_loses_a_job_or_runs_one_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks servers")
 def test_no_kill_of_a_server_loses_an_answered_step_or_makes_one_twice() -> None:
     done = subprocess.run([sys.executable, "-m", "bench.attacks.service_kills", "--count", "4"], capture_output=True,

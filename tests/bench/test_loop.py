@@ -278,7 +278,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(540)
 def test_a_step_on_the_cpu_has_phases_that_add_up_and_our_row_says_what_was_planned_and_trained_on(
     measured: dict[str, dict[str, Any]]
 ) -> None:

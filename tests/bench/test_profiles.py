@@ -143,7 +143,6 @@ def test_a_file_that_is_no_trace_is_refused_and_nothing_is_written(content: str,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(440)
 def test_both_parts_are_profiled_on_the_cpu(tmp_path: Path) -> None:
     ran("profiles.bench", "--device", "cpu", "--engine", "transformers", "--output", tmp_path, "--trace")
     for part, steps in (("train", 1), ("decode", 8)):

@@ -32,7 +32,6 @@ def measured(tmp_path: Path) -> tuple[dict[str, dict[str, Any]], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(440)
 def test_a_run_on_the_cpu_writes_speed_memory_and_parity_and_names_a_provider_that_cannot_run_here(
     measured: tuple[dict[str, dict[str, Any]], str]
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="a server needs the extra [serve]")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
 COMMAND = [sys.executable, "-m", "lowmem_grpo"]
-LONGEST = 120  # seconds that a command, or what is waited for, may take
+LONGEST = 400  # seconds that a command, or what is waited for, may take
 RECIPE = '''
 import signal, sys, time
 from dataclasses import dataclass

@@ -73,7 +73,7 @@ def submit(queue: JobQueue, what: str = "end", **fields: object) -> int:
 
 
 def until(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 200
+    end = time.monotonic() + 400
     while not holds():
         assert time.monotonic() < end, [(job.state, job.why) for job in dispatcher.queue.all()]
         dispatcher.look()

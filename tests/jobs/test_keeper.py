@@ -30,7 +30,7 @@ threading.Event().wait(600)"""
 WITH_A_CHILD = """
 import subprocess
 subprocess.Popen(["sh", "-c", "echo lives; exec sleep 600"], stdout=open({pipe!r}, "w"))""" + STUBBORN
-LONGEST = 200  # seconds until a keeper that hangs fails its test
+LONGEST = 400  # seconds until a keeper that hangs fails its test
 Keep = Callable[..., "subprocess.Popen[bytes]"]
 
 

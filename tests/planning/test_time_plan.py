@@ -329,7 +329,7 @@ def test_planning_time_needs_no_torch() -> None:
             "done = CliRunner().invoke(main, 'plan --model qwen2.5-3b --gpu h200 --json'.split()); "
             "assert done.exit_code == 0, done.output; assert 'step_seconds' in done.output; "
             "print(sorted({'torch', 'transformers'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -306,7 +306,7 @@ def test_a_template_that_rewrites_history_splits_only_where_it_is_asked_to_rende
 
 
 def test_environments_of_many_episodes_work_side_by_side() -> None:
-    all_of_them = threading.Barrier(32, timeout=30)
+    all_of_them = threading.Barrier(32, timeout=200)
 
     class Meeting(Game):
         def step(self, reply: str) -> Any:

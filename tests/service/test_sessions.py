@@ -163,7 +163,7 @@ print(json.load(urlopen(Request(f"{url}/chat/completions", body, head)))["choice
 def test_a_program_that_knows_only_the_address_and_the_key_yields_a_trajectory(endpoint: AgentEndpoint) -> None:
     with endpoint.session() as session:
         command = [sys.executable, "-c", PROGRAM, session.base_url, session.api_key]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert (done.stdout, done.stderr) == ("heard: without a library\n", "")
     assert [texts(history) for history in session.trajectory().histories] == [
         ["from a program", "heard: from a program", "without a library", "heard: without a library"]]

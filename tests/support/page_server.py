@@ -63,7 +63,7 @@ needs_chromium = pytest.mark.skipif(
     not CHROMIUM or not DRIVER, reason="the page is driven in Debian's chromium, with its chromium-driver")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900",
            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
-LONGEST = 90.0  # seconds until a page that hangs fails its test
+LONGEST = 300.0  # seconds until a page that hangs fails its test
 
 
 class Browser:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LONGEST = 200.0  # seconds until a program that hangs is killed, so that its test fails
+LONGEST = 400.0  # seconds until a program that hangs is killed, so that its test fails
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
 
 def wait_for_step(run: Ranked, step: int) -> None:
     """Until the run has made so many steps."""
-    until, path = time.monotonic() + 120, run.folder / "metrics.jsonl"
+    until, path = time.monotonic() + 400, run.folder / "metrics.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < step:
         assert time.monotonic() < until and all(process.is_alive() for process in run.processes), f"no step {step}"
         time.sleep(0.05)

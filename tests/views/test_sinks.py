@@ -32,7 +32,7 @@ def test_trackio_keeps_what_was_logged_and_evaluated(tmp_path: Path) -> None:
     """With the real library, which reads where its files lie when it is imported."""
     pytest.importorskip("trackio")
     place = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", WRITES], env=place, check=True, capture_output=True, timeout=200)
+    subprocess.run([sys.executable, "-c", WRITES], env=place, check=True, capture_output=True, timeout=400)
 
     def values(metric: str) -> list[tuple[int, float]]:
         asked = ["get", "metric", "--project", "a-project", "--run", "a-run", "--metric", metric, "--json"]

@@ -167,7 +167,7 @@ print(len(engine.generate([[5, 6]], SamplingParams(max_tokens=2))))
 @pytest.mark.usefixtures("alone")
 def test_a_program_that_closes_nothing_ends_without_an_error() -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parents[2] / "support"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "1")
     assert "Traceback" not in done.stderr
 

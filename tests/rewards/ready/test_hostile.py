@@ -46,7 +46,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_completion_does_not_hold_up_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is so long that what takes time quadratic in its length takes minutes, and the rest some hundredths."""
