@@ -115,10 +115,12 @@ def test_a_kernel_fails_the_check_only_on_the_chip_whose_shared_memory_it_exceed
     assert {row["shared_bytes"] for row in sharing} == {7 * 2 * 64 * 64 * 2}
 
 
+@pytest.mark.slow
 def test_a_kernel_that_no_variant_lists_fails_the_check(compiled: tuple[int, dict[str, Any]]) -> None:
     assert len(problems(compiled[1], "forgotten_kernel is in no variants()")) == 1
 
 
+@pytest.mark.slow
 def test_good_kernels_pass_with_their_registers_counted(compiled: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
     assert not problems(compiled[1], "good_kernel")
     good = [row for row in compiled[1]["rows"] if row["kernel"] == "good_kernel"]
@@ -168,6 +170,7 @@ def test_memory_within_operators_counts(measured: list[dict[str, Any]]) -> None:
     assert peaks["two_gemms"] >= 64 * 500 * 4
 
 
+@pytest.mark.slow
 def test_ours_is_set_against_its_bare_products(measured: list[dict[str, Any]]) -> None:
     rows = [row for row in measured if row["op"] == "linear_logprobs"]
     assert {row["gemm_ratio"] for row in rows if row["provider"] == "two_gemms"} == {1.0}
