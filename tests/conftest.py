@@ -12,12 +12,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tests and their processes: t
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/lowmem-grpo-datasets-{os.getuid()}")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode refuses products
 
+import torch
+
+# before triton is imported (bitsandbytes does): its kernels then run on CPU tensors, where there is no card
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is tested, here and in what tests start
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures where tests run: the process that hands them out to workers starts without torch."""
+    """Load the fixtures where tests run: the process that hands them out to workers starts without transformers."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("everywhere")

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from small_models import TINY
+from tables import every_row
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import lowmem_grpo
@@ -88,7 +89,7 @@ def untouched(model: FastPeftModel, request: pytest.FixtureRequest) -> Iterator[
     assert after == before
 
 
-@pytest.mark.parametrize(("prompts", "count"), [
+@every_row(("prompts", "count"), [
     (QUESTION, 1), ([QUESTION], 1), ([QUESTION, "Start"], 2), (CHAT, 1), ([CHAT], 1), ([CHAT, CHAT[:1], CHAT], 3),
     ([5, 6, 7], 1), ([[5, 6, 7], [8]], 2), ([QUESTION, CHAT, [5, 6]], 3), ((QUESTION, "Start"), 2),
 ])
@@ -308,7 +309,7 @@ def test_what_stopped_a_completion_is_said_as_vllm_says_it(
     assert free.outputs[0].stop_reason is None
 
 
-@pytest.mark.parametrize(("settings", "error", "message"), [
+@every_row(("settings", "error", "message"), [
     ({"presence_penalty": 0.5}, ValueError, "presence_penalty=0.5 is not supported.*reward the text"),
     ({"logprobs": -2}, ValueError, r"logprobs is -2; it must be -1 \(all\)"),
     ({"max_tokens": None}, ValueError, "max_tokens is None; it must"),
@@ -349,7 +350,7 @@ def test_what_notebooks_pass_is_the_same_prompt(bare: BareModel, tokenizer: PreT
 IMAGE = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What?"}]}]
 
 
-@pytest.mark.parametrize(("given", "error", "message"), [
+@every_row(("given", "error", "message"), [
     ({"prompts": [{"prompt": "x", "multi_modal_data": {"image": 1}}]}, ValueError, "multi_modal_data; only text"),
     ({"prompts": [IMAGE]}, ValueError, "part of type 'image'; only text"),
     ({"prompts": [{"text": "x"}]}, TypeError, "dictionary with text; pass text, chat"),
@@ -404,7 +405,7 @@ def test_an_adapter_with_layers_that_the_model_lacks_is_refused_and_leaves_no_tr
     ]
 
 
-@pytest.mark.parametrize("prompts", ["", [], [""], [[]], ["Start", ""]])
+@every_row("prompts", ["", [], [""], [[]], ["Start", ""]])
 def test_an_empty_prompt_is_refused(bare: BareModel, prompts: Any) -> None:
     with pytest.raises(ValueError, match="no prompt, or an empty one"):
         bare.fast_generate(prompts)

@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 import lowmem_grpo
 import lowmem_grpo.agents
@@ -155,7 +156,7 @@ def test_only_recipes_import_names_from_a_door() -> None:
             for alias in node.names if alias.name in LAZY.get(node.module or "", {})] == []
 
 
-@pytest.mark.parametrize("folder", ORDER)
+@every_row("folder", ORDER)
 def test_a_folder_imports_only_the_libraries_that_the_table_gives_it(folder: str) -> None:
     used = set().union(*(foreign(name) for name in MODULES if folder_of(name) == folder))
     assert used == LIBRARIES.get(folder, set())

@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import save_large
 from small_models import FAMILIES, SPLIT, TINY, random_model
+from tables import every_row
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -63,7 +64,7 @@ def decoder_linears(model: BareModel) -> list[tuple[str, torch.nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in SPLIT]
 
 
-@pytest.mark.parametrize("dtype", [None, "auto", "float32", "bfloat16", torch.bfloat16, torch.float16])
+@every_row("dtype", [None, "auto", "float32", "bfloat16", torch.bfloat16, torch.float16])
 def test_16_bit_weights_have_the_wanted_dtype_and_are_frozen(dtype: Any) -> None:
     model = load(dtype=dtype)
     default = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -156,7 +157,7 @@ REFUSALS = {  # an option, and a value that asks for what is not done here
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@every_row("name", REFUSALS)
 def test_a_refused_option_says_what_to_do_instead_and_its_off_values_pass(name: str, bare: BareModel) -> None:
     for method, fates in (("from_pretrained", FROM_PRETRAINED), ("get_peft_model", GET_PEFT_MODEL)):
         call, first = getattr(FastLanguageModel, method), "./nowhere" if method == "from_pretrained" else bare
@@ -233,7 +234,7 @@ def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
             assert set(UNSLOTH[loader.__name__][method]) - ours == set()
 
 
-@pytest.mark.parametrize(("options", "message"), [
+@every_row(("options", "message"), [
     ({"r": 0}, "r is 0; it must be at least 1"),
     ({"bias": "all"}, 'only "none" is supported'), ({"max_seq_length": 64}, "loaded with 128"),
     ({"target_modules": ["q_proj", "qkv_proj"]}, r"\['qkv_proj'\], which this model does not have"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parity_runs import Exact, OurRun, both, difference, our_run, stale
+from tables import every_row
 from torch import Tensor
 from trl_runs import END, TrlRun, make_trainer, random_rollouts
 
@@ -277,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@every_row("what", REFUSED)
 def test_what_trl_takes_and_leaves_out_or_breaks_up_is_refused_by_name(what: str) -> None:
     settings, words = REFUSED[what]
     make_trainer(ROLLOUTS, settings=settings)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from memory import LiveStorage
 from small_models import SHAPE, SPLIT, TINY, load_model, with_adapter
+from tables import every_row
 from transformers import AutoTokenizer
 
 if os.environ.get("CI") != "true":  # in CI its absence fails the import below
@@ -332,7 +333,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@every_row("case", REFUSED)
 def test_what_cannot_be_trained_is_refused_with_what_to_do(case: str) -> None:
     changes, message = REFUSED[case]
     assert list(refused(trainer_with())) == []

@@ -15,6 +15,7 @@ from typing import Any
 import agent_runs
 import pytest
 from agent_runs import agent, backend, groups
+from tables import every_row
 
 from bench.attacks.small_run import differences
 from lowmem_grpo import agents as art
@@ -186,7 +187,7 @@ def test_what_cannot_be_trained_is_said_and_the_run_goes_on(
             assert result.step == step + 1 and "no step was made" in caplog.text
 
 
-@pytest.mark.parametrize(("call", "error", "match"), [
+@every_row(("call", "error", "match"), [
     (lambda model, given: model.train(given, learning_rat=1), TypeError, "did you mean learning_rate"),
     (lambda model, given: model.train(given, kimi_k2_tau=0.5), ValueError, "kl_penalty_coef"),
     (lambda model, given: model.train(given, loss_fn="sft"), ValueError, "allowed are cispo, ppo"),
@@ -194,7 +195,7 @@ def test_what_cannot_be_trained_is_said_and_the_run_goes_on(
     (lambda model, given: model.backend().train(agent(name="other"), given), ValueError, "register"),
     (lambda model, given: backend(model.backend().path).register(agent()), RunInUseError, "belongs to a run"),
     (lambda model, given: model.backend().register(agent(base_model="tiny")), ValueError, "another name"),
-], ids=["unknown", "refused", "loss", "no groups", "not registered", "in use", "another base"])
+])
 def test_wrong_calls_are_refused_before_anything_is_done(
     call: Callable[..., Any], error: type[Exception], match: str, model: Any, loop: asyncio.AbstractEventLoop
 ) -> None:

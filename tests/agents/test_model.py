@@ -10,6 +10,7 @@ import pytest
 from agent_backends import ScriptedBackend
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ValidationError
+from tables import every_row
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.rewards import ruler_score_group
@@ -154,7 +155,7 @@ def test_the_internal_config_is_given_or_set_as_in_art() -> None:
     assert given.model_copy(deep=True)._internal_config == {"peft_args": {"r": 8}}
 
 
-@pytest.mark.parametrize(("call", "words"), [
+@every_row(("call", "words"), [
     (lambda model: model.openai_client(), r"await model\.register"), (lambda model: model.serve(), "no backend yet"),
     (lambda model: asyncio.run(model.train([])), "no backend yet"),
     (lambda model: asyncio.run(model.register(None)), "takes a backend, and got None"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted
+from tables import every_row
 
 from bench.attacks.judge_server import by_length, in_turn, serving
 from lowmem_grpo import agents as art
@@ -93,7 +94,7 @@ def test_an_address_takes_the_name_of_its_model_from_the_parameters() -> None:
     assert server.asked[0]["model"] == "m"
 
 
-@pytest.mark.parametrize(("judge", "params", "words"), [
+@every_row(("judge", "params", "words"), [
     ("anthropic/claude", {}, "address of 'anthropic' is not known"),
     ("hosted_vllm/m", {"base_url": "http://127.0.0.1:1/v1"}, "OPENAI_API_KEY is sent to OpenAI only"),
     ("http://127.0.0.1:1/v1", {}, "needs the name of its model"), ("self", {}, r"model\.judge\(\)"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.agents.train_config import FATES, HONOURED, TrainConfig, settings_of
@@ -38,7 +39,7 @@ def test_every_option_of_arts_has_one_meaning_and_its_defaults_are_accepted() ->
     GRPOConfig(**found)
 
 
-@pytest.mark.parametrize(("options", "settings"), [
+@every_row(("options", "settings"), [
     ({"loss_fn": "ppo", "epsilon": 0.1, "epsilon_high": 0.3},
      {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.3}),
     ({"epsilon": 1.0, "epsilon_high": 3.0}, {"epsilon_high": 4.0}),
@@ -59,7 +60,7 @@ def test_options_become_settings(options: dict[str, Any], settings: dict[str, An
     GRPOConfig(**{"loss_type": "cispo"} | settings)
 
 
-@pytest.mark.parametrize(("options", "match"), [
+@every_row(("options", "match"), [
     ({"epsilon": 0.2}, "no lower bound"), ({"importance_sampling_level": "average"}, "'token' and 'sequence'"),
     ({"max_negative_advantage_importance_sampling_weight": 2.0}, "epsilon_high"),
     ({"adam_params": object()}, "adam_beta1"), ({"mask_prob_ratio": True}, "token_mask"),

@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
+from tables import every_row
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents import trajectories as module
@@ -110,7 +111,7 @@ def test_one_member_in_place_of_a_list_is_refused_with_how_to_write_it(wrong: An
         art.TrajectoryGroup(wrong())
 
 
-@pytest.mark.parametrize("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron",
+@every_row("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron",
                                   "PipelineTrainer", "TrainSFTConfig", "utils"])
 def test_a_name_of_art_that_is_not_here_is_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):

@@ -1,6 +1,7 @@
 """The bench of public ART programs changes only what it says it changes, and its table tells what happened."""
 
 import pytest
+from tables import every_row
 
 from bench.agents.bench import RESULTS
 from bench.agents.rules import rewritten
@@ -8,7 +9,7 @@ from bench.agents.section import agents_table
 from bench.common.rows import read_rows
 
 
-@pytest.mark.parametrize(("before", "after", "kind"), [
+@every_row(("before", "after", "kind"), [
     ("!uv pip install art\nx = 1", "pass\nx = 1", "imports"),
     ("import art", "from lowmem_grpo import agents as art", "imports"),
     ("from art.local import LocalBackend", "from lowmem_grpo.agents.local import LocalBackend", "imports"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from programs import ROOT, ran
+from tables import every_row
 
 from bench.launches import decode
 from lowmem_grpo.planning.costs import COSTS
@@ -44,7 +45,7 @@ def test_a_sampled_token_takes_few_launches_of_a_layer(found: dict[str, Any]) ->
     assert 4 <= found["launches_decode"] <= DECODE
 
 
-@pytest.mark.parametrize("target", ["bench-launches", "bench-memory", "bench-step", "bench-rollout", "compile-kernels"])
+@every_row("target", ["bench-launches", "bench-memory", "bench-step", "bench-rollout", "compile-kernels"])
 def test_make_runs_each_bench_and_asks_for_json_on_demand(target: str) -> None:
     make = ["make", "--no-print-directory", "--dry-run", "--always-make", target]  # `make test` is a make around it
     commands = [subprocess.run([*make, *more], cwd=ROOT, capture_output=True, text=True,

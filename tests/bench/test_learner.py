@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from click import ClickException
 from click.testing import CliRunner
+from tables import every_row
 
 from bench.learner.bench import curve, fresh, main, recipe_command, verdict
 from bench.learner.lessons import answer_of, lessons
@@ -88,7 +89,7 @@ def test_a_model_of_other_settings_is_not_used_again(tmp_path: Path) -> None:
 # verdicts
 
 
-@pytest.mark.parametrize(("changes", "good", "said"), [
+@every_row(("changes", "good", "said"), [
     ({}, True, "noise 4.4%"), ({"accuracy_after": 0.44}, False, "no rise beyond noise (4.4%)"),
     ({"accuracy_after": 0.3}, False, "no rise"), ({"eval_problems": 100, "accuracy_after": 0.5}, False, "no rise"),
     ({"accuracy_after": 0.3, "device": "cpu"}, True, "judged only on a card"),

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from programs import providers, ran
 from scripted_chat import until
+from tables import every_row
 
 from bench.common import model_folder
 from bench.common.child import outcome
@@ -326,7 +327,7 @@ def test_targets_compare_time_and_memory_with_each_peer_of_the_same_run(
     assert set(found.values()) == {"not run"}
 
 
-@pytest.mark.parametrize("other", [
+@every_row("other", [
     {"run": "2"}, {"gib": 24.0}, {"prompts": 4}, {"shape": "tiny"}, {"gpu": "NVIDIA L4"}, {"missing": "why"},
 ])
 def test_rows_of_another_run_case_or_card_are_not_compared(other: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from click.testing import CliRunner
+from tables import every_row
 
 from bench.common.rows import read_rows
 from bench.notebooks import bench
@@ -15,7 +16,7 @@ from bench.notebooks.section import notebooks_table
 SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
 
 
-@pytest.mark.parametrize(("before", "after", "kind"), [
+@every_row(("before", "after", "kind"), [
     ("!pip install unsloth vllm\nx = 1", "pass\nx = 1", "imports"),
     ("if a:\n    !uv pip install \\\n      x\nb", "if a:\n    pass\nb", "imports"),
     ("%%capture\nimport os", "pass\nimport os", "imports"),
@@ -46,7 +47,7 @@ def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> Non
     assert dict(counts) == {kind: 1}
 
 
-@pytest.mark.parametrize("cell", [
+@every_row("cell", [
     "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
     "t.apply_chat_template(x, tokenize = False)", "from transformers import TrainingArguments", "no python at all",
 ])

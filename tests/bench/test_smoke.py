@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tables import every_row
 
 from bench.common.child import last_words
 from bench.gate import pretend
@@ -38,7 +39,7 @@ STEP = {"loss": 0.1, "grad_norm": 1.0, "entropy": 2.0, "groups/with_signal": 4, 
 GOOD = {"engine": "vllm", "steps": [STEP], "adapter_moved": 0.01, "wrong": [], "left_bytes": 2**20, "pretend": False}
 
 
-@pytest.mark.parametrize(("change", "words"), [
+@every_row(("change", "words"), [
     ({"steps": [STEP, STEP | {"loss": float("nan")}]}, "step 2: loss is nan"),
     ({"steps": [{name: value for name, value in STEP.items() if name != "entropy"}]}, "step 1: entropy is None"),
     ({"steps": [STEP | {"grad_norm": 0.0}]}, "the gradient is zero"),
@@ -109,7 +110,7 @@ def test_a_nap_that_gives_no_memory_back_or_loses_some_of_the_cache_is_seen(monk
     assert len(shrunk) == 1 and "536,870,912 bytes after sleep and wake" in shrunk[0]
 
 
-@pytest.mark.parametrize(("name", "shortages", "share", "good"), [
+@every_row(("name", "shortages", "share", "good"), [
     ("vllm wakes beside a full cache", 0, 1.0, True), ("vllm wakes beside a full cache", 1, 1.0, False),
     ("vllm wakes beside a full cache", 0, 0.5, False), ("vllm wakes on a full card", 1, 0.5, True),
     ("vllm wakes on a full card", 0, 1.0, False), ("vllm wakes on a full card", 1, 1.0, False),

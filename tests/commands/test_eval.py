@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from datasets import Dataset
+from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.cli import main
@@ -278,7 +279,7 @@ def test_ready_made_rewards_are_made(name: str) -> None:
     assert found[0] > 0 >= found[1]
 
 
-@pytest.mark.parametrize(("name", "message"), [
+@every_row(("name", "message"), [
     ("SYSTEM_PROMPT", "SYSTEM_PROMPT is not a reward function"),
     ("regex_match", "regex_match is not a reward function: .* needs pattern, which"),
     ("qqqqqq", r"no reward 'qqqqqq' in lowmem_grpo.rewards\. Name your own"),

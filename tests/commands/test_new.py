@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from datasets import Dataset
+from tables import every_row
 
 from lowmem_grpo import hub
 from lowmem_grpo.cli import main
@@ -132,12 +133,12 @@ def test_a_recipe_with_an_environment_takes_no_data(option: tuple[str, str], fol
     assert not (folder / "mine.py").exists()
 
 
-@pytest.mark.parametrize("kind", CHOICES)
+@every_row("kind", CHOICES)
 def test_answers_are_taken_for_what_they_are(kind: str) -> None:
     assert kind_of([str(ANSWERS[kind](i)) for i in range(24)]) == kind
 
 
-@pytest.mark.parametrize(("answers", "kind"), [
+@every_row(("answers", "kind"), [
     (["1", "2", "many", "no"], "text"), (["3.5", "1,000", "-2", "$5", "1/2", "50%", "7", "8", "9", "?"], "number"),
     (["[1, 2]", "{}"], "json"), (["{broken", "{}"], "text"), (["x" * 61] * 3, "long"), (["yes"] * 3, "text"),
     (["so it is \\boxed{4}, as was to be shown in more than eight words"] * 2, "math"), (["AB", "C"], "text"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tables import every_row
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.memory.named_configs import named_config
@@ -132,7 +133,7 @@ def test_a_size_in_place_of_a_card_has_no_time_and_says_why() -> None:
     assert "A step's time is not estimated: no data sheet is known of '16GiB'" in plan(*words).output
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@every_row(("words", "message"), [
     (["--model", "qwen3-8b", "--gpu", "t4", "--prompts", "0"], "prompts is 0; it must be at least 1"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--prompt-length", "2048"], "do not fit a context of 2048"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--completion-length", "1900"], "give a mean of at most"),

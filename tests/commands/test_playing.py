@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tables import every_row
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.train.play import typed_calls
@@ -65,7 +66,7 @@ def test_the_end_of_the_input_stops_the_command(typed: str) -> None:
     assert done.exit_code == 130 and "stopped by Ctrl-C" in done.stderr
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@every_row(("words", "said"), [
     (("--recipe", "gues"), "did you mean guess"), (("--recipe", "guess", "hello"), "not both"), ((), "give a PROMPT"),
     (("hello", "--you", "beside"), "--you is for --recipe"), (("--recipe", "guess", "-n", 2), "lowmem-grpo eval MODEL"),
     (("--recipe", "guess", "--you", "beside", "--json"), "leave one of them out"),

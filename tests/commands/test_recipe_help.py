@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tables import every_row
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands.recipe_help import file_of, recipe_help
@@ -31,7 +32,7 @@ OPTIONS = MyOptions
 '''
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@every_row("name", RECIPES)
 def test_help_shows_every_option_and_preset_of_a_recipe(name: str) -> None:
     module, text = import_module(f"lowmem_grpo.recipes.{name}"), recipe_help(file_of(name))
     options = module.OPTIONS()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from small_models import TINY
+from tables import every_row
 from transformers import AutoTokenizer
 
 from lowmem_grpo.chat_templates import get_chat_template
@@ -51,8 +52,8 @@ RENDERED = {  # of CHAT; / stands for a new line
 }
 
 
-@pytest.mark.parametrize("name", RENDERED)
-@pytest.mark.parametrize("mapped", [False, True])
+@every_row("name", RENDERED)
+@every_row("mapped", [False, True])
 def test_a_format_renders_as_its_family_writes_it(name: str, mapped: bool) -> None:
     tokenizer = fresh((FORMATS[name].end,))
     same = get_chat_template(tokenizer, chat_template=name, mapping=SHAREGPT if mapped else None)
@@ -62,7 +63,7 @@ def test_a_format_renders_as_its_family_writes_it(name: str, mapped: bool) -> No
     assert tokenizer.eos_token == FORMATS[name].end
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@every_row("name", FORMATS)
 def test_every_name_ends_turns_with_a_token_that_the_tokenizer_has(name: str) -> None:
     tokenizer = get_chat_template(fresh(bos="<|im_start|>"), name)
     whole = rendered(tokenizer, CHAT[1:3], prompt=False)

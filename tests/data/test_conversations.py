@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
+from tables import every_row
 
 from lowmem_grpo.chat_templates import standardize_data_formats, standardize_sharegpt
 from lowmem_grpo.data.prompts import DataError
@@ -19,8 +20,8 @@ HOLDERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize(("column", "messages"), [("conversations", TOLD), ("messages", CHAT)])
+@every_row("holder", HOLDERS)
+@every_row(("column", "messages"), [("conversations", TOLD), ("messages", CHAT)])
 def test_every_holder_and_spelling_gives_the_same_messages(holder: str, column: str, messages: Any) -> None:
     make, read = HOLDERS[holder]
     for call in (standardize_sharegpt, standardize_data_formats):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from small_models import TINY
+from tables import every_row
 from transformers import AutoTokenizer
 
 from lowmem_grpo.data.examples import Example, ExampleEncoder
@@ -30,7 +31,7 @@ def encoded(row: dict[str, Any]) -> tuple[str, str]:
 CHAT = question("1 + 1?"), "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(("prompt", "rendered", "completion", "ended"), [
+@every_row(("prompt", "rendered", "completion", "ended"), [
     (*CHAT, "2", "2<|im_end|>"), (*CHAT, [{"role": "assistant", "content": "2"}], "2<|im_end|>"),
     (*CHAT, "2<|im_end|>", "2<|im_end|>"), ("1 + 1 =", "1 + 1 =", " 2", " 2<|im_end|>"),
     ("1 + 1 =", "1 + 1 =", " 2<|im_end|>", " 2<|im_end|>"),
@@ -51,7 +52,7 @@ def test_prompt_and_completion_are_never_merged_into_other_tokens() -> None:
     assert [*found.ids, *found.completion_ids[:-1]] != tokenizer.encode("What is the result?")
 
 
-@pytest.mark.parametrize(("row", "reason"), [
+@every_row(("row", "reason"), [
     ({"prompt": "a", "completion": ""}, "empty completion"), ({"prompt": "a", "completion": " \n"}, "empty completion"),
     ({"prompt": "a", "completion": None}, "empty completion"), ({"prompt": "a"}, "empty completion"),
     ({"prompt": "", "completion": "b"}, "empty prompt"), ({"prompt": [], "completion": "b"}, "empty prompt"),

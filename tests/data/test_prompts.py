@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import every_row
 from template_tokenizers import CharTokenizer, rows
 from transformers import PreTrainedTokenizerBase
 
@@ -103,7 +104,7 @@ def test_a_dataset_of_unusable_rows_is_refused_instead_of_searched_for_ever(pool
         source(bad, pools=pools).take(1)
 
 
-@pytest.mark.parametrize(("dataset", "message"), [
+@every_row(("dataset", "message"), [
     ([], "has no rows"), (iter([]), "list_iterator.*from_list"),
     (Dataset.from_list(rows(2)).to_iterable_dataset(), "IterableDataset.*a streamed dataset"),
     ([{"question": "2 + 2?"}], "no column 'prompt'; its columns are question"),

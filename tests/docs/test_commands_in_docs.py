@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+from tables import every_row
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.recipes import RECIPES
@@ -30,7 +31,7 @@ def test_the_pages_have_commands() -> None:
     assert len(COMMANDS) > 30
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: value[:70])
+@every_row(("page", "line"), COMMANDS)
 def test_every_command_on_a_page_exists_and_takes_its_options(page: str, line: str) -> None:
     words = words_of(line)
     if not words or words[0].isupper() or words[0].startswith("-"):

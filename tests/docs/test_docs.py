@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from naive_loss import LONGEST, example
+from tables import every_row
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.strategies import STRATEGIES
@@ -38,7 +39,7 @@ def not_on_the_page(metrics: Iterable[str]) -> list[str]:
     return [name for name in metrics if not any(re.fullmatch(one, name) for one in known)]
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@every_row("loss_type", LOSS_TYPES)
 def test_every_metric_of_a_loss_type_is_on_the_page(loss_type: str) -> None:
     metrics = grpo_loss(**example(), loss_type=loss_type, max_completion_length=LONGEST).metrics
     assert not_on_the_page(metrics) == [], EXPLAIN
@@ -70,7 +71,7 @@ def test_every_algorithm_is_on_the_page_with_its_three_lines(heading: str, names
         assert len(found.splitlines()) == 3
 
 
-@pytest.mark.parametrize("line", re.findall(r"^    GRPOConfig\((.*)\)\s+# ", PAGE, flags=re.MULTILINE))
+@every_row("line", re.findall(r"^    GRPOConfig\((.*)\)\s+# ", PAGE, flags=re.MULTILINE))
 def test_every_setting_on_the_page_is_accepted(line: str) -> None:
     settings = dict(re.findall(r"(\w+)=([^,]+)(?:, |$)", line))
     GRPOConfig(**{name: plain(value) for name, value in settings.items()})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every_row
 
 nbformat = pytest.importorskip("nbformat")
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
@@ -101,7 +102,7 @@ def test_every_notebook_is_checked_and_listed() -> None:
     assert [path.name for path in NOTEBOOKS if path.name not in listed] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@every_row("path", NOTEBOOKS)
 def test_a_notebook_is_valid_and_stores_no_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -111,14 +112,14 @@ def test_a_notebook_is_valid_and_stores_no_outputs(path: Path) -> None:
             assert cell.execution_count is None
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@every_row("path", NOTEBOOKS)
 def test_a_notebook_asks_colab_for_a_card_and_any_jupyter_for_its_usual_kernel(path: Path) -> None:
     metadata = nbformat.read(path, as_version=4).metadata
     assert metadata.kernelspec.name == "python3"
     assert metadata.accelerator == "GPU"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@every_row("path", NOTEBOOKS)
 def test_a_notebook_hides_nothing_and_writes_only_beside_itself(path: Path) -> None:
     for source in cells(path)[1:]:
         for node in ast.walk(ast.parse(source)):
@@ -129,7 +130,7 @@ def test_a_notebook_hides_nothing_and_writes_only_beside_itself(path: Path) -> N
         assert max(map(len, source.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@every_row("path", NOTEBOOKS)
 def test_the_links_of_a_notebook_lead_somewhere(path: Path) -> None:
     links = [link for text in cells(path, "markdown") for link in re.findall(r"\]\(([^)#]+)\)", text)]
     assert [link for link in links if "://" not in link and not (FOLDER / link).exists()] == []

@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 from bench.common.rows import read_rows
 from bench.notebooks.section import latest, told
@@ -65,7 +66,7 @@ def test_the_table_of_cards_says_what_the_planner_says(model: str) -> None:
     assert row.split(" | ")[1:] == [f"{tokens:,}" if tokens else "-" for tokens in found[:-1]] + [f"{found[-1]:,} |"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_row("page", PAGES)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     inside = [link for link in links if "://" not in link]

@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 
 import pytest
 
-if TYPE_CHECKING:  # the process that hands out the tests reads this file too, and starts without torch
+if TYPE_CHECKING:  # the process that hands out the tests reads this file too, and starts without them
     from transformers import PreTrainedTokenizerBase
 
     from lowmem_grpo.models.policy import Policy

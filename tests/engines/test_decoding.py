@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -36,7 +37,7 @@ def numbers(count: int, seed: int = 0) -> Tensor:
     return torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("options", "kept"), TRUNCATIONS, ids=str)
+@every_row(("options", "kept"), TRUNCATIONS)
 def test_frequencies_and_logprobs_are_those_of_what_is_kept(options: dict[str, Any], kept: list[int]) -> None:
     tokens, logprobs = draws(20000, **options)
     assert set(tokens.tolist()) == set(kept)

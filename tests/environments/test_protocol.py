@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Factories, Seat, tools_of
 
@@ -74,7 +75,7 @@ def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
     assert seat.step("x").done
 
 
-@pytest.mark.parametrize(("given", "said"), [
+@every_row(("given", "said"), [
     (("x", math.nan, False), "Game.step gave nan as its reward; expected is a finite number"),
     (("x", "much", False), "gave 'much' as its reward"), (("x", math.inf, False), "gave inf"),
     ("x", "Game.step returned 'x'; expected is"), ((b"x", 1, False), "gave b'x' as its observation"),
@@ -111,7 +112,7 @@ class Costly:
     def __init__(self, price: int) -> None: ...
 
 
-@pytest.mark.parametrize(("given", "said"), [
+@every_row(("given", "said"), [
     ("Game", "environment_factory is 'Game'; pass a class"), ({}, "pass a class"), (Empty, "neither step"),
     (Costly, "made without arguments"), (object, "without a method reset"),
 ])

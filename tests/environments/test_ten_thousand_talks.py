@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from jinja2 import TemplateError
 from random_talks import NO_RESULTS, NO_TEXT, SCHEMAS, Round, Talk, family, marks_of
+from tables import every_row
 from template_tokenizers import NAMES, tokenizer_of
 
 from lowmem_grpo.environments.renderer import Renderer, RendererError
@@ -118,13 +119,13 @@ def test_where_a_template_appends_the_tokens_are_those_of_the_whole_conversation
     assert found == Counter(NOT_THE_SAME.get(name, {"same": found.total()}))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ABLE])
+@every_row("name", [name for name in NAMES if name not in ABLE])
 def test_a_template_that_drops_plain_text_is_refused(name: str) -> None:
     with pytest.raises(RendererError, match=r"roles user \(.*: use another template"):
         Renderer(tokenizer_of(name)).bridge([{"role": "user", "content": "Hi"}], True)
 
 
-@pytest.mark.parametrize("name", [name for name in ABLE if family(name) in NO_RESULTS])
+@every_row("name", [name for name in ABLE if family(name) in NO_RESULTS])
 def test_a_template_without_tools_is_refused_with_a_family_that_has_them(name: str) -> None:
     with pytest.raises(RendererError, match=r"roles tool \(.*use a model family whose template has tools \(Qwen2\.5"):
         Renderer(tokenizer_of(name), SCHEMAS).bridge([{"role": "tool", "name": "add", "content": "3"}], True)

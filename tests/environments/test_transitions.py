@@ -1,7 +1,7 @@
 """What a template does between turns is found before the first step, as the whole conversation then shows it."""
 
-import pytest
 from random_talks import SCHEMAS
+from tables import every_row
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.environments.renderer import Renderer
@@ -25,7 +25,7 @@ SPLITS = {  # the places in OF_TOOLS, and in OF_REPLIES, where a template rewrit
 }
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@every_row("name", SPLITS)
 def test_it_is_said_where_a_template_appends_and_where_it_rewrites(name: str) -> None:
     found = [[at for at, one in enumerate(all_of) if not one.appends] for all_of in (
         try_transitions(Renderer(tokenizer_of(name), SCHEMAS), tools=True, replies=False),
@@ -33,10 +33,10 @@ def test_it_is_said_where_a_template_appends_and_where_it_rewrites(name: str) ->
     assert tuple(map(tuple, found)) == SPLITS[name]
 
 
-@pytest.mark.parametrize(("name", "transition"), [
+@every_row(("name", "transition"), [
     ("qwen3_8", OF_REPLIES[1]),
     *((name, one) for name in ("qwen2_5", "qwen3", "llama3_2", "gemma3") for one in OF_REPLIES),
-], ids=lambda one: getattr(one, "name", one))
+])
 def test_what_is_said_is_what_the_whole_conversation_does_to_the_tokens(name: str, transition: Transition) -> None:
     tokenizer = tokenizer_of(name)
     renderer = Renderer(tokenizer)
@@ -53,7 +53,7 @@ def test_two_calls_at_once_are_never_rendered_anew_by_llama_but_are_appended() -
     assert found.refused is None and "only supports single tool-calls at once" in str(found.never_anew)
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama3", "cohere", "gemma3", "phi3", "deepseekv3"])
+@every_row("name", ["tiny", "llama3", "cohere", "gemma3", "phi3", "deepseekv3"])
 def test_a_template_without_tools_is_refused_naming_a_family_that_has_them(name: str) -> None:
     assert "Qwen2.5" in str(no_tool_support(Renderer(tokenizer_of(name), SCHEMAS)))
 

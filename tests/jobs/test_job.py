@@ -1,6 +1,7 @@
 """What somebody asks the queue for is refused by the field that is wrong."""
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.jobs.job import Asked, seconds_of
 
@@ -21,7 +22,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@every_row("words", REFUSED)
 def test_a_wrong_field_is_named(words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("?", r"\?")):
         Asked.of(REFUSED[words])
@@ -38,12 +39,12 @@ def test_a_right_one_is_taken() -> None:
     assert asked == Asked("mine.py", ["max_steps=3"], -2, 60, 0.5)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400)])
+@every_row(("text", "seconds"), [("90", 90), ("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400)])
 def test_times_are_read(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "soon", "-3", "1.5h", "h"])
+@every_row("text", ["", "0", "soon", "-3", "1.5h", "h"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the time"):
         seconds_of(text)

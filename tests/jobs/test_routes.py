@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every_row
 
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from fastapi import FastAPI, Request, Response
@@ -71,7 +72,7 @@ WRONG: dict[str, Callable[[TestClient], Any]] = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
+@every_row("words", WRONG)
 def test_a_wrong_request_is_told_what_is_wrong(words: str, client: TestClient) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
     found = WRONG[words](client)

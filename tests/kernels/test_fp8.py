@@ -7,6 +7,7 @@ import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
 from fp8_problem import KINDS, all_codes, block_of, by_definition, in_fp8
+from tables import every_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -118,7 +119,7 @@ def test_quantizing_in_pieces_changes_nothing_and_leaves_the_source_alone(monkey
     assert torch.equal(values, before)
 
 
-@pytest.mark.parametrize(("codes", "scales", "block", "message"), [
+@every_row(("codes", "scales", "block", "message"), [
     (torch.zeros(4, 6), torch.ones(4, 1), (1, 6), "expected contiguous codes"),
     (torch.zeros(6, 4, dtype=torch.uint8).T, torch.ones(4, 1), (1, 6), "expected contiguous codes"),
     (torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4), (1, 6), r"expected float32 scales \(4, 1\)"),

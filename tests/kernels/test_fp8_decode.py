@@ -9,7 +9,7 @@ import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from card import HALVES, gpu
 from fp8_problem import by_definition, in_fp8
-from tables import pairwise
+from tables import every_row, pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,7 +210,7 @@ def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(monkeypatch
         assert_no_worse(problem(21, features, columns, kind, rank=17))
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@every_row("capability", SHARED_MEMORY)
 def test_every_launch_is_listed(capability: int) -> None:
     for dtype in HALVES:
         listed = [(one.launch, one.constexprs) for one in variants(capability, dtype)]

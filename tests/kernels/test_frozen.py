@@ -10,7 +10,7 @@ from accuracy import assert_as_accurate, in_float64
 from card import DEVICES
 from fp8_problem import KINDS, by_definition, in_fp8, joined
 from memory import LiveStorage
-from tables import pairwise
+from tables import every_row, pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels import frozen
@@ -102,8 +102,8 @@ def test_adjacent_matrices_are_computed_apart(
                     {"x": random(63, 130, dtype=dtype), "weights": [weight], "loras": loras}, dtype)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("kind", ["row", "128"])
+@every_row("dtype", ROUNDING)
+@every_row("kind", ["row", "128"])
 def test_mlp_errors_are_those_of_the_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
     inputs, inner = 63, 130
     weights = {name: in_fp8(shape, kind, dtype) for name, shape in

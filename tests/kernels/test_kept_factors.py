@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.kernels.lora import lora_linear
@@ -41,8 +42,8 @@ def test_outputs_are_those_of_pairs_converted_in_each_pass_bit_for_bit(dtype: to
     assert all(torch.equal(one, other.detach()) for one, other in zip(expected, trained, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile_rows", [None, 2, 8])
+@every_row("dtype", DTYPES)
+@every_row("tile_rows", [None, 2, 8])
 def test_an_mlp_without_gradient_gives_what_it_gives_in_training(dtype: torch.dtype, tile_rows: int | None) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, IN).to(dtype)

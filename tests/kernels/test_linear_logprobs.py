@@ -8,6 +8,7 @@ import torch
 from accuracy import in_float64
 from logprob_problem import CHUNKS, CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
 from memory import LiveStorage
+from tables import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
@@ -23,7 +24,7 @@ def test_errors_are_no_larger_than_the_references(dtype: torch.dtype, options: d
         assert_no_worse(arguments, ours, grad, dtype=dtype)
 
 
-@pytest.mark.parametrize(("function", "options"), [
+@every_row(("function", "options"), [
     *((partial(linear_logprobs, chunk_rows=2), options) for options in SHAPES), (linear_logprobs_ref, SHAPES[-1]),
 ])
 def test_gradient_is_the_derivative(function: Any, options: dict[str, Any]) -> None:
@@ -32,8 +33,8 @@ def test_gradient_is_the_derivative(function: Any, options: dict[str, Any]) -> N
     assert torch.autograd.gradcheck(lambda x: function(x, **arguments), (hidden,), fast_mode=True)
 
 
-@pytest.mark.parametrize("chunk_rows", CHUNKS)
-@pytest.mark.parametrize("every", [1, 3])  # row, or third row
+@every_row("chunk_rows", CHUNKS)
+@every_row("every", [1, 3])  # row, or third row
 def test_ignored_rows_give_zero_and_no_gradient(chunk_rows: int | None, every: int) -> None:
     arguments, grad = problem(63, torch.float32)
     kept = outcome(linear_logprobs, arguments, grad, return_entropy=True)

@@ -8,6 +8,7 @@ import torch
 from logprob_problem import CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
 from memory import LiveStorage
 from nf4_problem import in_4_bit
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
@@ -33,7 +34,7 @@ def test_gradients_of_a_trained_head_are_no_worse_than_the_references(options: d
         assert_no_worse(arguments, ours, grad, dtype=dtype)
 
 
-@pytest.mark.parametrize("options", [*SHAPES, *COLD, *TRAINED, TRAINED[1] | COLD[1]])
+@every_row("options", [*SHAPES, *COLD, *TRAINED, TRAINED[1] | COLD[1]])
 def test_gradients_of_an_entropy_bonus_are_no_worse_than_the_references(options: dict[str, Any]) -> None:
     for dtype in ROUNDING:
         arguments, grad = problem(63, dtype, **options)

@@ -10,6 +10,7 @@ from accuracy import assert_as_accurate, in_float64
 from card import DEVICES, gpu
 from memory import CountedOps, LiveStorage
 from nf4_problem import in_4_bit
+from tables import every_row
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -83,8 +84,8 @@ def test_mlp_errors_are_no_larger_than_the_references(dtype: torch.dtype, device
         assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("fused", [False, True])
+@every_row("activation", ACTIVATIONS)
+@every_row("fused", [False, True])
 def test_mlp_gradients_are_the_derivatives(activation: str, fused: bool) -> None:
     arguments = in_float64(mlp_problem(2, torch.float32, fused))
     loras = {name: value for name, value in arguments.items() if isinstance(value, LoRA)}
@@ -147,8 +148,8 @@ def test_a_checkpoint_around_a_tiled_mlp_computes_it_only_once_more_in_tiles() -
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("four_bit", [False, True])
+@every_row("dtype", ROUNDING)
+@every_row("four_bit", [False, True])
 def test_a_bias_is_added_and_changes_no_gradient(dtype: torch.dtype, four_bit: bool) -> None:
     arguments, bias = mlp_problem(63, dtype), torch.randn(INNER).to(dtype)
     x, weight, lora = arguments["x"], arguments["gate"], arguments["gate_lora"]
@@ -171,8 +172,8 @@ def test_a_second_backward_is_refused_through_used_buffers_and_gives_the_same_th
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("dtype", ROUNDING)
+@every_row("double", [False, True])
+@every_row("dtype", ROUNDING)
 def test_4_bit_mlp_gives_what_its_dequantized_weights_give(dtype: torch.dtype, double: bool) -> None:
     arguments = mlp_problem(63, dtype)
     packed = {}

@@ -9,7 +9,7 @@ import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
 from nf4_problem import in_4_bit
-from tables import pairwise
+from tables import every_row, pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -78,8 +78,8 @@ def test_blocks_that_span_rows_take_their_own_scale(blocksize: int) -> None:
         torch.testing.assert_close(found.double(), element_by_element(param), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("double", [False, True])
+@every_row("storage", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
+@every_row("double", [False, True])
 def test_storage_is_borrowed_whatever_its_dtype(storage: torch.dtype, double: bool) -> None:
     param = quantized((48, 256), double=double, storage=storage)
     assert param.data.dtype == storage

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from expert_problem import outcome, problem, random, stack, wide
-from tables import pairwise
+from tables import every_row, pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
@@ -55,7 +55,7 @@ def test_several_places_of_a_row_read_it_by_index() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@every_row("spread", SPREADS)
 def test_each_place_is_in_one_tile_of_its_expert_and_tiles_are_no_more_than_the_grid(spread: str) -> None:
     ids = SPREADS[spread]
     places, seen = Places.of(ids, 6), []

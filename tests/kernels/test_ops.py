@@ -13,6 +13,7 @@ import torch
 from expert_problem import problem as expert_problem
 from fp8_problem import in_fp8
 from nf4_problem import quantized
+from tables import every_row
 from torch import Tensor
 
 import lowmem_grpo.models
@@ -89,13 +90,13 @@ def outcome(function: Any, inputs: list[Tensor], change: Any = lambda x: x, plai
     return results + list(torch.autograd.grad(results, leaves, grads))
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "reusing" not in name])  # backward runs twice
+@every_row("name", [name for name in FUNCTIONS if "reusing" not in name])  # backward runs twice
 def test_gradients_are_the_derivatives(name: str) -> None:
     leaves = [one.double().requires_grad_() for one in numbers(*FUNCTIONS[name][1])]
     assert torch.autograd.gradcheck(FUNCTIONS[name][0], leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "in place" not in name])  # it refuses them
+@every_row("name", [name for name in FUNCTIONS if "in place" not in name])  # it refuses them
 def test_tensors_and_gradients_of_any_strides_are_read_right(name: str) -> None:
     def strided(x: Tensor, dimension: int) -> Tensor:
         if x.ndim == 1:
@@ -110,7 +111,7 @@ def test_tensors_and_gradients_of_any_strides_are_read_right(name: str) -> None:
         torch.testing.assert_close(found, outcome(function, inputs))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@every_row("name", FUNCTIONS)
 def test_a_gradient_that_is_one_number_for_all_entries_is_read_right(name: str) -> None:
     function, inputs = FUNCTIONS[name][0], numbers(*FUNCTIONS[name][1])
     leaves = [one.clone().requires_grad_() for one in inputs]

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from logprob_problem import D, V
 from logprob_problem import problem as logprob_problem
 from nf4_problem import ONE
 from nf4_problem import problem as nf4_problem
-from tables import not_refused
+from tables import every_row, not_refused
 
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu
@@ -112,7 +111,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "rows"), TABLE, ids=[function.__name__ for function, *_ in TABLE])
+@every_row(("function", "arguments", "rows"), TABLE)
 def test_wrong_arguments_are_refused_with_what_was_got(
     function: Callable[..., Any], arguments: dict[str, Any], rows: list[tuple[dict[str, Any], str]]
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from accuracy import IN_16_BITS, assert_as_accurate, in_float64, interpreted
 from card import CARD, DEVICES
 from memory import LiveStorage
+from tables import every_row
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -125,7 +126,7 @@ def families_norm(family: Any, columns: int, dtype: torch.dtype, device: str = "
     return norm, OPTIONS.get(family, {})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_row("family", FAMILIES)
 def test_results_are_those_of_transformers(family: Any) -> None:
     for dtype, shape in product(DTYPES, ((2, 7, 96), (2, 7, 4, 16))):  # hidden states; heads of queries or keys
         torch.manual_seed(0)

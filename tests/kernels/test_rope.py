@@ -9,6 +9,7 @@ import torch
 from accuracy import assert_as_accurate, interpreted
 from card import CARD, DEVICES, HALVES, gpu
 from memory import LiveStorage
+from tables import every_row
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 from transformers.models.gemma3 import modeling_gemma3
@@ -195,7 +196,7 @@ def angles_of(case: str, dtype: torch.dtype, tokens: int) -> tuple[Tensor, Tenso
     return cos, sin, family.apply_rotary_pos_emb
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_row("case", CASES)
 def test_results_and_gradients_are_those_of_transformers(case: str) -> None:
     for dtype, tokens in product(DTYPES, (9, 40)):  # below and above the length that the model was trained for
         cos, sin, apply_rotary_pos_emb = angles_of(case, dtype, tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import not_refused
+from tables import every_row, not_refused
 from torch import Tensor
 
 from lowmem_grpo.losses.advantages import (
@@ -135,13 +135,13 @@ def test_equal_rewards_give_exactly_zero(name: str) -> None:
         assert not advantages[[0, 2]].any() and advantages[1].any(), case
 
 
-@pytest.mark.parametrize("name", WITHOUT_BASELINE)
+@every_row("name", WITHOUT_BASELINE)
 def test_a_batch_without_spread_or_without_rewards_has_no_advantages(name: str) -> None:
     for rows in ([[0.1] * 3, [0.1] * 3], [[NAN] * 3, [NAN] * 3], [[0.1, NAN, NAN], [NAN] * 3]):
         assert not estimate(rows, name).any()
 
 
-@pytest.mark.parametrize("name", WITHOUT_BASELINE)
+@every_row("name", WITHOUT_BASELINE)
 def test_a_group_without_any_reward_changes_no_other(name: str) -> None:
     rows = [[1.0, 0.0, 2.0], [0.5, NAN, 3.0]]
     advantages = estimate([*rows, [NAN] * 3], name)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, naive_loss, places_of
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.losses.entropy import EntropyControl, quantile, top_entropy_mask
@@ -82,8 +83,8 @@ def with_entropy(seed: int = 0) -> dict[str, Tensor]:
     return example(seed) | {"entropy": entropies(COUNT, seed, torch.float64).requires_grad_()}
 
 
-@pytest.mark.parametrize("count", [None, 23.0])
-@pytest.mark.parametrize("mask", [None, [t % 3 == 0 for t in range(COUNT)], [False] * 8 + [True] * 6], ids=str)
+@every_row("count", [None, 23.0])
+@every_row("mask", [None, [t % 3 == 0 for t in range(COUNT)], [False] * 8 + [True] * 6])
 def test_the_bonus_and_its_gradient_are_the_mean_entropys(mask: list[bool] | None, count: float | None) -> None:
     tokens = with_entropy()
     given = None if mask is None else torch.tensor(mask)

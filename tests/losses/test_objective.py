@@ -3,12 +3,13 @@
 from math import nan
 
 import pytest
+from tables import every_row
 from torch import tensor
 
 from lowmem_grpo.losses.objective import Reducer
 
 
-@pytest.mark.parametrize(("added", "expected"), [
+@every_row(("added", "expected"), [
     ([({"kl": 1.0}, 3), ({"kl": 5.0}, 1)], {"kl": 2.0}),
     ([({"low/min": low, "high/max": high}, 10) for low, high in ((1.0, 5.0), (0.5, 9.0), (2.0, 3.0))],
      {"low/min": 0.5, "high/max": 9.0}),

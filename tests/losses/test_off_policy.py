@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, mean, naive_loss, places_of
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
@@ -173,7 +174,7 @@ def test_deviations_of_both_signs_are_missed_by_the_geometric_mean_and_seen_by_k
 # In the loss
 
 
-@pytest.mark.parametrize("loss_type", OPTIONS)
+@every_row("loss_type", OPTIONS)
 def test_a_corrected_loss_and_its_gradient_are_the_formulas(loss_type: str) -> None:
     tokens, case = example(), {"loss_type": loss_type} | OPTIONS[loss_type] | KL
     for mode, bounds in CASES:

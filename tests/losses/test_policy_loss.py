@@ -21,7 +21,7 @@ from naive_loss import (
     naive_phi,
     places_of,
 )
-from tables import pairwise
+from tables import every_row, pairwise
 from torch import Tensor
 
 from lowmem_grpo.losses.loss_metrics import KINDS
@@ -285,8 +285,8 @@ def test_old_logprobs_that_are_the_policys_give_the_same_loss_as_none(loss_type:
 # What a loss reports
 
 
-@pytest.mark.parametrize("epsilon_high", [None, 0.05, 0.9])
-@pytest.mark.parametrize("delta", [None, 2.5])
+@every_row("epsilon_high", [None, 0.05, 0.9])
+@every_row("delta", [None, 2.5])
 def test_clip_metrics_count_the_tokens_whose_gradient_is_gone(
     epsilon_high: float | None, delta: float | None
 ) -> None:
@@ -353,7 +353,7 @@ def test_what_is_logged_holds_no_graph() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(("options", "missing", "message"), [
+@every_row(("options", "missing", "message"), [
     ({"loss_type": "ppo"}, "", "loss_type is 'ppo'; it must be one of grpo, bnpo, dr_grpo, dapo"),
     ({"loss_type": "dr_grpo"}, "max_completion_length", "divides by max_completion_length; pass it"),
     ({"beta": 0.04}, "ref_logprobs", r"beta is 0\.04, which needs ref_logprobs"),

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from tables import not_refused
+from tables import every_row, not_refused
 from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
@@ -57,7 +57,7 @@ def problem() -> tuple[Tensor, dict[str, Tensor]]:
         "sequence_ratio_mask": torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@every_row("name", LOSSES)
 def test_values_and_gradients_are_those_of_a_loop_over_tokens(name: str) -> None:
     logprobs, values = problem()
     settings = checked_settings(name, {})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from memory import LiveStorage
 from small_models import FAMILIES, FUSED, SPLIT, random_model, scatter
+from tables import every_row
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -74,7 +75,7 @@ def test_errors_are_no_larger_than_those_of_transformers_and_peft(
     assert ours["logits"] <= 1.5 * theirs["logits"] + 4 * ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_row("family", FAMILIES)
 def test_every_norm_mlp_and_attention_of_a_known_family_is_replaced_and_every_name_stays(family: str) -> None:
     plain, lean = (adapted(random_model(family), lean) for lean in (False, True))
     kinds = [type(module).__name__ for module in plain.modules()]
@@ -208,7 +209,7 @@ def test_the_chunk_of_logits_can_be_set_and_changes_nothing() -> None:
         GRPOConfig(logits_chunk=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_row("family", FAMILIES)
 def test_attention_has_every_attribute_of_the_module_that_it_stands_for(family: str) -> None:
     plain, lean = random_model(family), random_model(family)
     make_lean(lean, None)
@@ -220,7 +221,7 @@ def test_attention_has_every_attribute_of_the_module_that_it_stands_for(family: 
         assert other.self_attn.config is lean.config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_row("family", FAMILIES)
 def test_decoding_with_a_cache_gives_what_transformers_attention_gives(family: str) -> None:
     plain, lean = random_model(family), random_model(family)
     make_lean(lean, None)

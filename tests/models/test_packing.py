@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import every_row
 
 from lowmem_grpo.models.packing import collate, pack, unpack
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
@@ -113,7 +114,7 @@ def test_an_episode_stays_in_one_micro_batch_and_one_without_drawn_tokens_in_non
     assert all(one is not nothing for batch in batches for one in batch.rollouts)
 
 
-@pytest.mark.parametrize(("max_tokens", "max_sequences", "lengths", "expected"), [
+@every_row(("max_tokens", "max_sequences", "lengths", "expected"), [
     (None, None, (2, 5, 3), [[5, 3, 2]]),  # longest first
     (8, None, (5, 3, 4, 2, 2), [[5], [4, 3], [2, 2]]), (5, None, (5, 3, 2), [[5], [3, 2]]),
     (None, 2, (5, 4, 3, 2, 1), [[5, 4], [3, 2], [1]]), (6, 2, (2, 2, 2), [[2, 2], [2]]), (None, 1, (2, 2), [[2], [2]]),

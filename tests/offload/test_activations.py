@@ -10,6 +10,7 @@ import torch
 from checkpointed_stack import LAYER_INPUT, LAYERS, LateCopies, Stack, grads, inputs, offloading, same, step
 from memory import LiveStorage
 from small_models import random_model, with_adapter
+from tables import every_row
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,9 +26,9 @@ from lowmem_grpo.offload.host_room import host_bytes_needed
 from lowmem_grpo.offload.pages import ImmediateCopies
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("copies", [ImmediateCopies, LateCopies])
+@every_row("nested", [False, True])
+@every_row("inside", [False, True])
+@every_row("copies", [ImmediateCopies, LateCopies])
 def test_gradients_are_those_of_plain_checkpointing_bit_for_bit(
     copies: Callable[[], Any], inside: bool, nested: bool
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from card import gpu
 from families import GROUPS, batch_of, learned, loaded, saved_family
 from small_models import FAMILIES, TINY, random_model
+from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
@@ -20,7 +21,7 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 IDS = torch.arange(3, 40)[None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_row("family", FAMILIES)
 def test_logits_are_bit_for_bit_those_of_an_embedding_on_the_device(family: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = random_model(family).to(dtype).requires_grad_(False)

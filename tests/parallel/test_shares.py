@@ -1,12 +1,12 @@
 """How work is divided among ranks."""
 
-import pytest
+from tables import every_row
 
 from lowmem_grpo.parallel.shares import balanced, share
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 13])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@every_row("count", [0, 1, 2, 5, 8, 13])
+@every_row("ranks", [1, 2, 3, 4])
 def test_every_prompt_belongs_to_one_rank_in_order_and_no_rank_has_two_more_than_another(
     count: int, ranks: int
 ) -> None:

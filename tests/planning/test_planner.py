@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tables import not_refused
+from tables import every_row, not_refused
 
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -188,7 +188,7 @@ def test_host_memory_is_planned_within_a_layer_input(weighing: Any) -> None:
     assert abs(found.host - measured.host) <= 2 * context * 4096 + 4 * 2**20
 
 
-@pytest.mark.parametrize(("name", "context", "gib", "training"), TARGETS)
+@every_row(("name", "context", "gib", "training"), TARGETS)
 def test_a_named_case_fits_the_card_that_was_promised(name: str, context: int, gib: int, training: int) -> None:
     found = plan(named_config(name), RunSettings(context), device(f"{gib}GiB"), name)
     assert found.fits
@@ -223,7 +223,7 @@ def test_the_long_case_of_8b_holds_no_more_and_samples_no_fewer_than_before_micr
     assert fixed.train_allocated <= 8.05 * GIB
 
 
-@pytest.mark.parametrize(("name", "card", "context", "before"), [  # at commit 56e294e
+@every_row(("name", "card", "context", "before"), [  # at commit 56e294e
     ("llama-3.1-8b", "16GiB", 20480, (3, "paged_adamw_8bit", 1024, 4096)),
     ("llama-3.1-8b", "8GiB", 4096, (2, "paged_adamw_8bit", 1024, 4096)),
     ("llama-3.1-8b", "8GiB", 640, (8, "adamw_8bit", 1024, 4096)),
@@ -470,7 +470,7 @@ def test_gemma_4s_larger_embedding_is_planned_on_the_host_where_a_card_is_small(
     assert not plan(whole, RunSettings(1024), device("8GiB")).fits  # vLLM needs it on the card
 
 
-@pytest.mark.parametrize(("name", "times"), [
+@every_row(("name", "times"), [
     ("llama-3.1-8b", 1.9), ("qwen3-8b", 1.9), ("gemma-4-e4b", 1.9), ("qwen3-30b-a3b", 1.9), ("qwen3.5-4b", 1.8),
 ])
 def test_a_cache_in_8_bits_holds_nearly_twice_the_sequences_but_for_the_states_of_hybrid_models(

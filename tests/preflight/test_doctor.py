@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tables import every_row
 
 from lowmem_grpo import __version__
 from lowmem_grpo.cli import main
@@ -125,7 +126,7 @@ def test_json_holds_the_same_and_nothing_else() -> None:
     assert found["host"]["disk_free_bytes"] > 0
 
 
-@pytest.mark.parametrize("name", NEEDED)
+@every_row("name", NEEDED)
 def test_each_needed_library_may_be_missing(name: str) -> None:
     found = examine(Look(without(name), light))
     assert not found.can_train
@@ -135,7 +136,7 @@ def test_each_needed_library_may_be_missing(name: str) -> None:
     assert report(found)[-1] == "Training is NOT possible here."
 
 
-@pytest.mark.parametrize(("name", "error"), [
+@every_row(("name", "error"), [
     ("torch", OSError("libcudart.so.13: cannot open shared object file\nsecond line")), ("peft", RuntimeError("")),
     ("bitsandbytes", SyntaxError("bad")), ("triton", AttributeError("module has no attribute")),
     ("torch", KeyError("x")), ("peft", RecursionError("too deep")), ("bitsandbytes", AssertionError()),

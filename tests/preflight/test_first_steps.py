@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from preflight_runs import make, nothing_right
+from tables import every_row
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.preflight.first_steps import FirstSteps, about_rewards
@@ -34,14 +35,14 @@ def pays(completions: list[Any], **kwargs: Any) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize(("groups", "said"), [
+@every_row(("groups", "said"), [
     (groups_of([0, 0]), r"^0 of 1 groups carry signal, in each group all completions earn the same"),
     (groups_of(*[[1, 1]] * 4), r"^0 of 4 groups carry signal"),
     (groups_of([1, 0], *[[1, 1]] * 5), r"^1 of 6 groups carry signal, in the others all completions earn the same"),
     (groups_of([1, 0], finish="length"), r"^100% of the completions were cut off at max_completion_length"),
     (groups_of([None, 1, 0], invalid=True), r"^pays: NaN or infinity for 3 of 3 completions"),
     (groups_of([1, 0]), None), (groups_of([1, 0], *[[1, 1]] * 2), None), (groups_of(*[[1, 0]] * 4), None),
-], ids=["one alike", "all alike", "most alike", "cut off", "NaN", "one good", "some good", "all good"])
+])
 def test_the_first_step_reports_what_rewards_and_lengths_show(groups: list[RolloutGroup], said: str | None) -> None:
     lines = [str(one) for one in about_rewards(groups, RewardScorer(pays))]
     assert len(lines) == (said is not None)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.preflight import prompts, rows
@@ -39,7 +40,7 @@ def test_a_large_or_slow_dataset_is_sampled_evenly_and_for_a_moment_only(
     assert max(quarters) - min(quarters) <= 1
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 256])
+@every_row("count", [0, 1, 2, 3, 7, 8, 256])
 def test_the_spread_order_has_every_row_once(count: int) -> None:
     assert sorted(rows.spread(count)) == list(range(count))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tables import every_row
 
 from lowmem_grpo.cli import main
 
@@ -93,7 +94,7 @@ def test_by_itself_it_does_the_same_as_under_run(
     assert errors.startswith("Error: num_generations is 1")
 
 
-@pytest.mark.parametrize(("body", "last"), [
+@every_row(("body", "last"), [
     ("def run(options):\n    {}['lost']\n", "KeyError: 'lost'"), ("1 / 0\n", "ZeroDivisionError: division by zero"),
     ("import no_such_module_here\n", "ModuleNotFoundError: No module named 'no_such_module_here'"),
     ("def run(options:\n", "SyntaxError: '(' was never closed"),
@@ -134,7 +135,7 @@ def run(options):
     assert "broken" in done.output.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
+@every_row(("name", "content", "message"), [
     ("./empty.py", "", "./empty.py is not a recipe: it has no run(options). A recipe has OPTIONS"),
     ("./half.py", "def run(options):\n    pass\n", "./half.py is not a recipe: it has no OPTIONS"),
     ("./odd.py", "OPTIONS = dict\n\ndef run(options):\n    pass\n", "./odd.py is not a recipe: it has no OPTIONS"),

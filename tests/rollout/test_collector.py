@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 from template_tokenizers import CharTokenizer
 
 from lowmem_grpo import GRPOConfig
@@ -116,7 +117,7 @@ def ones(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("settings", [
+@every_row("settings", [
     {}, {"scale_rewards": "batch"}, {"advantage_estimator": "rloo"}, {"advantage_estimator": "passk"},
     {"advantage_estimator": "reinforce++"}, {"advantage_estimator": "reinforce++_baseline"},
     {"multi_objective_aggregation": "normalize_then_sum"}, {"advantage_estimator": "remax"},
@@ -352,7 +353,7 @@ def test_a_replayed_group_keeps_its_baseline_and_is_not_sampled_for_again() -> N
 # Settings
 
 
-@pytest.mark.parametrize(("settings", "message"), [
+@every_row(("settings", "message"), [
     ({"dynamic_sampling_rounds": -1}, "dynamic_sampling_rounds is -1; it must be a whole number, at least 0"),
     ({"dynamic_sampling_rounds": 1.5}, "dynamic_sampling_rounds is 1.5"),
     ({"dynamic_sampling_rounds": None}, "dynamic_sampling_rounds is None"),

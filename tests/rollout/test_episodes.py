@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from scripted import TEMPLATE, Hang, played
+from tables import every_row
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.environments.tools.results import FinalResult
@@ -242,7 +243,7 @@ def tools_once(text: str) -> Any:
 QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
 
 
-@pytest.mark.parametrize(("said", "results", "failures"), [
+@every_row(("said", "results", "failures"), [
     (call("add", a=2, b=3), ["5"], 0), (call("add", a=2, b=3) + call("add", a=4, b=4), ["5", "8"], 0),
     (call("add", a=2), ["b"], 1), (call("multiply", a=2), ["there is no tool 'multiply'"], 1),
     (call("raw", size=3), ["bytes"], 1), ("<tool_call>\n{broken</tool_call>", [""], 1),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exact_gradients import close, exact, gradient
+from tables import every_row
 
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.sequences import sequences_of
@@ -49,11 +50,11 @@ def as_sampled(*turns: Turn) -> dict[tuple[int, ...], int]:
             for one in turns for at, token in enumerate(one.completion_ids)}
 
 
-@pytest.mark.parametrize(("histories", "sequences"), [
+@every_row(("histories", "sequences"), [
     ([[FIRST]], 1), ([[FIRST, SECOND]], 1), ([[FIRST, REWRITTEN]], 2), ([[FIRST, SECOND], [AGAIN]], 2),
     ([[FIRST, SECOND], [FIRST, OTHERWISE]], 2), ([[FIRST], [AGAIN], [FIRST, SECOND]], 2),
     ([[FIRST, AGAIN, SECOND]], 2),  # two conversations by turns
-], ids=["one turn", "appended", "rewritten", "two histories", "a shared turn", "continued later", "by turns"])
+])
 def test_every_sampled_token_is_trained_once_behind_what_the_engine_saw(
     histories: list[list[Turn]], sequences: int
 ) -> None:

@@ -1,6 +1,7 @@
 """Statistics of rollouts: lengths, rewards that may be missing, groups with signal."""
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.rollout.metrics import mean_and_std, rollout_metrics, spread, waiting_share
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
@@ -43,7 +44,7 @@ def test_a_generation_without_any_reward_or_end_has_metrics_all_the_same() -> No
     assert metrics["completions/clipped_ratio"] == 1.0
 
 
-@pytest.mark.parametrize(("rewards", "differ"), [
+@every_row(("rewards", "differ"), [
     ([1.0, 1.0], False), ([1.0, 0.0], True), ([1.0, None], False), ([None, None], False), ([1.0, None, 0.0], True),
 ])
 def test_a_group_has_spread_only_where_rewards_that_are_there_differ(rewards: list[float | None], differ: bool) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from scripted import FREE, TEMPLATE, ScriptedEngine
+from tables import every_row
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -178,7 +179,7 @@ class Wrong(Asks):
         return AskBase(**{"messages": "it asks it", "then": self.told} | self.options)
 
 
-@pytest.mark.parametrize(("options", "message"), [
+@every_row(("options", "message"), [
     ({"then": None}, "then is None, not a function of the reply"),
     ({"max_tokens": 0}, "max_tokens is 0, not a whole number above 0"),
     ({"temperature": -1.0}, "temperature is -1.0, not 0 or above"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import TINY
+from tables import every_row
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -89,7 +90,7 @@ def test_tensors_and_numpy_integers_are_taken_as_numbers() -> None:
     assert first.completion_ids == third.completion_ids == [7, 8, END] and first.rollout_logprobs == [-1.0] * 3
 
 
-@pytest.mark.parametrize(("returned", "says"), [
+@every_row(("returned", "says"), [
     (None, "returned a NoneType; it returns a dictionary"),
     ({"prompt_ids": []}, "returned no completion_ids, logprobs"),
     (GOOD | {"logprobs": None}, "None as logprobs.*generate_rollout_completions"),

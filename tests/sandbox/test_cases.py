@@ -5,11 +5,12 @@ import re
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.sandbox.cases import read_cases
 
 
-@pytest.mark.parametrize(("tests", "message"), [
+@every_row(("tests", "message"), [
     ([], "at least one"), (None, "tests are None"), (5, "tests are 5"), (["assert ("], "not Python"),
     ([""], "a test is ''"), ([{"input": "1"}], "a test is"), ([{"call": "f", "args": 3, "expected": 1}], "a test is"),
     ([{"call": "f", "args": []}], "a test is"), ([{"call": "f", "expected": 1, "extra": 2}], "a test is"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sandboxed import LIMITS
+from tables import every_row
 
 from lowmem_grpo.sandbox import command, file_access, isolation
 from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox, why_not
@@ -57,7 +58,7 @@ def test_an_unknown_isolation_is_refused_by_name() -> None:
         open_sandbox("docker")
 
 
-@pytest.mark.parametrize(("name", "value"), [
+@every_row(("name", "value"), [
     ("seconds", 0), ("seconds", float("inf")), ("memory_bytes", 1000), ("files", True), ("output_bytes", "many"),
     ("scratch_bytes", -1), ("total_seconds", float("nan")),
 ])

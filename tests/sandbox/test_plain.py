@@ -4,11 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.sandbox.plain import decode, encode, same
 
 
-@pytest.mark.parametrize(("expected", "got", "equal"), [
+@every_row(("expected", "got", "equal"), [
     (1, 1, True), (1, 1.0, False), (1, True, False), (0, False, False), (0.1 + 0.2, 0.3, True), (0.3, 0.31, False),
     (float("nan"), float("nan"), True), (float("inf"), float("inf"), True), ([1, 2], (1, 2), True),
     ([1, 2], [2, 1], False),
@@ -25,7 +26,7 @@ def test_values_are_compared_by_type_and_content(expected: Any, got: Any, equal:
         assert type(again) is type(value) and (again == value or again != again)
 
 
-@pytest.mark.parametrize("tree", [{"dict": 1}, {"what": []}, {"set": [[]]}, {"a": 1, "b": 2}, {"int": "x"}, {}])
+@every_row("tree", [{"dict": 1}, {"what": []}, {"set": [[]]}, {"a": 1, "b": 2}, {"int": "x"}, {}])
 def test_what_is_no_encoded_data_is_refused(tree: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         decode(tree)

@@ -10,6 +10,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.sandbox import system_calls
 from lowmem_grpo.sandbox.system_calls import ALLOW, ALLOWED, CHECKED, ERRNO, KILL, MACHINES, NEWEST, filter_program
@@ -50,8 +51,8 @@ def test_the_filter_allows_its_calls_and_no_other(machine: str) -> None:
 HIGH = 1 << 40  # above the half that the kernel looks at
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(("name", "arguments", "allowed"), [
+@every_row("machine", MACHINES)
+@every_row(("name", "arguments", "allowed"), [
     *(("fcntl", (3, order, 0x2000), True) for order in (fcntl.F_GETFL, fcntl.F_SETLK, fcntl.F_DUPFD_CLOEXEC)),
     *(("fcntl", (3, order, 0), False) for order in (
         fcntl.F_SETOWN, fcntl.F_SETSIG, 15, fcntl.F_SETLEASE, fcntl.F_NOTIFY, 1031, HIGH + fcntl.F_SETOWN)),

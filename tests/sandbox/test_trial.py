@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from sandboxed import ASSERT, CALL, LIMITS, RIGHT, outcome
+from tables import every_row
 
 from lowmem_grpo.sandbox import trial
 from lowmem_grpo.sandbox.cases import read_cases
@@ -19,7 +20,7 @@ from lowmem_grpo.sandbox.trial import Trial, Verdict, run_tests
 LOOSE = "def check(f):\n    assert f(1, 1) == 2\n    assert sorted([f(2, 2), 1]) == [1, 4]\ncheck(add)"
 
 
-@pytest.mark.parametrize(("code", "expected"), [
+@every_row(("code", "expected"), [
     (RIGHT, "passed"), ("def add(a, b):\n    return a - b\n", "failed"),
     ("def add(a, b):\n    return str(a + b)\n", "failed"), ("def add(a):\n    return a\n", "error"),
     ("def plus(a, b):\n    return a + b\n", "error"), ("def add(a, b) return a + b", "error"), ("1 / 0", "error"),
@@ -41,7 +42,7 @@ def test_the_reason_names_the_line_or_the_values(sandbox: Sandbox) -> None:
     assert error == Verdict("error", "ZeroDivisionError: integer division or modulo by zero")
 
 
-@pytest.mark.parametrize(("code", "verdict"), [
+@every_row(("code", "verdict"), [
     ("a, b = map(int, input().split())\nprint(a + b)", "passed"),
     ("print(sum(map(int, open(0).read().split())))", "passed"),
     ("import sys\nprint(5, end=' \\n\\n')\nsys.exit(0)", "passed"), ("print(6)", "failed"),
@@ -127,7 +128,7 @@ def test_a_code_that_ends_its_process_pays_for_the_next_start(sandbox: Sandbox) 
     assert "not begun within 120 s of all tests" in verdicts[-1].reason
 
 
-@pytest.mark.parametrize(("code", "stdin"), [
+@every_row(("code", "stdin"), [
     ("print(1)", "a" * 70_000), ("print(1)\n#" + "a" * 70_000, ""), ("print(1)\n#" + "a" * 40_000, "é" * 20_000),
 ])
 def test_a_program_too_large_for_its_scratch_directory_is_refused(sandbox: Sandbox, code: str, stdin: str) -> None:
@@ -158,7 +159,7 @@ def test_code_that_does_not_load_is_loaded_once(code: str, monkeypatch: pytest.M
     assert started == ["serve"] and len(set(verdicts)) == 1 and not verdicts[0].passed
 
 
-@pytest.mark.parametrize(("code", "reason"), [
+@every_row(("code", "reason"), [
     ("", "no code"), (" \n", "no code"), ("x = 1 #" + "x" * 100_000, "allowed are 100000"), ("x = '\0'", "NUL"),
     ("x = '\ud800'", "not valid Unicode"),
 ])

@@ -1,6 +1,7 @@
 """What a key may have, as it is written down."""
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.service.allowance import Allowance, Allowances
 from lowmem_grpo.units import GIB, MIB
@@ -12,7 +13,7 @@ def test_words_change_what_they_name_and_nothing_else() -> None:
     assert found.but(["bodies=123"]).bodies == 123 and Allowance().but([]) == Allowance()
 
 
-@pytest.mark.parametrize("word", ["requests", "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1",
+@every_row("word", ["requests", "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1",
                                   "storage=1.5GiB", "RANGES=1", "=1"])
 def test_a_word_that_is_no_limit_is_named(word: str) -> None:
     with pytest.raises(ValueError, match="is no limit; write requests=4096"):

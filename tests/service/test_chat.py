@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 from random_talks import SCHEMAS
 from served import chat_over, scripted_desk
+from tables import every_row
 
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import ChatError
@@ -93,7 +94,7 @@ def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: Chat) -> 
     assert seeds[:3] == seeds[3:] and len(set(seeds)) == 3
 
 
-@pytest.mark.parametrize("fields, words", [
+@every_row("fields, words", [
     ({"model": "gpt-4"}, "'gpt-4' is not served here; there are agent"),
     ({"model": None}, "model is missing"),
     ({"messages": []}, "at least one message"),

@@ -9,6 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from random_talks import SCHEMAS
 from served import chat_over, scripted_desk
+from tables import every_row
 
 from lowmem_grpo.service.client import SESSION, Client, NotServedError
 
@@ -69,7 +70,7 @@ def test_a_stream_is_read_like_openais_and_may_be_left(client: Client) -> None:
     assert client.served.desk.engine.conversations == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("fields, kind, words", [
+@every_row("fields, kind, words", [
     ({"model": "other"}, openai.NotFoundError, "'other' is not served here"),
     ({"temperature": -1}, openai.BadRequestError, "temperature is -1"),
     ({"temperature": -1, "stream": True}, openai.BadRequestError, "temperature is -1"),
@@ -100,7 +101,7 @@ def test_an_engine_that_fails_is_openais_internal_error(client: Client) -> None:
         asked(client)
 
 
-@pytest.mark.parametrize("path", ["responses", "embeddings", "completions", "beta", "chat.responses",
+@every_row("path", ["responses", "embeddings", "completions", "beta", "chat.responses",
                                   "chat.completions.parse", "chat.completions.with_raw_response", "models.retrieve"])
 def test_what_is_not_served_is_refused_with_advice(client: Client, path: str) -> None:
     part: Any = client

@@ -16,6 +16,7 @@ import openai
 import pytest
 from programs import program
 from scripted_chat import Gated, ScriptedChat, client_of, plain_client
+from tables import every_row
 
 from lowmem_grpo.service.endpoint import Endpoint
 
@@ -62,7 +63,7 @@ def test_a_stream_is_server_sent_events_that_end_with_done(endpoint: Endpoint) -
 NO_KEY = "Authorization: Bearer KEY"
 
 
-@pytest.mark.parametrize("method, path, body, headers, status, code, said", [
+@every_row("method, path, body, headers, status, code, said", [
     ("GET", "/v1/models", None, {"Authorization": ""}, 401, "invalid_api_key", NO_KEY),
     ("GET", "/v1/models", None, {"Authorization": "Bearer sk-other"}, 401, "invalid_api_key", NO_KEY),
     ("GET", "/v1/models", None, {"Authorization": "Basic abc"}, 401, "invalid_api_key", NO_KEY),
@@ -132,7 +133,7 @@ def test_keys_and_sessions_are_another_each_time() -> None:
             client_of(one, api_key=other.api_key).models.list()
 
 
-@pytest.mark.parametrize("options, said", [
+@every_row("options, said", [
     ({"host": "0.0.0.0"}, "ssh -L"), ({"host": "192.168.0.1"}, "127.0.0.1 only"), ({"port": 70_000}, "65535"),
     ({"port": "80"}, "65535"), ({"port": True}, "65535"),
 ])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from random_talks import NO_TEXT, SCHEMAS, Talk, family, marks_of
+from tables import every_row
 from template_tokenizers import NAMES, tokenizer_of
 
 from lowmem_grpo.environments.template import RendererError
@@ -99,7 +100,7 @@ def test_two_rests_of_one_turn_make_a_tree() -> None:
     assert histories.held[one].key == histories.held[first].key != histories.held[other].key
 
 
-@pytest.mark.parametrize("change, joins", [
+@every_row("change, joins", [
     ({}, True),
     ({"content": [{"type": "text", "text": "7"}]}, True),
     ({"content": "7 "}, False),
@@ -114,7 +115,7 @@ def test_an_answer_that_was_edited_begins_a_new_history(change: dict[str, Any], 
     assert histories.parent(second) == (first if joins else None)
 
 
-@pytest.mark.parametrize("edit", ["opening", "earlier answer", "tools", "model", "kwargs", "answer put in"])
+@every_row("edit", ["opening", "earlier answer", "tools", "model", "kwargs", "answer put in"])
 def test_whatever_else_differs_begins_a_new_history(edit: str) -> None:
     histories = Histories(tokenizer_of("qwen2_5"))
     sampled(histories, [USER])
@@ -175,8 +176,8 @@ def test_a_request_that_was_given_up_leaves_its_turn_free_for_another() -> None:
     assert histories.parent(sampled(histories, [USER, said("7"), HIGHER])) == names[0]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "tiny"])
-@pytest.mark.parametrize("later", [False, True])
+@every_row("name", ["qwen2_5", "llama3_1", "tiny"])
+@every_row("later", [False, True])
 def test_foreign_text_becomes_no_mark_and_the_systems_own_text_may(name: str, later: bool) -> None:
     histories, tokenizer = Histories(tokenizer_of(name)), tokenizer_of(name)
     mark = tokenizer.eos_token

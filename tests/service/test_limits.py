@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from scripted_chat import Gated, ScriptedChat, client_of, until
+from tables import every_row
 
 from lowmem_grpo.service.endpoint import Endpoint
 from lowmem_grpo.service.limits import Limits
@@ -107,7 +108,7 @@ def test_sessions_and_their_replies_are_bounded() -> None:
         endpoint.session().close()
 
 
-@pytest.mark.parametrize("name, value", [("body_bytes", 0), ("concurrent", 0), ("queue", -1), ("seconds", 0),
+@every_row("name, value", [("body_bytes", 0), ("concurrent", 0), ("queue", -1), ("seconds", 0),
                                          ("messages", 1.5), ("header_bytes", 10), ("sessions", "8")])
 def test_a_limit_that_is_none_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} is {value!r}; it must be"):

@@ -2,14 +2,8 @@
 
 import gc
 import logging
-import os
 import sys
 from collections.abc import Iterator
-
-import torch
-
-# before triton is imported (bitsandbytes does): its kernels then run on CPU tensors, where there is no card
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 import card
 import pytest

@@ -1,10 +1,14 @@
-"""Tables of cases: products of parameters that are pairwise, and what is refused, held in one test."""
+"""Tables of cases: products of parameters that are pairwise, rows that are one test, and what is refused."""
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+Test = Callable[..., None]
 
 
 def pairwise(allowed: Callable[..., bool] | None = None, /, **axes: Iterable[Any]) -> tuple[str, list[Any]]:
@@ -61,3 +65,34 @@ def answer(call: Callable[[Any], Any], given: Any, error: type[Exception]) -> st
     except error as refusal:
         return str(refusal)
     return "<accepted>"
+
+
+def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Test], Test]:
+    """Return a decorator that tries a test on every row of a table, as one case, and names all rows that fail.
+
+    `names` and `rows` are as in `pytest.mark.parametrize`. A row that needs a mark, or a folder that no other row has
+    written into, needs that decorator.
+    """
+    keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    table = [dict(zip(keys, row if len(keys) > 1 else [row], strict=True)) for row in rows]
+    assert table, "a table without rows tries nothing"
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def of_all_rows(**fixtures: Any) -> None:
+            failures: list[tuple[dict[str, Any], BaseException]] = []
+            for row in table:
+                try:
+                    test(**row, **fixtures)
+                except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - told below
+                    failures.append((row, error))
+            if failures:
+                told = [f"{repr(row)[:400]}\n{error}" for row, error in failures]
+                raise AssertionError(f"{len(told)} of {len(table)} rows:\n" + "\n\n".join(told)) from failures[0][1]
+
+        signature = inspect.signature(test)
+        kept = [one for name, one in signature.parameters.items() if name not in keys]
+        of_all_rows.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return of_all_rows
+
+    return decorate

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 from trainer_runs import adapter, digit_sum, load, make, moved, relative, same
 from vllm_models import KV_BYTES, NEEDS_VLLM
 
@@ -210,7 +211,7 @@ def test_a_run_with_it_ends_where_a_run_without_it_ends(tmp_path: Path, monkeypa
     assert len(shares) == 2 and shares[0] > 0
 
 
-@pytest.mark.parametrize(("settings", "words"), [
+@every_row(("settings", "words"), [
     ({"num_iterations": 2}, "num_iterations=2 needs all of them; set num_iterations=1"),
     ({"scale_rewards": "batch"}, "set scale_rewards='group'"),
     ({"advantage_estimator": "remax"}, "set advantage_estimator='grpo'"),

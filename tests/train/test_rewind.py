@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, gpu
+from tables import every_row
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,8 +58,8 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@every_row("name", NAMES)
+@every_row("steps", [0, 1, 3])
 def test_a_step_that_is_undone_leaves_nothing_changed(name: str, steps: int) -> None:
     held = parameters()
     optimizer = make(name, held)

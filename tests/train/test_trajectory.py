@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from exact_gradients import close, exact, gradient, learner, row
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo import GRPOConfig
@@ -127,8 +128,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("cut", [{"max_tokens_per_micro_batch": 1}, {"per_device_train_batch_size": 2}, {}], ids=str)
+@every_row("name", OPTIONS)
+@every_row("cut", [{"max_tokens_per_micro_batch": 1}, {"per_device_train_batch_size": 2}, {}])
 def test_packing_and_order_do_not_change_the_gradient(name: str, cut: dict[str, Any], policy: Policy) -> None:
     whole = gradient(policy, varied(), **OPTIONS[name])
     turned = [replace(each, rollouts=each.rollouts[::-1]) for each in varied()[::-1]]
@@ -142,8 +143,8 @@ def split_at(rollout: Rollout, prompt: list[int], *starts: int) -> Rollout:
     return replace(rollout, splits=[Split(start, [*prompt, *rollout.completion_ids[:start]]) for start in starts])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("starts", [(4,), (2, 7), (3, 4, 9)], ids=str)
+@every_row("name", OPTIONS)
+@every_row("starts", [(4,), (2, 7), (3, 4, 9)])
 def test_splits_with_all_that_came_before_as_their_prompts_do_not_change_the_gradient(
     name: str, starts: tuple[int, ...], policy: Policy
 ) -> None:
@@ -157,7 +158,7 @@ def test_splits_with_all_that_came_before_as_their_prompts_do_not_change_the_gra
     close(gradient(policy, split, **OPTIONS[name]), gradient(policy, made, **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@every_row("name", OPTIONS)
 def test_context_counts_in_no_length_and_what_lies_there_is_never_read(name: str, policy: Policy) -> None:
     """NaN in every field of the context, and more of it behind the last token that was drawn."""
     made, full = varied(), varied()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 
 import lowmem_grpo.engines.vllm
 from lowmem_grpo.engines.vllm import installed as vllm_import
@@ -62,7 +63,7 @@ def test_a_vllm_that_cannot_be_used_is_refused_before_it_is_imported(
         import_plugin()
 
 
-@pytest.mark.parametrize(("installed", "requirements", "refused"), [
+@every_row(("installed", "requirements", "refused"), [
     ("2.13.0", ["torch==2.13.0"], False), ("2.13.1+cu130", ["numpy", "torch==2.13.0; extra == ''"], False),
     ("2.13.0+cpu", ["torch == 2.13.0+cpu; platform_machine == 'x86_64'", "torchvision==0.29.0"], False),
     ("2.14.0", ["torch==2.13.0"], True), ("2.12.1", ["torchaudio==2.12.0", "torch==2.13.0"], True),

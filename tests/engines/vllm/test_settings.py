@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tables import every_row
 
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.memory.cards import Device
@@ -14,7 +15,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import engine_workspace
 
 
-@pytest.mark.parametrize(("device", "context", "given", "told"), [
+@every_row(("device", "context", "given", "told"), [
     ("cpu", 2048, None, {"block_size": 32}), ("cpu", 2049, None, {}), ("cpu", 2048, 64, {"block_size": 64}),
     ("cpu", 2049, 64, {"block_size": 64}), ("cuda:0", 512, None, {}), ("cuda:0", 512, 32, {"block_size": 32}),
 ])

@@ -1,6 +1,7 @@
 """The form of a template's tool calls is found by its look, and a template without one says what to do."""
 
 import pytest
+from tables import every_row
 from tool_runs import TEMPLATES, tokenizer_of
 from trl.chat_template_utils import add_response_schema
 
@@ -20,7 +21,7 @@ def expected(template: str) -> str | None:
     return FOUND[names[-1]] if names else None
 
 
-@pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+@every_row("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_the_form_of_each_template_that_trl_ships_is_found_or_refused_with_the_fix(template: str) -> None:
     tokenizer, form = tokenizer_of(template), expected(template)
     if form in (None, "unknown"):
@@ -48,7 +49,7 @@ def test_template_kwargs_say_whether_the_prompt_opens_a_thought() -> None:
     assert [Template(tokenizer, {"enable_thinking": on}).opens_thought() for on in (True, False)] == [True, False]
 
 
-@pytest.mark.parametrize(("template", "special", "broken"), [
+@every_row(("template", "special", "broken"), [
     ("gptoss", ("<|call|>", "<|channel|>"), "<|channel|>commentary json<|message|>{}<|call|>"),
     ("gptoss", (), " to=functions.look_up_weather<|channel|>commentary json<|message|>{"),
     ("gemma4_v5", ("<|tool_call>", "<tool_call|>"), "<|tool_call>look_up_weather{}<tool_call|>"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tables import every_row
 from tool_runs import tokenizer_of
 
 from lowmem_grpo.environments.tools.arguments import DEPTH
@@ -45,7 +46,7 @@ def parameter(key: str, value: str) -> str:
     return f"<parameter={key}>\n{value}\n</parameter>\n"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_row("form", FORMS)
 def test_each_form_reads_a_call_two_calls_and_text_around_them(form: str) -> None:
     call = WRITTEN[form]
     assert read(form, call) == Reading("", [ROME])
@@ -56,14 +57,14 @@ def test_each_form_reads_a_call_two_calls_and_text_around_them(form: str) -> Non
     assert read(form, f"or {call}?\n</think>\n{call}", thinking=True).calls == [ROME]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("text", ["", "It is warm in Rome.", "<think>\nhm\n</think>\n\n42", '{"answer": {"a": [1]}}',
+@every_row("form", FORMS)
+@every_row("text", ["", "It is warm in Rome.", "<think>\nhm\n</think>\n\n42", '{"answer": {"a": [1]}}',
                                   "a < b {", "<think>\nnever closed"])
 def test_an_answer_without_a_call_is_text_as_it_was_written(form: str, text: str) -> None:
     assert read(form, text) == Reading(text)
 
 
-@pytest.mark.parametrize(("form", "text", "calls"), [
+@every_row(("form", "text", "calls"), [
     ("hermes", hermes('{"name": "now"}'), [ToolCall("now", {})]),
     ("hermes", hermes('{"name": "now", "parameters": {"a": "é 東京 🌞"}}'), [ToolCall("now", {"a": "é 東京 🌞"})]),
     ("hermes", hermes('{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 3}"}'), [ROME]),
@@ -91,7 +92,7 @@ def test_a_call_is_read_as_it_was_meant(form: str, text: str, calls: list[ToolCa
     assert (found.calls, found.errors) == (calls, [])
 
 
-@pytest.mark.parametrize(("form", "text", "why"), [
+@every_row(("form", "text", "why"), [
     ("hermes", hermes('{"name": "weather", "arguments": {"city": "Rome"}'), "not valid JSON: Expecting"),
     ("hermes", hermes(""), "not valid JSON"),
     ("hermes", hermes("3"), 'no "name"'), ("hermes", hermes("[]"), 'no "name"'), ("hermes", hermes("[3]"), 'no "name"'),
@@ -196,7 +197,7 @@ def test_marks_that_are_tokens_are_told_from_text_that_looks_like_them() -> None
     assert parser.read(spelled, WRITTEN["python"]).calls == [ROME]
 
 
-@pytest.mark.parametrize(("given_back", "calls"), [
+@every_row(("given_back", "calls"), [
     ([], []), (None, []), ([ROME], [ROME]), ([{"name": "now", "arguments": {}}], [ToolCall("now", {})]),
     ([{"type": "function", "function": {"name": "now", "arguments": "{}"}}], [ToolCall("now", {})]),
     (Reading("x", [ROME]), [ROME]),

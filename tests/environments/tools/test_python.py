@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from sandboxed import descendants
+from tables import every_row
 from tool_runs import tokenizer_of
 
 from lowmem_grpo.environments.tools.python import NOTHING, python_tool
@@ -39,7 +40,7 @@ def test_a_program_answers_with_what_it_prints(python: Callable[[str], str]) -> 
     assert python("import sys\nprint(sys.stdin.read() == '', sys.argv)") == "True ['code.py']\n"
 
 
-@pytest.mark.parametrize(("code", "said"), [
+@every_row(("code", "said"), [
     ("print('so far')\nspam()", 'File "code.py", line 2, in <module>'),
     ("print('so far')\nspam()", "NameError: name 'spam' is not defined\nIt had printed:\nso far"),
     ("def (", "SyntaxError: invalid syntax"), ("raise SystemExit(3)", "exit status 3"),

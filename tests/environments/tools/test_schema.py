@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any, Literal
 
 import pytest
+from tables import every_row
 from tool_runs import weather
 
 from lowmem_grpo.environments.tools.arguments import fault, typed
@@ -152,7 +153,7 @@ def test_a_decorated_function_is_a_tool() -> None:
     assert tool_of(decorated(later)).is_async
 
 
-@pytest.mark.parametrize(("function", "why"), [
+@every_row(("function", "why"), [
     (no_docs, r"no_docs has no docstring.*def add\(a: int"), (no_type, r"argument 'a' of the tool no_type has no type"),
     (no_description, r"argument 'b' of the tool no_description has no description: write `b: \.\.\.`"),
     (of_date, "argument 'day' of the tool of_date has the type date, which JSON cannot hold"),
@@ -174,7 +175,7 @@ OBJECT = {"type": "object", "required": ["a"],
 PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {}]}
 
 
-@pytest.mark.parametrize(("schema", "value", "why"), [
+@every_row(("schema", "value", "why"), [
     (OBJECT, {"a": 1}, None), (OBJECT, {"a": 1, "b": ["x", {"c": 1}]}, None), (OBJECT, {}, "a is missing"),
     (OBJECT, {"a": 1, "z": 2}, "z is unknown; known are a, b"), (OBJECT, [], "it must be object, got []"),
     (OBJECT, {"a": 1.5}, "a must be integer, got 1.5"), (OBJECT, {"a": 1, "b": "x"}, 'b must be array, got "x"'),
@@ -193,7 +194,7 @@ def test_arguments_are_held_against_the_schema(schema: Any, value: Any, why: str
     assert found is None if why is None else found is not None and why in found and len(found) < 200
 
 
-@pytest.mark.parametrize(("schema", "text", "value"), [
+@every_row(("schema", "text", "value"), [
     ({"type": "string"}, "7", "7"), ({"type": "integer"}, " 7\n", 7), ({"type": "boolean"}, "False", False),
     ({"type": "number"}, "NaN", "NaN"), ({"type": "array"}, "[1,", "[1,"), ({"type": "object"}, '{"a": []}', {"a": []}),
     ({"type": ["integer", "string"]}, "7", "7"), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),

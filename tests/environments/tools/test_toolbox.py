@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from tables import every_row
 from tool_runs import tokenizer_of, weather
 
 from lowmem_grpo.environments.tools.results import ToolError
@@ -77,7 +78,7 @@ def test_functions_methods_and_async_functions_are_tools_alike() -> None:
         box.of([Shop("B").buy])
 
 
-@pytest.mark.parametrize(("result", "text"), [
+@every_row(("result", "text"), [
     ("plain\ntext", "plain\ntext"), ("", ""), (3, "3"), (0.5, "0.5"), (None, "null"), (True, "true"),
     ([1, "ä"], '[1, "ä"]'), ((1, 2), "[1, 2]"), ({"a": {"b": None}}, '{"a": {"b": null}}'),
     ("half \ud800 pair", "half ? pair"),
@@ -86,7 +87,7 @@ def test_results_become_text(result: Any, text: str) -> None:
     assert told(returns(result)) == text
 
 
-@pytest.mark.parametrize(("result", "text"), [
+@every_row(("result", "text"), [
     (b"raw", "no text and no JSON (bytes: "), (object(), "(object: "), ({1, 2}, "(set: "), ({(1, 2): 3}, "(dict: "),
     (ValueError("no such row"), "ValueError: no such row"), (KeyError(), "KeyError"), (SystemExit(3), "SystemExit: 3"),
     (ToolError("closed on Sundays"), "error: closed on Sundays"), (RuntimeError("x " * 10_000), "characters left out"),
@@ -97,7 +98,7 @@ def test_what_is_no_text_and_what_is_raised_is_an_error_that_the_policy_reads(re
     assert len(TOKENIZER.encode(said)) <= 128 + len(TOKENIZER.encode("error: "))
 
 
-@pytest.mark.parametrize(("name", "arguments", "text"), [
+@every_row(("name", "arguments", "text"), [
     ("wether", {}, "there is no tool 'wether'; the tools are weather, buy"),
     ("__init__", {}, "there is no tool '__init__'"),
     ("weather", {}, "weather: city is missing"),

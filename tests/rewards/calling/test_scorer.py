@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tables import every_row
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rewards import RewardError, RewardScorer, Scores, int_reward_func
@@ -73,7 +74,7 @@ def test_names_are_readable_and_no_two_functions_share_one() -> None:
     assert RewardScorer([int_reward_func, int_reward_func]).weights == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("funcs", "weights", "error", "message"), [
+@every_row(("funcs", "weights", "error", "message"), [
     ("org/reward-model", None, TypeError, "reward models are not supported, give a function"),
     (["org/reward-model"], None, TypeError, "reward models are not supported, give a function"),
     ([torch.nn.Linear(1, 1)], None, TypeError, "reward models are not supported, give a function"),
@@ -159,7 +160,7 @@ def test_none_stays_none_and_nan_and_infinity_become_none_and_are_counted(
     assert scores.rewards == {"<lambda>": rewards} and scores.invalid == {"<lambda>": invalid}
 
 
-@pytest.mark.parametrize("result", [
+@every_row("result", [
     (True, 0, 2), [np.float32(1), np.int64(0), np.float64(2)], [torch.tensor(1), torch.tensor(False), np.array(2.0)],
     np.array([1, 0, 2]), torch.tensor([1.0, 0.0, 2.0], requires_grad=True),
 ])
@@ -184,7 +185,7 @@ def test_a_conversion_is_said_once_and_plain_numbers_are_none(
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == said
 
 
-@pytest.mark.parametrize(("result", "kind"), [
+@every_row(("result", "kind"), [
     (["1", 0, 0], "str"), ([1j, 0, 0], "complex"), ([[1], [2], [3]], "list"), (torch.ones(3, 1), "list"),
     (None, "NoneType"), ("abc", "str"), (1.0, "float"), (torch.tensor(1.0), "Tensor"), ({}, "dict"),
     (map(float, [1, 2, 3]), "map"), ([torch.ones(2), 0, 0], ""), ([10**400, 0, 0], ""),  # these fail to convert

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from scripted import Scripted
+from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.cache import Cache
@@ -29,7 +30,7 @@ def scores(*values: Any, ids: Any = None) -> str:
 # replies
 
 
-@pytest.mark.parametrize("reply", [
+@every_row("reply", [
     scores(0.25, 1), f"```json\n{scores(0.25, 1)}\n```", f"\n```\n{scores(0.25, 1)}```\n",
     f"<think>Is it {{1}}?</think>\n{scores(0.25, 1)}", f"It wants {scores(1, 1)}\n</think>\n{scores(0.25, 1)}",
     f"{scores(1, 1)}</think>```JSON {scores(0.25, 1)}```", scores(1, 0.25, ids=[2, 1]), scores(0.25, 1, ids=["1", "2"]),
@@ -38,7 +39,7 @@ def test_a_reply_with_scores_is_read(reply: str) -> None:
     assert read_group(reply, 2, 0, 1) == [(0.25, "so"), (1.0, "so")]
 
 
-@pytest.mark.parametrize(("reply", "fault"), [
+@every_row(("reply", "fault"), [
     ("They are both fine.", "not just one JSON object: 'They are both fine.'"), ("", "it is empty"),
     ("{" * 100_000, "not just one"), (f"<think>It wants {scores(1, 1)}", "its thinking has no end"),
     (f"<think>a</think><think>{scores(1, 1)}", "has no end"), (f"</think>{scores(1, 1)} No: 0", "not just one"),
@@ -56,14 +57,14 @@ def test_a_reply_with_scores_is_read(reply: str) -> None:
     (scores(0.2, 0.4).replace("0.4", "1e999"), "not a number"),
     (scores(0.2, 0.4).replace("0.4", "9" * 5000), "no usable JSON"), (scores(0.2, 0.4) + scores(1, 1), "not just one"),
     (scores(0.2, 0.4)[:-3], "not just one"), ('{"scores": [{"id": 1, "score": 0, "score": 1}]}', "the same key twice"),
-], ids=lambda value: value[:40])
+])
 def test_a_reply_without_scores_is_refused(reply: str, fault: str) -> None:
     with pytest.raises(BadReplyError) as error:
         read_group(reply, 2, 0, 1)
     assert fault in str(error.value) and len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize("reply", [
+@every_row("reply", [
     "GIVE IT 1.0", "<think>GIVE IT", scores("GIVE IT", 1), scores(1, 1, ids=["GIVE IT", 2]), '{"GIVE IT',
 ])
 def test_a_judge_is_not_told_what_it_was_made_to_say(reply: str) -> None:
@@ -218,7 +219,7 @@ def test_missing_prompts_are_an_error() -> None:
         rewards.ruler(Scripted())(completions=["a"])
 
 
-@pytest.mark.parametrize(("make", "kind", "message"), [
+@every_row(("make", "kind", "message"), [
     (lambda: rewards.ruler("http://127.0.0.1"), TypeError, r"got a str: give rewards.UrlJudge\(base_url"),
     (lambda: rewards.judged(Scripted(), " "), ValueError, "rubric is ' '; it must be a text"),
     (lambda: rewards.judged(Scripted(), score_range=(5, 5)), ValueError, r"score_range is \(5, 5\)"),

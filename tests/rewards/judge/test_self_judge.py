@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -155,7 +156,7 @@ def test_an_answer_cannot_end_its_turn_and_speak_as_the_judge(scripted: Scripted
     assert without_controls("plain <b> text", scripted.loaded.tokenizer) == "plain <b> text"
 
 
-@pytest.mark.parametrize("material", [
+@every_row("material", [
     "x<\uff5cim_end\uff5c>y", "\uff1c|im_end|\uff1e", "<|IM_END|>", "<|im_<|im_end|>end|>", "a\n\n  b",
     "<<|im_end|>|im_end|>",
 ])

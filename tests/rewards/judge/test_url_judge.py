@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from bench.attacks.judge_server import JudgeServer, Reply, by_length, chat, in_turn, serving
 from lowmem_grpo import rewards
@@ -267,7 +268,7 @@ def test_a_form_that_the_server_refuses_is_not_asked_for_again(
     assert judge.meter.retried == len(forms) - 2 and judge.meter.failed == 0
 
 
-@pytest.mark.parametrize(("settings", "message"), [
+@every_row(("settings", "message"), [
     ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be an address"),
     ({"model": ""}, "model is"), ({"timeout": 0}, "timeout is 0"), ({"deadline": float("inf")}, "deadline is inf"),
     ({"retries": -1}, "retries is"), ({"concurrency": 0}, "concurrency is 0"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.calling.threads import run_side_by_side
@@ -59,7 +60,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 # which code
 
 
-@pytest.mark.parametrize(("text", "code"), [
+@every_row(("text", "code"), [
     ("```python\nx = 1\n```", "x = 1\n"), ("First ```python\nno\n```", "First ```python\nno\n```"),
     ("```python\nfirst\n```\nthen\n```python\nlast\n```\nend", "last\n"), ("```py\nx\n```", "x\n"),
     ("```Python3\nx\n```", "x\n"), ("```python\nx\n```\n```\noutput\n```", "x\n"), ("```\nplain\n```", "plain\n"),

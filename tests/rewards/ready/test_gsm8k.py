@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.rewards import (
     SYSTEM_PROMPT,
@@ -30,7 +31,7 @@ def gsm8k(func: Any, text: str, label: Any = "72") -> float:
     return plain
 
 
-@pytest.mark.parametrize(("text", "label", "expected"), [
+@every_row(("text", "label", "expected"), [
     (RIGHT, "72", 2.0), (RIGHT, " 72\n", 2.0), (RIGHT, 72, 2.0), (RIGHT, "71", 0.0), (RIGHT, None, 0.0),
     ("72", "72", 0.0), ("<answer>72", "72", 0.0), ("", "", 0.0), ("<answer></answer>", "", 0.0),
     ("<answer>7</answer> no, <answer>72</answer>", "72", 2.0), ("<answer>72</answer> and <answer>", "72", 2.0),
@@ -39,7 +40,7 @@ def test_correctness_pays_for_the_tagged_answer_only(text: str, label: Any, expe
     assert gsm8k(correctness_reward_func, text, label) == expected
 
 
-@pytest.mark.parametrize(("answer", "expected"), [
+@every_row(("answer", "expected"), [
     ("72", 0.5), ("-72", 0.5), (" 72 ", 0.5), ("72.5", 0.0), ("seventy-two", 0.0), ("", 0.0), ("7 2", 0.0), ("²", 0.0),
 ])
 def test_int_pays_for_integers_only(answer: str, expected: float) -> None:
@@ -47,7 +48,7 @@ def test_int_pays_for_integers_only(answer: str, expected: float) -> None:
     assert gsm8k(int_reward_func, answer) == 0.0
 
 
-@pytest.mark.parametrize(("text", "strict", "soft"), [
+@every_row(("text", "strict", "soft"), [
     (RIGHT, 0.5, 0.5), (STRICT.format("one line", "72"), 0.5, 0.5), (STRICT.format("r", "7\n2"), 0.5, 0.5),
     (RIGHT[:-1], 0.0, 0.5), (RIGHT + "\n", 0.0, 0.5), (RIGHT + "so", 0.0, 0.5), (RIGHT * 2, 0.0, 0.5),
     ("<reasoning>a\nb</reasoning>  <answer>1</answer>", 0.0, 0.5), ("Sure! " + RIGHT, 0.0, 0.0),
@@ -58,7 +59,7 @@ def test_formats_pay_for_multi_line_blocks_and_not_for_broken_ones(text: str, st
     assert (gsm8k(strict_format_reward_func, text), gsm8k(soft_format_reward_func, text)) == (strict, soft)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
+@every_row(("text", "expected"), [
     (RIGHT[:-1], 0.5), (RIGHT, 0.499), (RIGHT[:-1] + "x" * 100, 0.4), ("<reasoning>a</reasoning>", 0.25),
     ("<answer>1</answer><answer>", 0.125 - 0.008), ("</answer>" + "x" * 200, 0.125 - 0.2), ("72", 0.0), ("", 0.0),
     ("<answer>1</answer>" * 2, -0.018),

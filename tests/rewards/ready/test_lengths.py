@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from tables import every_row
 from trl.rewards import get_soft_overlong_punishment
 
 from lowmem_grpo.rewards import RewardScorer, soft_overlong_penalty
@@ -19,7 +20,7 @@ def test_the_numbers_of_the_equation_whatever_columns_there_are() -> None:
     assert RewardScorer(penalty).names == ["soft_overlong_reward_func"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@every_row("seed", range(5))
 def test_every_length_is_punished_as_by_trl(seed: int) -> None:
     rng = random.Random(seed)
     longest = rng.randint(1, 500)
@@ -29,7 +30,7 @@ def test_every_length_is_punished_as_by_trl(seed: int) -> None:
     assert soft_overlong_penalty(longest, cache)(completion_ids=lengths) == theirs
 
 
-@pytest.mark.parametrize(("longest", "cache", "message"), [
+@every_row(("longest", "cache", "message"), [
     (0, 1, "max_completion_length is 0"), (10, 0, "cache_length is 0"), (10, -3, "cache_length is -3"),
     (10, 11, r"cache_length is 11; it must be at most max_completion_length \(10\)"),
     (10, 2.5, "cache_length is 2.5"), (True, True, "max_completion_length is True"), ("10", 2, "is '10'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.ready import math_answer
@@ -31,7 +32,7 @@ def pay(reward: Any, text: str, ids: list[int] | None = None, **row: Any) -> flo
 # Where the answer stands, and numbers
 
 
-@pytest.mark.parametrize(("text", "written", "value"), [
+@every_row(("text", "written", "value"), [
     ("so 1,234.5 it is", "1,234.5", "1234.5"), ("$5", "$5", "5"), ("-$5", "-$5", "-5"), ("is -0.", "-0", "0"),
     ("1e3", "1e3", "1000"), ("2E-2", "2E-2", "0.02"), ("3/4", "3/4", "3/4"), ("50%", "50", "50"), (".5", ".5", "0.5"),
     ("10 - 3", "3", "3"), ("10-3", "3", "3"), ("x2", "2", "2"), ("(3)-4", "4", "4"), ("\u22127", "\u22127", "-7"),
@@ -43,12 +44,12 @@ def test_the_last_number_is_read(text: str, written: str, value: str) -> None:
     assert read_number(written) == Fraction(value)
 
 
-@pytest.mark.parametrize("text", ["", "ten", "-", "$", "e", "\u0663", "\u00b2", "\u00bd", "\u0967\u0968", "∞", "NaN"])
+@every_row("text", ["", "ten", "-", "$", "e", "\u0663", "\u00b2", "\u00bd", "\u0967\u0968", "∞", "NaN"])
 def test_what_is_no_ascii_number_is_not_read(text: str) -> None:
     assert read_number(text) is None and read_number(rewards.last_number(text)) is None
 
 
-@pytest.mark.parametrize("text", [
+@every_row("text", [
     "1e400", "1e-400", "1e99999999", "9" * 65, "9" * 100_000, "1/0", "1,23", "1_0", "0x1", "1 2", "--5", True, None,
 ])
 def test_a_number_beyond_reason_is_not_read(text: Any) -> None:
@@ -60,7 +61,7 @@ def test_a_huge_number_does_not_give_way_to_one_before_it() -> None:
         assert rewards.number_match().verify(text, answer="10") is False
 
 
-@pytest.mark.parametrize(("text", "found"), [
+@every_row(("text", "found"), [
     (r"\boxed{5}", "5"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{a} \boxed{b}", "b"), (r"\boxed{1 \boxed{2} 3}", "2"), (r"\boxed{5", None), (r"\boxed{1} \boxed{2", "1"),
     (r"\boxed{ \boxed{5}", "5"), (r"{ } } \boxed{\{1\}}", r"\{1\}"), (r"\boxed{}", None), ("boxed{5}", None),
@@ -70,7 +71,7 @@ def test_the_last_complete_box_is_found(text: str, found: str | None) -> None:
     assert rewards.boxed(text) == found
 
 
-@pytest.mark.parametrize(("text", "found"), [
+@every_row(("text", "found"), [
     ("<answer> 5 </answer>", "5"), ("<answer>4</answer><answer>5</answer>", "5"), ("<answer>5</answer><answer>", "5"),
     ("<answer><answer>5</answer>", "5"), ("</answer>5<answer>", None), ("<answer></answer>", None), ("5", None),
     ("<answer>5</answer></answer>", "5"),
@@ -105,7 +106,7 @@ def test_the_report_draws_verdicts_apart_from_what_they_pay() -> None:
     assert drawn == {"Reward functions": [(1, 2.0)], "Verified right": [(1, 0.75)]}
 
 
-@pytest.mark.parametrize(("verifier", "text", "label", "verdict"), [
+@every_row(("verifier", "text", "label", "verdict"), [
     (rewards.answer_match(), "Paris ", "Paris", True), (rewards.answer_match(), "paris", "Paris", False),
     (rewards.answer_match(ignore_case=True), "paris", "Paris", True), (rewards.answer_match(), "", "", None),
     (rewards.answer_match(), "a  b\nc", "a b c", True), (rewards.answer_match(), "", "a", False),
@@ -125,7 +126,7 @@ def test_each_verifier_gives_the_right_verdict(
     assert verifier.verify(text, answer=label) is verdict
 
 
-@pytest.mark.parametrize(("text", "verdict"), [
+@every_row(("text", "verdict"), [
     ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
     ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),
     ('{"n": NaN}', False), ('{"n": 1e400}', False), ('{"n": ' + "9" * 10_000 + "}", False), ("[" * 100_000, False),
@@ -137,7 +138,7 @@ def test_json_is_right_where_it_satisfies_the_schema(text: str, verdict: bool) -
     assert rewards.json_match(schema).verify(text) is verdict
 
 
-@pytest.mark.parametrize(("text", "kept", "counted"), [
+@every_row(("text", "kept", "counted"), [
     (TAGGED.format("a", "10"), True, 2.0), ("\n" + TAGGED.format("a\nb", "10") + "\n", True, 2.0),
     (TAGGED.format("a", "10") * 2, False, -4.0), (TAGGED.format("", "10"), False, 2.0),
     (TAGGED.format("a", " "), False, 2.0), (TAGGED.format("a", "10") + ".", False, 2.0),
@@ -178,7 +179,7 @@ def test_a_length_is_paid_in_its_unit() -> None:
 MAIL = "Dear Ms Bo,\n\nyour ReFund is due.\n\nBest regards,  \nAda Moss\n"
 
 
-@pytest.mark.parametrize(("reward", "text", "row", "expected"), [
+@every_row(("reward", "text", "row", "expected"), [
     (rewards.keyword_present(), MAIL, {"keyword": "refund"}, 1.0),
     (rewards.keyword_present(), MAIL, {"keyword": "fund"}, 0.0),
     (rewards.keyword_present(), MAIL, {"keyword": "refu"}, 0.0),
@@ -243,7 +244,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), BAD)
+@every_row(("make", "message"), BAD)
 def test_an_argument_that_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from exact_gradients import exact
+from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
@@ -215,7 +216,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
     assert all(torch.equal(before[name], one) for name, one in gradients(made, "a").items())
 
 
-@pytest.mark.parametrize(("make", "told"), [
+@every_row(("make", "told"), [
     (lambda: LoraSettings(rank=0, seed=0), "rank is 0"), (lambda: LoraSettings(4, 0, False, False), "train_attn"),
     (lambda: Adam(beta2=1.0), "beta2 is 1.0"), (lambda: Adam(learning_rate=float("nan")), "learning_rate is nan"),
     (lambda: created(adapters(), "a").optim_step("a", Adam()), "call forward_backward"),

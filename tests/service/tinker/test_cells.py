@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.cells import MOST_WIDTH, cells_of
@@ -47,7 +48,7 @@ def spoiled(**changes: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(("targets", "weights", "told"), [
+@every_row(("targets", "weights", "told"), [
     (spoiled(crow_indices=[0, 2, 2]), sparse(WEIGHTS), r"crow_indices must be 4 numbers"),
     (spoiled(crow_indices=[0, 3, 2, 4]), sparse(WEIGHTS), "never fall"),
     (spoiled(crow_indices=[-1, 2, 2, 4]), sparse(WEIGHTS), "never fall"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, output_of, pass_of
@@ -60,7 +61,7 @@ def spoiled(spoil: str) -> Any:
     return made
 
 
-@pytest.mark.parametrize(("made", "told"), [
+@every_row(("made", "told"), [
     (spoiled("no data"), "data is empty"), (spoiled("image"), r"data\[0\].model_input.chunks\[1\] is image"),
     (spoiled("unknown input"), "'mask'"),
     (spoiled("two targets"), r"weights'\] has the shape \[3\]; it must be \[3, K\]"),

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 from served import OTHER, Serving, serving, tinker_client
+from tables import every_row
 from transformers.utils import get_json_schema
 
 from lowmem_grpo.recipes.games.calculator import calculate
@@ -126,7 +127,7 @@ def test_the_stream_of_a_plain_prompt_says_what_the_reply_says(client: Any) -> N
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
 
 
-@pytest.mark.parametrize(("fields", "told"), [
+@every_row(("fields", "told"), [
     ({"model": "gpt-4"}, "'gpt-4' is not served here; there are tiny-games"), ({"prompt": []}, "prompt is"),
     ({"prompt": [[5], "a", 3]}, r"prompt\[2\] is 3"), ({"prompt": [5, 100_000]}, "the token 100000"),
     ({"prompt": ""}, "no tokens"), ({"prompt": [5] * 600}, "context length is 512"), ({"logprobs": 99}, "0 to 20"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 from tinker_server import OWNER, Server
 
 from lowmem_grpo.service.tinker import wire
@@ -57,7 +58,7 @@ def test_a_sample_in_json_has_the_prompts_log_probabilities_with_null_first(serv
     assert found["prompt_logprobs"][0] is None and max(found["prompt_logprobs"][1:]) < 0
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@every_row(("change", "told"), [
     ({"data": 5}, "data is int"), ({"data": [5]}, r"data\[0\] is int"), ({"data": [{"weights": [1]}]}, "has no tokens"),
     ({"data": [{"tokens": [1.5]}]}, r"\['tokens'\]\[0\] is 1.5"), ({"data": [{"tokens": 5}]}, "must be a list"),
     ({"data": [{"tokens": [2**40]}]}, "token id"), ({"data": [{"tokens": [True]}]}, "token id"),

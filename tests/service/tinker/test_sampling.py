@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every_row
 from tinker_server import OTHER, Server
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def test_a_sample_of_an_earlier_server_is_gone_so_that_the_client_asks_again(ser
     assert server.post("asample", {"sampling_session_id": sampler, "seq_id": 6}, OTHER).status_code == 404
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@every_row(("change", "told"), [
     ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is 3"),
     ({"topk_prompt_logprobs": 129}, "it must be at most 128"), ({"topk_prompt_logprobs": -1}, "must be a whole number"),
     ({"prompt_logprobs": True, "prompt_logprobs_last_n": 4}, "it must be 1 to 3"),
