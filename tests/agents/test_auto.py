@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_backends import ScriptedBackend
+from served import ScriptedBackend
 
 from lowmem_grpo import agents as art
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_backends import ScriptedBackend
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ValidationError
+from served import ScriptedBackend
 from tables import every_row
 
 from lowmem_grpo import agents as art

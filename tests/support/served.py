@@ -1,5 +1,5 @@
 """A model that is served at a loopback address, with keys of two users; a desk whose engine says what a script says,
-and the chat over it."""
+the chat over it, and a backend for agents."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,11 +14,14 @@ import torch
 from scripted import TEMPLATE, ScriptedEngine
 from template_tokenizers import tokenizer_of
 
+from lowmem_grpo.agents.endpoint import AgentEndpoint
+from lowmem_grpo.agents.judges import DeskJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.client import Client
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.limits import Limits
@@ -145,3 +148,61 @@ def call_of(desk: Desk, text: str, temperature: float = 1.0, **more: Any) -> Cal
     """A call with this prompt."""
     ids = desk.tokenizer(text, add_special_tokens=False).input_ids
     return Call(ids, SamplingParams(max_tokens=64, temperature=temperature), **more)
+
+
+class ScriptedBackend:
+    """Answers as told, and notes what it is asked to train, log and delete. Close it with `desk.close()`."""
+
+    def __init__(self, path: Path, says: Callable[[str], str] = lambda prompt: "Yes.") -> None:
+        self.path, self.desk, self.step = path, scripted_desk(says), 0
+        self.desk.model.loaded.name = "scripted"
+        self.adapters: list[Any] = []  # other than the live one, with which there was computed
+        desk: Any = self.desk
+        desk.computing_with = self.computing_with
+        self.chat = chat_over(self.desk)
+        self.trained: list[tuple[Any, dict[str, Any]]] = []
+        self.logged: list[tuple[Any, ...]] = []
+        self.kept: list[int] = []
+        self.best: int | None = None
+
+    @contextmanager
+    def computing_with(self, adapter: Any) -> Iterator[None]:
+        """In place of switching the adapter of a model."""
+        if adapter != LIVE:
+            self.adapters.append(adapter)
+        yield
+
+    async def register(self, model: Any) -> None:
+        pass
+
+    async def train(self, model: Any, groups: Any, **options: Any) -> int:
+        self.trained.append((groups, options))
+        self.step += 1
+        return self.step
+
+    async def log(self, model: Any, groups: Any, split: str = "val", metrics: Any = None, step: Any = None) -> None:
+        self.logged.append((groups, split, metrics, step))
+
+    async def get_step(self, model: Any) -> int:
+        return self.step
+
+    async def best_step(self, model: Any, metric: str = "") -> int | None:
+        return self.best
+
+    async def delete_checkpoints(self, model: Any, keep: list[int]) -> None:
+        self.kept = keep
+
+    def client(self, model: Any) -> Client:
+        return Client(self.chat)
+
+    def serve(self, model: Any, **options: Any) -> AgentEndpoint:
+        return AgentEndpoint(self.chat, **options)
+
+    def judge(self, model: Any, **options: Any) -> DeskJudge:
+        return DeskJudge(self.desk, self.desk.model, **options)
+
+    def inference_name(self, model: Any, step: int | None = None) -> str:
+        return "agent" if step is None else f"agent@{step}"
+
+    async def close(self) -> None:
+        self.desk.close()

@@ -27,17 +27,17 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Twenty steps in one process: its folder, its adapter, its metrics."""
+    """Eight steps in one process: its folder, its adapter, its metrics."""
     folder = tmp_path_factory.mktemp("one")
-    ((adapter, lines),) = Ranked(folder, 1, train, max_steps=20, save_steps=10).wait()
+    ((adapter, lines),) = Ranked(folder, 1, train, max_steps=8, save_steps=4).wait()
     return folder, (adapter, lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_after_twenty_steps_the_adapter_is_that_of_one_process(tmp_path: Path, one: Any, count: int) -> None:
+def test_after_eight_steps_the_adapter_is_that_of_one_process(tmp_path: Path, one: Any, count: int) -> None:
     folder, (expected, lines) = one
-    ranks = Ranked(tmp_path, count, train, max_steps=20, save_steps=10).wait()
+    ranks = Ranked(tmp_path, count, train, max_steps=8, save_steps=4).wait()
     assert all(close(adapter, expected) < ROUNDING for adapter, _ in ranks)
     assert all(torch.equal(adapter[name], ranks[0][0][name]) for adapter, _ in ranks for name in adapter)
     for name in ("completions.jsonl", "metrics.jsonl"):
@@ -93,11 +93,11 @@ def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (1, 4)])
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, one: Any, first: int, then: int) -> None:
-    Ranked(tmp_path, first, stopped, max_steps=20, stop=10).wait()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-10"]
-    found = Ranked(tmp_path, then, train, max_steps=20, save_steps=10, resume=True).wait()
+    Ranked(tmp_path, first, stopped, max_steps=8, stop=4).wait()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-4"]
+    found = Ranked(tmp_path, then, train, max_steps=8, save_steps=4, resume=True).wait()
     assert all(close(adapter, one[1][0]) < ROUNDING for adapter, _ in found)
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 21))
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
 def stopped(folder: Path, rank: int, stop: int, **settings: Any) -> None:
