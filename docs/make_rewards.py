@@ -41,6 +41,9 @@ You can write your own as a function:
     def short(completions, **kwargs):
         return [1.0 if len(text) < 200 else 0.0 for text in completions]
 
+It may change what it is given (`prompt += completion`): each call has copies, so no other completion, function or step
+sees that. Only the `environments` of episodes are the ones that were played.
+
 Booleans, tensors and arrays are taken as numbers, and a warning says so once. Strings, a wrong number of rewards or a
 missing column end the run, with an error that names the function, what it returned and what was expected. If a function
 returns NaN or infinity, no step is made on that group.

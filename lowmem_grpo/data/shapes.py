@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.brought import columns_of, rows_of
 from lowmem_grpo.data.examples import ExampleEncoder
+from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.data.texts import IGNORED, ConversationEncoder, TextEncoder, TokenEncoder
@@ -118,7 +119,11 @@ class Shapes:
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """What makes a row of one text, by `formatting_func`, whether it takes one row or a batch of columns."""
-        function: Any = self.formatting_func
+        plain: Any = self.formatting_func
+
+        def function(row: dict[str, Any]) -> Any:
+            return plain(owned(row))
+
         first = rows.peek(1)[0] if isinstance(rows, Stream) else rows[0]
         if takes_batches(function, first):
             return lambda row: {"text": function({name: [value] for name, value in row.items()})[0]}

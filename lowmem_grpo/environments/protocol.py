@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+from lowmem_grpo.data.owned import owned
 from lowmem_grpo.environments.observations import Anew, AskBase
 from lowmem_grpo.types import Message
 
@@ -194,8 +195,8 @@ class Factories:
             raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
 
     def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What `reset` may get of a row."""
-        return {name: value for name, value in row.items() if not (self.several and name == "environment")}
+        """Return what `reset` may get of a row, as objects of its own."""
+        return {name: owned(value) for name, value in row.items() if not (self.several and name == "environment")}
 
     @property
     def paying(self) -> list[type]:

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowmem_grpo.data.owned import owned
 from lowmem_grpo.rewards.calling.contract import (
     RewardError,
     RewardFunction,
@@ -66,10 +67,16 @@ class Call:
         self.limit = timeout if self.own_limit is None else self.own_limit
         self.recorder = Recorder(len(self.completions))
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
-        self.bound = bind(name, func, {**lists, **shared})
+        self.func = bind(name, func, {**lists, **shared})
+        self.lists = lists.keys() - {"environments"}  # those are the ones that were played
         self.future: Future[Any] = Future()
         self.groups: list[int] = []  # of the batch, to which its completions belong; empty for the whole batch
         self.began = self.ended = 0.0
+
+    def bound(self) -> Any:
+        """Call the function with objects of its own: what it changes is seen by no other call, record or step."""
+        given = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
+        return self.func.func(**given)
 
     def run(self) -> None:
         """Run here and now, unless it was stopped before. `future` gets what it returns or raises."""

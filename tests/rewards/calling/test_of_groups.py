@@ -1,6 +1,7 @@
 """Rewards computed while other groups are sampled: the same scores, sooner; and what goes wrong on the way."""
 
 import asyncio
+import copy
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from episodes import episode, turn
 from trainer_runs import adapter, make, same
 
 from lowmem_grpo.data.prompts import Prompt
@@ -21,7 +23,7 @@ from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Score
 from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
 from lowmem_grpo.rewards.calling.early import covered
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call, score_rows
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -527,3 +529,88 @@ def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
         trainer.rollout()
     assert sum("takes no on_group" in record.message for record in caplog.records) == 1
     assert len(reward.calls) == 2  # whole batches, after sampling
+
+
+# What functions are given is theirs to change
+
+
+def judged_by_conversation(counts: list[list[int]]) -> Any:
+    """The usual way to make a judge's conversation of a chat: it changes what it was given."""
+    def judged(prompts: list[Any], completions: list[Any], notes: list[Any], **kwargs: Any) -> list[float]:
+        for prompt, completion, note in zip(prompts, completions, notes, strict=True):
+            prompt += completion
+            completion[0]["content"] = "spoilt"
+            note["of"]["read"].append(1)
+        counts.append([len(prompt) for prompt in prompts])
+        counts.append([len(note["of"]["read"]) for note in notes])
+        return [1.0] * len(prompts)
+
+    return judged
+
+
+def chat_row() -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": "2+2?"}], "notes": {"of": {"read": []}}}
+
+
+@pytest.mark.parametrize("way", ["whole", "rows", "early", "async"])
+def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(way: str) -> None:
+    counts: list[list[int]] = []
+    judged = judged_by_conversation(counts)
+
+    async def judged_later(**given: Any) -> list[float]:
+        return judged(**given)  # type: ignore[no-any-return]
+
+    scorer = RewardScorer([judged, judged] if way != "async" else [judged_later, judged_later],
+                          while_sampling=way == "early")
+    row, rollouts = chat_row(), [Rollout([7], [0.0], "stop", text) for text in ("4", "5", "6", "7")]
+    for _ in range(2):
+        if way == "rows":
+            score_rows(scorer, [row] * 4, ["4"] * 4, [[7]] * 4, None)
+        elif way == "early":
+            prompts = [Prompt(row, [1], "")]
+            scoring = EarlyScoring(scorer, prompts, TrainerState())
+            scoring.settle([RolloutGroup(row, [1], rollouts)])
+        else:
+            call(scorer, [RolloutGroup(row, [1], rollouts)], None)
+    assert counts == [[2] * 4, [1] * 4] * 4  # as in TRL, whose rows are read anew for each completion
+    assert row == chat_row() and [rollout.text for rollout in rollouts] == ["4", "5", "6", "7"]
+
+
+def test_turns_and_answers_of_episodes_are_copies_and_environments_are_those_that_were_played() -> None:
+    game, seen = object(), []
+
+    def spoils(completions: list[Any], turns: list[Any], environments: list[Any], **kwargs: Any) -> list[float]:
+        seen.append((completions[0][0]["content"], len(completions[0]), environments[0]))
+        completions[0].clear()
+        turns[0][0].completion_ids.append(99)
+        turns[0][0].message["content"] = turns[0][0].replies[0]["content"] = "spoilt"
+        return [1.0]
+
+    played = episode(turn("50", {"role": "user", "content": "Lower."}), turn("25"), environment=game)
+    row, before = chat_row(), copy.deepcopy(played.turns)
+    for _ in range(2):
+        call(RewardScorer([spoils], episodes=True), [RolloutGroup(row, [1, 2, 3], [played])], None)
+    assert seen == [("25", 3, game)] * 2 and played.turns == before
+
+
+def test_a_run_trains_on_its_own_prompts_whatever_a_function_does_to_them(tmp_path: Path) -> None:
+    def grows(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            prompt += completion
+        return [float(len(completion[0]["content"]) % 5) for completion in completions]
+
+    def reads(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(len(completion[0]["content"]) % 5) for completion in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": f"Start with {n}. Add 4."}]} for n in range(2)]
+    found = []
+    for name, reward in (("grows", grows), ("reads", reads)):
+        given = copy.deepcopy(rows)
+        trainer = make(tmp_path / name, reward, given, max_steps=3, eval_dataset=given, eval_strategy="steps",
+                       eval_steps=1)
+        trainer.train()
+        assert given == rows
+        lines = [(line["step"], line["prompt"], line["completion"])
+                 for line in read_lines(tmp_path / name / "completions.jsonl")]
+        found.append((lines, adapter(trainer)))
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])

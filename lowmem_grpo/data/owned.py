@@ -1,0 +1,38 @@
+"""Copies of what a user's code is given, so that it may change them: a row belongs to all its completions and to all
+steps that read it again."""
+
+import copy
+from dataclasses import is_dataclass
+from typing import Any
+
+UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def owned(value: Any) -> Any:
+    """Return a copy that shares no list, dict, array or dataclass (such as `types.Turn`) with `value`.
+
+    Everything else in it stays the same object: an environment, a client, a function.
+    """
+    if type(value) in UNCHANGING:
+        return value
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update((name, owned(part)) for name, part in value.items())
+        return made
+    if isinstance(value, list):
+        listed = copy.copy(value)
+        listed[:] = [part if type(part) in UNCHANGING else owned(part) for part in value]
+        return listed
+    if type(value) in (tuple, set):
+        return type(value)(map(owned, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return of_fields(value)
+    return copy.deepcopy(value) if hasattr(value, "dtype") else value
+
+
+def of_fields(value: Any) -> Any:
+    """Return a copy of a dataclass, each of whose fields is owned."""
+    made = copy.copy(value)
+    for name, part in getattr(value, "__dict__", {}).items():
+        object.__setattr__(made, name, owned(part))  # also where it is frozen
+    return made
