@@ -42,7 +42,8 @@ You can write your own as a function:
         return [1.0 if len(text) < 200 else 0.0 for text in completions]
 
 It may change what it is given (`prompt += completion`): each call has copies, so no other completion, function or step
-sees that. Only the `environments` of episodes are the ones that were played.
+sees that. Only the `environments` of episodes are the ones that were played. What `log_metric` is told in an evaluation
+is logged as `eval_NAME`.
 
 Booleans, tensors and arrays are taken as numbers, and a warning says so once. Strings, a wrong number of rewards or a
 missing column end the run, with an error that names the function, what it returned and what was expected. If a function

@@ -10,6 +10,8 @@ from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.types import RolloutGroup
 
+Part = tuple[list[RolloutGroup], dict[str, float]]  # of a rank: its groups, and what functions logged of them
+
 
 class Evaluation:
     """An evaluation dataset, sampled with `params` in batches of `size` prompts; a bad one is refused here, before
@@ -27,8 +29,8 @@ class Evaluation:
         self.sampler, self.scoring, self.ranks = sampler, scoring, ranks or Ranks()
 
     def run(self, dataset: Any = None) -> dict[str, float]:
-        """Mean rewards and lengths of the current policy on these rows, or on its own, named eval_*; ValueError where
-        there are none."""
+        """Return mean rewards and lengths of the current policy on these rows, or on its own, and what functions
+        logged, named eval_*; ValueError where there are no rows."""
         rows = self.dataset if dataset is None else dataset
         if rows is None:
             raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
@@ -39,17 +41,30 @@ class Evaluation:
             raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
         batches = [prompts[start : start + self.size] for start in range(0, len(prompts), self.size)]
         own = [batches[place] for place in self.ranks.share(len(batches))]
-        groups = [group for part in self.ranks.gather("the evaluation", self.groups_of(own)) for group in part]
-        return {f"eval_{name}": value for name, value in rollout_metrics(groups, self.scoring.names).items()}
+        parts = self.ranks.gather("the evaluation", self.groups_of(own))
+        metrics = rollout_metrics([group for groups, _ in parts for group in groups], self.scoring.names)
+        return {f"eval_{name}": value for name, value in (metrics | over_completions(parts)).items()}
 
-    def groups_of(self, batches: list[list[Prompt]]) -> list[RolloutGroup]:
-        """The groups of all batches, one batch sampled after the other, with rewards."""
+    def groups_of(self, batches: list[list[Prompt]]) -> Part:
+        """Return the groups of all batches, one batch sampled after the other, with rewards, and what functions logged
+        of them."""
         groups: list[RolloutGroup] = []
         if not batches:
-            return groups
+            return groups, {}
         with self.scoring.begin([prompt for batch in batches for prompt in batch]) as calls:
             for batch in batches:
                 groups += self.sampler.sample(batch, self.params)
             scores = calls.settle(groups)
         self.scoring.apply(groups, scores)
-        return groups
+        return groups, scores.metrics
+
+
+def over_completions(parts: list[Part]) -> dict[str, float]:
+    """Return the mean of each metric that functions logged, over the completions of the parts in which they did."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for groups, logged in parts:
+        size = sum(len(group.rollouts) for group in groups)
+        for name, value in logged.items():
+            found.setdefault(name, []).append((value, size))
+    return {name: sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
+            for name, pairs in found.items()}
