@@ -138,12 +138,14 @@ def test_results_are_those_of_transformers(family: Any) -> None:
 @pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm])
 def test_a_float32_weight_gives_the_dtype_that_transformers_gives(family: Any) -> None:
     norm, options = families_norm(family, 33, torch.float32)
-    x = torch.randn(5, 33, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(5, 33, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
     ours, theirs = rms_norm(x, norm.weight, EPS, **options), norm(x)
     assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    exact = in_float64({"x": x, "weight": norm.weight})
+    truth = torch.autograd.grad(rms_norm_ref(**exact, eps=EPS, **options).sum(), list(exact.values()))
     gradients = [torch.autograd.grad(y.sum(), (x, norm.weight)) for y in (ours, theirs)]
-    for mine, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, other, rtol=2**-7, atol=2**-8)
+    for name, mine, other, right in zip(exact, *gradients, truth, strict=True):
+        assert_as_accurate(name, mine, other, right, ROUNDING[torch.bfloat16])
 
 
 @pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)

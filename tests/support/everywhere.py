@@ -2,11 +2,14 @@
 
 import gc
 import logging
+import random
 import sys
 from collections.abc import Iterator
 
 import card
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from small_models import FAMILIES, HYBRIDS, TINY, load_model, with_adapter
@@ -55,6 +58,14 @@ def thaw() -> None:
 
 def pytest_sessionfinish() -> None:
     thaw()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin each test with the same random states, so that it does not depend on those that ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
