@@ -9,9 +9,9 @@ UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def owned(value: Any) -> Any:
-    """Return a copy that shares no list, dict, array or dataclass (such as `types.Turn`) with `value`.
+    """Return a copy that shares no list, dict or array with `value`, nor a dataclass such as `types.Turn`.
 
-    Everything else in it stays the same object: an environment, a client, a function.
+    Everything else in it stays the same object: an environment, a client, a function, the routes of a turn.
     """
     if type(value) in UNCHANGING:
         return value
@@ -31,8 +31,10 @@ def owned(value: Any) -> Any:
 
 
 def of_fields(value: Any) -> Any:
-    """Return a copy of a dataclass, each of whose fields is owned."""
+    """Return a copy of a dataclass whose lists and dicts are owned: others may lead back to it, or be as large as the
+    routes of a turn."""
     made = copy.copy(value)
     for name, part in getattr(value, "__dict__", {}).items():
-        object.__setattr__(made, name, owned(part))  # also where it is frozen
+        if isinstance(part, (list, dict)):
+            object.__setattr__(made, name, owned(part))  # also where it is frozen
     return made

@@ -12,6 +12,7 @@ from lowmem_grpo import SFTConfig
 from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.environments.protocol import Factories
+from lowmem_grpo.types import Turn
 
 
 @dataclass
@@ -22,6 +23,12 @@ class Note:
 @dataclass(frozen=True)
 class Sealed:
     words: list[str] = field(default_factory=lambda: ["a"])
+
+
+@dataclass(eq=False)
+class Node:
+    parent: "Node | None" = None
+    children: list["Node"] = field(default_factory=list)
 
 
 class Chat(list[Any]):
@@ -63,6 +70,16 @@ def test_a_copy_is_equal_of_the_same_kind_and_shares_nothing_that_can_be_changed
 def test_live_objects_stay_the_same() -> None:
     client, function = object(), len
     assert owned([client, {"f": function}]) == [client, {"f": function}]
+
+
+def test_routes_are_not_copied_and_a_tree_whose_nodes_know_their_parent_has_an_end() -> None:
+    routes = torch.zeros(5, 3, 2)
+    one = Turn([1], [2], [-0.5], "stop", routes=routes)
+    copied = owned([one])[0]
+    assert copied.routes is routes and copied is not one and copied.completion_ids is not one.completion_ids
+    tree = Node()
+    tree.children.append(Node(tree))
+    assert owned(tree).children[0].parent is tree
 
 
 def test_what_an_environment_does_to_its_row_is_seen_by_no_other_episode() -> None:
