@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_policy import scripted_trainer
-from trl_episodes import TEMPLATE, Played, call, sampled, trl_episodes
+from trl_episodes import TEMPLATE, Played, call, sampled, scripted_trainer, trl_episodes
 
 
 class Counter:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_steps import Recorder
+from memory import Recorder
 from small_models import load_model, with_adapter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,7 +10,7 @@ import torch
 import transformers
 from bitsandbytes.functional import dequantize_4bit
 from export_tools import adapted, edit_record, export_command, names_beside
-from fp8_checkpoints import KINDS, save_16_bit, save_in_fp8
+from fp8_weights import CHECKPOINTS, save_16_bit, save_in_fp8
 from safetensors.torch import load_file
 from small_models import TINY, scatter
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,11 +102,11 @@ def test_a_base_that_is_stored_in_4_bit_is_read_as_it_is(tmp_path: Path, unequal
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("held", [True, "block", *KINDS])
+@pytest.mark.parametrize("held", [True, "block", *CHECKPOINTS])
 def test_what_was_trained_on_fp8_weights_is_merged_with_them(held: bool | str, tmp_path: Path, unequal: None) -> None:
     """Quantized while loading, or stored in FP8: the loaded model and the files give the same, base plus adapter."""
-    base, asked = tmp_path / "base", {} if held in KINDS else {"load_in_fp8": held}
-    save_in_fp8(base, str(held)) if held in KINDS else save_16_bit(base)
+    base, asked = tmp_path / "base", {} if held in CHECKPOINTS else {"load_in_fp8": held}
+    save_in_fp8(base, str(held)) if held in CHECKPOINTS else save_16_bit(base)
     bare, _ = FastLanguageModel.from_pretrained(str(base), max_seq_length=64, **asked)
     model = scatter(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
     model.save_lora(tmp_path / "adapter")

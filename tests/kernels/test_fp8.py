@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, interpreted
 from card import gpu
-from fp8_problem import KINDS, all_codes, block_of, by_definition, in_fp8
+from fp8_weights import KINDS, all_codes, block_of, by_definition, in_fp8
 from tables import every_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
 from card import HALVES, gpu
-from fp8_problem import by_definition, in_fp8
+from fp8_weights import by_definition, in_fp8
 from tables import every_row, pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

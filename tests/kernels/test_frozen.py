@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate, in_float64
 from card import DEVICES
-from fp8_problem import KINDS, by_definition, in_fp8, joined
+from fp8_weights import KINDS, by_definition, in_fp8, joined
 from memory import LiveStorage
 from tables import every_row, pairwise
 from torch import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from expert_problem import problem as expert_problem
-from fp8_problem import in_fp8
+from fp8_weights import in_fp8
 from nf4_problem import quantized
 from tables import every_row
 from torch import Tensor

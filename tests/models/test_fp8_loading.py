@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checkpoints import KINDS, compressed, dequantized, save_16_bit, save_in_fp8
+from fp8_weights import CHECKPOINTS, compressed, dequantized, save_16_bit, save_in_fp8
 from memory import LiveStorage
 from safetensors.torch import load_file, save_file
 from small_models import SPLIT, scatter
@@ -57,7 +57,7 @@ def test_every_layer_but_the_head_holds_the_stored_weight_in_fp8(form: str, fami
         assert not parameter.requires_grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_checkpoint_in_fp8_is_read_as_it_is(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = save_in_fp8(tmp_path, kind)
     with caplog.at_level("INFO", logger="lowmem_grpo"):

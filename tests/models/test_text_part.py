@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from families import COMPOSITES, GROUPS, batch_of, learned, learned_alone, loaded, saved_composite
-from fp8_checkpoints import store_in_fp8
+from fp8_weights import store_in_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -1,5 +1,5 @@
-"""Tokenizers for the chat templates that TRL ships: byte-level BPE, with the marks that each template writes; and one
-of characters, with rows of prompts."""
+"""Tokenizers for the chat templates that TRL ships: byte-level BPE, with the marks that each template writes; the
+embedded one with such a template; and one of characters, with rows of prompts."""
 
 import re
 from functools import cache
@@ -9,7 +9,7 @@ from typing import Any
 import trl
 from small_models import TINY
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = re.compile(r"<\|[^<>{}'\"\s|]+\|>|<\uff5c[^<>]+?\uff5c>|<\|[a-z_\"]+\|?>|<[a-z_]+\|>|<(?:start|end)_of_\w+>|"
@@ -63,3 +63,23 @@ class CharTokenizer:
 
 def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"row {index}", "index": index} for index in range(count)]
+
+
+def tiny_with(template: str, *special: str, plain: tuple[str, ...] = ()) -> PreTrainedTokenizerBase:
+    """The embedded tokenizer with a template that TRL ships, and with tokens that are special or not."""
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY))
+    tokenizer.chat_template = (FOLDER / f"{template}.jinja").read_text(encoding="utf-8")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.add_tokens(list(plain))
+    return tokenizer
+
+
+def weather(city: str, days: int = 1, *, unit: str | None = None) -> str:
+    """Look up the weather.
+
+    Args:
+        city: Where.
+        days: For how many days.
+        unit: Celsius or Fahrenheit.
+    """
+    return f"{city}: sun for {days} days, in {unit}"

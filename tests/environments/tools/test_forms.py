@@ -2,7 +2,7 @@
 
 import pytest
 from tables import every_row
-from tool_runs import TEMPLATES, tokenizer_of
+from template_tokenizers import FOLDER, tiny_with
 from trl.chat_template_utils import add_response_schema
 
 from lowmem_grpo.environments.tools.forms import CALL, SCHEMA, Template, ToolFormError, parser_of
@@ -21,9 +21,9 @@ def expected(template: str) -> str | None:
     return FOUND[names[-1]] if names else None
 
 
-@every_row("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+@every_row("template", sorted(path.stem for path in FOLDER.glob("*.jinja")))
 def test_the_form_of_each_template_that_trl_ships_is_found_or_refused_with_the_fix(template: str) -> None:
-    tokenizer, form = tokenizer_of(template), expected(template)
+    tokenizer, form = tiny_with(template), expected(template)
     if form in (None, "unknown"):
         fix = "no tool calls.*Qwen2.5, Qwen3" if form is None else 'name one as in parse="hermes".*response_template'
         with pytest.raises(ToolFormError, match=fix):
@@ -35,7 +35,7 @@ def test_the_form_of_each_template_that_trl_ships_is_found_or_refused_with_the_f
 
 
 def test_without_a_template_or_with_an_unknown_name_it_says_what_is_allowed() -> None:
-    tokenizer = tokenizer_of("qwen3")
+    tokenizer = tiny_with("qwen3")
     with pytest.raises(ToolFormError, match=r"'openai'; allowed are hermes, xml, .*response_template, or a function"):
         parser_of(tokenizer, [SCHEMA], "openai", {})
     assert parser_of(tokenizer, [SCHEMA], "xml", {}).form.name == "xml"
@@ -45,7 +45,7 @@ def test_without_a_template_or_with_an_unknown_name_it_says_what_is_allowed() ->
 
 
 def test_template_kwargs_say_whether_the_prompt_opens_a_thought() -> None:
-    tokenizer = tokenizer_of("qwen3_5_think")
+    tokenizer = tiny_with("qwen3_5_think")
     assert [Template(tokenizer, {"enable_thinking": on}).opens_thought() for on in (True, False)] == [True, False]
 
 
@@ -59,7 +59,7 @@ def test_template_kwargs_say_whether_the_prompt_opens_a_thought() -> None:
 def test_an_unknown_form_is_read_by_the_tokenizers_response_template(
     template: str, special: tuple[str, ...], broken: str,
 ) -> None:
-    tokenizer = add_response_schema(tokenizer_of(template, *special))
+    tokenizer = add_response_schema(tiny_with(template, *special))
     parser = parser_of(tokenizer, [SCHEMA], None, {})
     whole = Template(tokenizer, {}).call()
     ids = tokenizer.encode(whole.removeprefix(Template(tokenizer, {}).prompt().rpartition("?")[2]))
@@ -71,7 +71,7 @@ def test_an_unknown_form_is_read_by_the_tokenizers_response_template(
 
 
 def test_thoughts_that_a_response_template_tells_apart_stay_in_the_message() -> None:
-    parser = parser_of(add_response_schema(tokenizer_of("gptoss")), [SCHEMA], None, {})
+    parser = parser_of(add_response_schema(tiny_with("gptoss")), [SCHEMA], None, {})
     message = parser.read([], "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.look_up_weather"
                               '<|channel|>commentary json<|message|>{"days": 3}<|call|>').message()
     assert message == {"role": "assistant", "thinking": "hm", "content": "", "tool_calls": [

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tool_runs import tokenizer_of, weather
+from template_tokenizers import tiny_with, weather
 from trainer_runs import ROWS, SMALL, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
@@ -17,7 +17,7 @@ PLAY: dict[str, Any] = {"max_completion_length": 220, "max_turn_tokens": 8, "max
 def played(folder: Path, **given: Any) -> list[dict[str, Any]]:
     """The episodes of a run of one step."""
     model = load(max_seq_length=1024)
-    model.loaded.tokenizer.chat_template = tokenizer_of("qwen2_5").chat_template
+    model.loaded.tokenizer.chat_template = tiny_with("qwen2_5").chat_template
     trainer = GRPOTrainer(model, lambda completions, **_: [float(len(str(one))) for one in completions],
                           GRPOConfig(output_dir=str(folder), **(SMALL | PLAY)), ROWS, **given)
     trainer.train()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from programs import program
-from tool_runs import tokenizer_of
+from template_tokenizers import tiny_with
 
 from lowmem_grpo.environments.tools.mcp import PACKAGE, MCPTools, mcp_tools
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
@@ -112,7 +112,7 @@ async def side_by_side(box: Toolbox) -> str:
 @needs_mcp
 def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: list[str]) -> None:
     with start(server) as tools:
-        box = Toolbox(tools, tokenizer_of("qwen3"), 256)
+        box = Toolbox(tools, tiny_with("qwen3"), 256)
         assert list(box.tools) == ["price", "fail", "wait", "picture", "leave"]
         assert box.schemas[0]["function"]["description"] == "The price of something."
         assert box.schemas[0]["function"]["parameters"]["properties"]["count"]["type"] == "integer"
@@ -132,14 +132,14 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
 @needs_mcp
 def test_calls_run_side_by_side_and_one_that_is_given_up_disturbs_no_other(server: list[str]) -> None:
     with start(server) as tools:
-        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        box = Toolbox(tools, tiny_with("qwen3"), 64)
         assert asyncio.run(side_by_side(box)) == "1 tea for 3 euros"
 
 
 @needs_mcp
 def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session(url: str) -> None:
     with mcp_tools(url=url) as tools:
-        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        box = Toolbox(tools, tiny_with("qwen3"), 64)
         assert list(box.tools) == ["price", "fail", "wait", "picture", "leave"]
         assert asyncio.run(side_by_side(box)) == "1 tea for 3 euros"
         with pytest.raises(ToolError, match="Error executing tool fail"):
@@ -147,7 +147,7 @@ def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session
     with pytest.raises(ToolOutage, match=r"session with the MCP server http://127\.0\.0\.1:\d+/mcp has ended"):
         box.run(ToolCall("price", {"what": "tea"}))
     with mcp_tools(url=url, names=["leave", "price"]) as tools:  # it still listens
-        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        box = Toolbox(tools, tiny_with("qwen3"), 64)
         for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
             with pytest.raises(ToolOutage, match="the MCP server"):
                 box.run(ToolCall(name, arguments))
@@ -165,7 +165,7 @@ def test_a_url_at_which_no_server_answers_says_so(url: str) -> None:
 @needs_mcp
 def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: list[str]) -> None:
     with start(server) as tools:
-        box = Toolbox(tools, tokenizer_of("qwen3"), 64)
+        box = Toolbox(tools, tiny_with("qwen3"), 64)
         for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
             with pytest.raises(ToolOutage, match="the MCP server"):
                 box.run(ToolCall(name, arguments))
@@ -173,7 +173,7 @@ def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: 
 
 @needs_mcp
 def test_a_session_ends_when_nothing_holds_its_tools(server: list[str]) -> None:
-    box = Toolbox([*start(server, names=["wait"], prefix="a_")], tokenizer_of("qwen3"), 64)
+    box = Toolbox([*start(server, names=["wait"], prefix="a_")], tiny_with("qwen3"), 64)
     assert list(box.tools) == ["a_wait"]
     process = process_of(box, "a_wait")
     del box

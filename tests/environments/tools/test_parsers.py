@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tables import every_row
-from tool_runs import tokenizer_of
+from template_tokenizers import tiny_with
 
 from lowmem_grpo.environments.tools.arguments import DEPTH
 from lowmem_grpo.environments.tools.parsers import FORMS, Parser, Reading, custom
@@ -182,7 +182,7 @@ def test_no_completion_raises_and_none_with_a_mark_is_plain_text(form: str, data
 
 
 def test_marks_that_are_tokens_are_told_from_text_that_looks_like_them() -> None:
-    tokenizer = tokenizer_of("lfm2_2_5", "<|tool_call_start|>", "<|tool_call_end|>")
+    tokenizer = tiny_with("lfm2_2_5", "<|tool_call_start|>", "<|tool_call_end|>")
     parser = Parser(FORMS["python"], SCHEMAS, tokenizer)
     start, end = tokenizer.convert_tokens_to_ids(["<|tool_call_start|>", "<|tool_call_end|>"])
 

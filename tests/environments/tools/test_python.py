@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from sandboxed import descendants
 from tables import every_row
-from tool_runs import tokenizer_of
+from template_tokenizers import tiny_with
 
 from lowmem_grpo.environments.tools.python import NOTHING, python_tool
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
@@ -33,7 +33,7 @@ def python(isolation: str) -> Callable[[str], str]:
 
 
 def test_a_program_answers_with_what_it_prints(python: Callable[[str], str]) -> None:
-    box = Toolbox([python], tokenizer_of("qwen3"), 64)
+    box = Toolbox([python], tiny_with("qwen3"), 64)
     assert box.schemas[0]["function"]["parameters"]["required"] == ["code"]
     assert box.run(ToolCall("python", {"code": "import math\nprint(math.factorial(6), 'é')"})) == "720 é\n"
     assert python("x = 3") == NOTHING
@@ -71,7 +71,7 @@ def test_a_sandbox_that_no_longer_starts_is_an_outage(
 
     monkeypatch.setattr(Sandbox, "start", start)
     with pytest.raises(ToolOutage, match="worked before and no longer does: no more processes"):
-        Toolbox([python], tokenizer_of("qwen3"), 64).run(ToolCall("python", {"code": "print(1)"}))
+        Toolbox([python], tiny_with("qwen3"), 64).run(ToolCall("python", {"code": "print(1)"}))
     assert "trying once more" in caplog.text
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 from tables import every_row
-from tool_runs import weather
+from template_tokenizers import weather
 
 from lowmem_grpo.environments.tools.arguments import fault, typed
 from lowmem_grpo.environments.tools.schema import Tool, ToolSchemaError, tool_of

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from tables import every_row
-from tool_runs import tokenizer_of, weather
+from template_tokenizers import tiny_with, weather
 
 from lowmem_grpo.environments.tools.results import ToolError
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import ToolCall
 
-TOKENIZER = tokenizer_of("qwen3", plain=("<tool_call>", "</tool_call>"))
+TOKENIZER = tiny_with("qwen3", plain=("<tool_call>", "</tool_call>"))
 
 
 class Shop:

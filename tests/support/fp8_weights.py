@@ -1,6 +1,9 @@
-"""Checkpoints in FP8 as other projects write them, made of a small random model."""
+"""FP8 weights: random, in every kind of block, and with every code; and checkpoints as other projects write them, made
+of a small random model."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,50 @@ from small_models import TINY, random_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_quantize
+from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_quantize, scales_shape
 from lowmem_grpo.models.fp8_linear import FP8Linear
+
+KINDS = ("row", "tensor", "128", "ragged")
+
+
+def block_of(kind: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """(h, w) of a kind of scales for a weight of this shape."""
+    return {"row": (1, shape[1]), "tensor": shape, "128": (128, 128), "ragged": (7, 50)}[kind]
+
+
+def in_fp8(shape: tuple[int, int], kind: str = "row", dtype: torch.dtype = torch.float32, device: str = "cpu"
+           ) -> FP8Weight:
+    """A random weight, quantized; the same for the same shape."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])) / shape[1] ** 0.5
+    return fp8_quantize(values.to(device, dtype), block_of(kind, shape))
+
+
+def all_codes(block: tuple[int, int] = (1, 256), dtype: torch.dtype = torch.float32) -> FP8Weight:
+    """(3, 256): each row has all 256 codes, and its own scales."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(3, 1)
+    scales = torch.rand(scales_shape((3, 256), block), generator=torch.Generator().manual_seed(1)) + 0.1
+    return FP8Weight.of(codes, scales, block, dtype)
+
+
+def joined(features: Sequence[int], columns: int, dtype: torch.dtype, kind: str = "row") -> FP8Weight:
+    """Several random matrices in one weight."""
+    whole = in_fp8((sum(features), columns), kind, dtype)
+    return replace(whole, out_features=tuple(features))
+
+
+def by_definition(weight: FP8Weight) -> Tensor:
+    """Value times scale, one block at a time, in float64."""
+    values, (height, width) = weight.codes.view(torch.float8_e4m3fn).double(), weight.block
+    for i, row in enumerate(weight.scales.tolist()):
+        for j, scale in enumerate(row):
+            values[i * height : (i + 1) * height, j * width : (j + 1) * width] *= scale
+    return values
+
+
+def wide(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The FP8 weights among the arguments in float64, dequantized."""
+    return {name: by_definition(value) if isinstance(value, FP8Weight) else value for name, value in arguments.items()}
+
 
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
@@ -25,7 +70,7 @@ def compressed(strategy: str, **more: Any) -> dict[str, Any]:
 
 
 # The quantization_config of each kind of checkpoint, the ending of its scales, their block, and how they are stored.
-KINDS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
+CHECKPOINTS: dict[str, tuple[dict[str, Any], str, Any, Any]] = {
     "compressed-tensors by row": (compressed("channel"), "_scale", None, lambda scales: scales.bfloat16()),
     "compressed-tensors, one scale": (compressed("tensor"), "_scale", "all", lambda scales: scales.reshape(1)),
     "compressed-tensors by block": (compressed("block", block_structure=[16, 20]), "_scale", (16, 20), Tensor.float),
@@ -61,7 +106,7 @@ def store_in_fp8(source: Path, folder: Path, kind: str, of: str) -> Path:
 
 def rewrite_in_fp8(folder: Path, kind: str, of: str = "") -> dict[str, Tensor]:
     """Quantize what is stored there, where a name begins with `of`; returns what its tensors stand for."""
-    config, ending, block, as_stored = KINDS[kind]
+    config, ending, block, as_stored = CHECKPOINTS[kind]
     tensors, values = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         linear = "_proj.weight" in name and not name.endswith("layers.0.self_attn.o_proj.weight")
