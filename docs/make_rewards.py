@@ -43,7 +43,12 @@ You can write your own as a function:
 
 It may change what it is given (`prompt += completion`): each call has copies, so no other completion, function or step
 sees that. Only the `environments` of episodes are the ones that were played. What `log_metric` is told in an evaluation
-is logged as `eval_NAME`.
+is logged as `eval_NAME`, and so is the mean of a column of numbers that `log_extra` gets.
+
+Plain functions are called in the main thread, as in TRL, so `signal.alarm` and what is built on it work: math-verify's
+own limits, runners of APPS. A call that takes longer than `GRPOConfig(reward_timeout=60.0)` seconds ends the run; a
+signal (SIGRTMAX) wakes it. `reward_timeout=None` is no limit. Async functions run in an event loop of their own, so
+write `async def` where a notebook's plain function would need `asyncio.run`.
 
 Booleans, tensors and arrays are taken as numbers, and a warning says so once. Strings, a wrong number of rewards or a
 missing column end the run, with an error that names the function, what it returned and what was expected. If a function
@@ -62,7 +67,8 @@ how many they are: `log_metric("solved", rewards.MeanOf(solved / tried, tried))`
 
 A plain function keeps TRL's contract: one call with all completions, after sampling. With
 `GRPOConfig(score_while_sampling=True)` you promise that your functions can be called on some groups at a time, in
-another thread than the one that samples, and that they leave the model and its tokenizer alone.
+another thread than the one that samples (`signal.alarm` raises an error there), and that they leave the model and its
+tokenizer alone.
 `score_while_sampling=False` turns early calls off for all functions.
 
 - Plain functions that are called early run one after another in one thread. Each call takes all groups that wait.

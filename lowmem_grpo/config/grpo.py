@@ -66,9 +66,9 @@ class GRPOConfig(
     num_generations_eval: int | None = None
 
     # rewards
-    reward_timeout: float = 60.0
+    reward_timeout: float | None = 60.0
     """Not in TRL: how many seconds one call of a reward function may take: for a step's completions, or for those that
-    it gets at once while others are sampled."""
+    it gets at once while others are sampled; None is no limit."""
     score_while_sampling: bool | None = None
     """Not in TRL: which reward functions are called on finished groups while other groups are still sampled. None:
     those that say that they look at each group by itself (`rewards.Reward` objects, such as the ready-made ones,
@@ -149,6 +149,11 @@ class GRPOConfig(
                 raise ValueError(
                     f"vllm_sampling_params.{theirs} is {value} and {ours} of GRPOConfig is {mine}; make them agree"
                 )
+
+    @property
+    def reward_limit(self) -> float:
+        """Return `reward_timeout` in seconds, infinity for None."""
+        return math.inf if self.reward_timeout is None else self.reward_timeout
 
     @property
     def kl_in_reward(self) -> bool:

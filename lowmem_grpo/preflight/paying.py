@@ -34,7 +34,7 @@ def missing_columns(subject: Subject) -> Iterator[Finding]:
     """A function that needs a column that does not exist. A `rollout_func` brings columns that nobody knows yet."""
     if subject.scorer is not None and subject.scorer.late_columns:
         return
-    seconds = subject.args.reward_timeout
+    seconds = subject.args.reward_limit
     for which, sample in samples_of(subject):
         for name, function in functions_of(subject):
             try:

@@ -47,7 +47,7 @@ class Evaluation:
 
     def groups_of(self, batches: list[list[Prompt]]) -> Part:
         """Return the groups of all batches, one batch sampled after the other, with rewards, and what functions logged
-        of them."""
+        of them; of columns given to `log_extra` the means of those that are numbers."""
         groups: list[RolloutGroup] = []
         if not batches:
             return groups, {}
@@ -56,7 +56,14 @@ class Evaluation:
                 groups += self.sampler.sample(batch, self.params)
             scores = calls.settle(groups)
         self.scoring.apply(groups, scores)
-        return groups, scores.metrics
+        return groups, means_of(scores.extras) | scores.metrics
+
+
+def means_of(extras: dict[str, list[Any]]) -> dict[str, float]:
+    """Return the mean of each column that holds numbers only, None aside."""
+    given = {name: [value for value in values if value is not None] for name, values in extras.items()}
+    return {name: sum(values) / len(values) for name, values in given.items()
+            if values and all(isinstance(value, (int, float)) for value in values)}
 
 
 def over_completions(parts: list[Part]) -> dict[str, float]:

@@ -63,7 +63,7 @@ class GRPOTrainer(Trainer):
         config = taken_in(others, settings_of(args, GRPOConfig), GRPOTrainer)
         players = Players(config, tools, environment_factory, rollout_func, parse)
         self.scorer = RewardScorer(
-            *players.paid(reward_funcs), config.reward_timeout, config.score_while_sampling, players.plays,
+            *players.paid(reward_funcs), config.reward_limit, config.score_while_sampling, players.plays,
             late_columns=rollout_func is not None,
         )
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset

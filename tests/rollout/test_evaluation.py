@@ -12,13 +12,17 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 
 def test_what_functions_log_in_an_evaluation_is_in_the_log_and_given_to_callbacks_under_eval(tmp_path: Path) -> None:
-    evaluated: list[float] = []
+    evaluated: list[tuple[float, float]] = []
 
-    def graded(completions: list[Any], log_metric: Any, answer: list[str], **kwargs: Any) -> list[float]:
+    def graded(
+        completions: list[Any], log_metric: Any, log_extra: Any, answer: list[str], **kwargs: Any
+    ) -> list[float]:
         lengths = [float(len(completion[0]["content"])) for completion in completions]
         log_metric("acc", sum(lengths) / len(lengths))
+        log_extra("size", [None, *lengths[1:]])
+        log_extra("words", [str(length) for length in lengths])
         if answer[0] == "held out":
-            evaluated.append(sum(lengths) / len(lengths))
+            evaluated.append((sum(lengths) / len(lengths), sum(lengths[1:]) / len(lengths[1:])))
         return [length % 7 for length in lengths]
 
     heard: list[dict[str, Any]] = []
@@ -30,9 +34,10 @@ def test_what_functions_log_in_an_evaluation_is_in_the_log_and_given_to_callback
     held_out = [row | {"answer": "held out"} for row in ROWS[:3]]
     trainer = make(tmp_path, graded, eval_dataset=held_out, eval_strategy="steps", eval_steps=1, callbacks=[Hears()])
     trainer.train()
-    lines = [line["eval_acc"] for line in read_lines(tmp_path / "metrics.jsonl") if "eval_reward" in line]
-    assert len(lines) == 2 and lines == pytest.approx(evaluated)
-    assert [metrics["eval_acc"] for metrics in heard] == pytest.approx(evaluated)
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "eval_reward" in line]
+    for told in (lines, heard):
+        assert [(one["eval_acc"], one["eval_size"]) for one in told] == [pytest.approx(pair) for pair in evaluated]
+        assert len(told) == 2 and not [one for one in told if "eval_words" in one]
 
 
 def test_parts_of_an_evaluation_count_by_their_completions() -> None:

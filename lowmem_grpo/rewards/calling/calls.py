@@ -8,7 +8,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from lowmem_grpo.data.owned import owned
@@ -21,6 +23,7 @@ from lowmem_grpo.rewards.calling.contract import (
     bind,
     own_limit,
 )
+from lowmem_grpo.rewards.calling.time_limit import OverTime, can_limit, time_limit
 from lowmem_grpo.rewards.reward import MeanOf
 
 POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some systems deliver only between waits
@@ -92,10 +95,17 @@ class Call:
             self.end()
             self.future.set_result(result)
 
-    def run_in_thread(self) -> None:
-        """Run in a daemon thread of its own, with the caller's context variables."""
-        self.begin()
-        start_thread(f"reward {self.name}", self.run)
+    def run_alone(self) -> None:
+        """Begin in this thread where it is the main one, so that signal.alarm works as in TRL, and end at the time
+        limit; elsewhere in a daemon thread of its own, with the caller's context variables."""
+        if can_limit():
+            with suppress(OverTime), time_limit(self.limit):
+                self.run()
+            if self.future.done() and isinstance(error := failure(self.future), KeyboardInterrupt):
+                raise error
+        else:
+            self.begin()
+            start_thread(f"reward {self.name}", self.run)
 
     def run_in_loop(self, loop: "EventLoop") -> None:
         """Run in the event loop, next to other async functions."""
@@ -118,7 +128,8 @@ class Call:
     def late(self) -> bool:
         """Whether it has passed its time limit, finished or not."""
         began, ended = self.interval
-        return bool(began) and ended - began >= self.limit
+        stopped = self.future.done() and isinstance(failure(self.future), OverTime)
+        return stopped or (bool(began) and ended - began >= self.limit)
 
     @property
     def seconds_left(self) -> float:
@@ -126,8 +137,8 @@ class Call:
         return self.began + self.limit - time.monotonic()
 
     def raise_failure(self) -> None:
-        """Raise RewardError if the call has ended with an error."""
-        if self.future.done() and (error := failure(self.future)) is not None:
+        """Raise RewardError if the call has ended with an error other than its time limit."""
+        if self.future.done() and not isinstance(error := failure(self.future), (NoneType, OverTime)):
             raise RewardError(
                 f"reward function {self.name} raised {type(error).__name__}: {error}; "
                 f"the first completion begins {repr(self.completions[0])[:120] if self.completions else None}"

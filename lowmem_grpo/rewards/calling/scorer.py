@@ -5,9 +5,10 @@ A function is called by keyword with `prompts`, `completions` and `completion_id
 arguments that it names. It returns one number or None for each completion. Booleans, tensors and arrays are taken as
 numbers, and a warning says so once; anything else is refused.
 
-Plain functions run one after another, each in a daemon thread. Async functions run together in one event loop, which
-lives as long as the scorer. This also works inside a notebook's running loop, and a function that never returns holds
-up nothing. signal.alarm, and what is built on it, does not work in these threads. `early.py` calls functions sooner.
+Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and what is built on it work;
+a signal of another kind ends one that takes too long. Where the scorer is called in another thread, each runs in a
+daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also works inside a
+notebook's running loop. `early.py` calls functions sooner, in a thread.
 """
 
 import logging
@@ -112,7 +113,7 @@ class RewardScorer:
         together = [call for call in calls if is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]
         for call in alone:
-            call.run_in_thread()
+            call.run_alone()
             wait_for([call])
         for call in together:
             call.run_in_loop(self.loop)

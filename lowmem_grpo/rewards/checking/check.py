@@ -46,7 +46,7 @@ def check(
     if groups < 1:
         raise ValueError(f"groups is {groups}; at least one prompt has to be sampled")
     args = args or GRPOConfig()
-    limit = min(args.reward_timeout, SECONDS) if timeout is None else timeout
+    limit = min(args.reward_limit, SECONDS) if timeout is None else timeout
     functions = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
     scorer = RewardScorer(functions, args.reward_weights, limit)
     source = prompt_source(dataset, model, args, tokenizer)
@@ -55,7 +55,7 @@ def check(
     columns = sorted({name for group in sampled for name in group.row})
     trials = try_all(scorer, sampled, TrainerState(max_steps=max(args.max_steps, 0)), limit)
     found = findings_of(
-        trials, args.num_generations, columns, limit, args.reward_timeout,
+        trials, args.num_generations, columns, limit, args.reward_limit,
         args.prompts_per_generation * args.num_generations,
     )
     result = summed_up(trials, found + about_samples(sampled, source), prompts, sampled, scorer.required)

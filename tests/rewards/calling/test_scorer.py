@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from tables import every_row
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rewards import RewardError, RewardScorer, Scores, int_reward_func
-from lowmem_grpo.rewards.calling import calls
+from lowmem_grpo.rewards.calling import calls, time_limit
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -299,7 +300,7 @@ def test_sys_exit_in_a_function_is_an_error_and_not_the_silent_end_of_training()
 # Time
 
 
-@pytest.mark.parametrize("kind", ["plain", "async", "blocking"])
+@pytest.mark.parametrize("kind", ["plain", "elsewhere", "async", "blocking"])
 def test_a_function_that_never_returns_ends_with_an_error_that_says_how_to_allow_more_time(kind: str) -> None:
     end = threading.Event()
 
@@ -310,11 +311,15 @@ def test_a_function_that_never_returns_ends_with_an_error_that_says_how_to_allow
         """The event loop cannot go on."""
         never_returns()
 
-    func = {"plain": never_returns, "async": waits, "blocking": blocks}[kind]
+    def elsewhere() -> Scores:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(score, never_returns, timeout=0.05).result(60)
+
+    func = {"async": waits, "blocking": blocks}.get(kind, never_returns)
     message = rf"{func.__name__} did not return within 0.05 s; raise the limit with GRPOConfig\(reward_timeout=\.\.\.\)"
     try:
         with pytest.raises(RewardError, match=message):
-            score(func, timeout=0.05)
+            elsewhere() if kind == "elsewhere" else score(func, timeout=0.05)
     finally:
         end.set()
 
@@ -403,11 +408,72 @@ def test_a_stuck_function_does_not_keep_the_process_from_exiting() -> None:
         "async def later(**kwargs): begun.append(1) or await asyncio.Event().wait()\n"
         "async def blocks(**kwargs): never()\n"
         "scorers = [RewardScorer(func) for func in (never, later, blocks)]\n"
-        "for scorer in scorers:\n"
-        "    try: scorer.score([], [], [], {}, None)\n"
-        "    except RewardError as error: print(error)\n"
+        "def score_all():\n"
+        "    for scorer in scorers:\n"
+        "        try: scorer.score([], [], [], {}, None)\n"
+        "        except RewardError as error: print(error)\n"
+        "thread = threading.Thread(target=score_all)\n"
+        "thread.start()\n"
+        "thread.join()\n"
     ), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.count("did not return within 60 s") == 3 and not ended.stderr
+
+
+def test_plain_functions_may_use_signal_alarm_and_what_is_built_on_it_as_in_trl() -> None:
+    """math-verify swallows the error that signal.alarm raises in other threads: each right answer would be paid 0."""
+    ended = subprocess.run(script(
+        "import signal, time\n"
+        "from math_verify import parse, verify\n"
+        "def verified(completions, **kwargs): return [float(verify(parse('$3$'), parse(c))) for c in completions]\n"
+        "def rings(*_): raise TimeoutError\n"
+        "def cut_off(completions, **kwargs):\n"
+        "    signal.signal(signal.SIGALRM, rings)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+        "    try: threading.Event().wait()\n"
+        "    except TimeoutError: return [0.5] * len(completions)\n"
+        "print(RewardScorer([verified, cut_off]).score([0, 0], ['$3$', '$4$'], [[1], [1]], {}, None).rewards)\n"
+    ), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "{'verified': [1.0, 0.0], 'cut_off': [0.5, 0.5]}\n"
+
+
+def test_a_late_function_is_ended_whatever_it_catches_and_leaves_no_handler_behind(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caught: list[type[BaseException]] = []
+
+    def catches_errors(completions: list[Any], **kwargs: Any) -> list[float]:
+        try:
+            threading.Event().wait()
+        except Exception as error:  # noqa: BLE001
+            caught.append(type(error))
+        return [0.0] * len(completions)
+
+    def catches_all(completions: list[Any], **kwargs: Any) -> list[float]:
+        while len(caught) < 2:
+            try:
+                threading.Event().wait()
+            except BaseException as error:  # noqa: BLE001
+                caught.append(type(error))
+        return [0.0] * len(completions)
+
+    monkeypatch.setattr(time_limit, "AGAIN", 0.01)
+    for func in (catches_errors, catches_all):
+        with pytest.raises(RewardError, match=r"did not return within 0\.01 s"):
+            score(func, timeout=0.01)
+    assert caught == [time_limit.OverTime] * 2
+    assert signal.getsignal(time_limit.SIGNAL) is signal.SIG_DFL
+
+
+def test_a_function_without_a_limit_is_not_watched_and_runs_in_the_main_thread() -> None:
+    seen: list[Any] = []
+
+    def looks(completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.append((threading.current_thread(), signal.getsignal(time_limit.SIGNAL)))
+        return [0.0] * len(completions)
+
+    assert GRPOConfig(reward_timeout=None).reward_limit == math.inf
+    score(looks, timeout=math.inf)
+    assert seen == [(threading.main_thread(), signal.SIG_DFL)]
 
 
 def test_ctrl_c_ends_the_wait_for_a_reward_function() -> None:
