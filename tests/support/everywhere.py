@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 from small_models import FAMILIES, HYBRIDS, TINY, load_model, with_adapter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -21,6 +23,16 @@ from lowmem_grpo.models.policy import Policy
 hypothesis_settings.register_profile(
     "lowmem_grpo", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.load_profile("lowmem_grpo")
+
+
+class SteadyProvider(HypothesisProvider):
+    """Draws the same examples whichever modules earlier tests have loaded: hypothesis draws their constants as well."""
+
+    _local_constants = Constants()  # private; checked with hypothesis 6.170
+
+
+assert hasattr(HypothesisProvider, "_local_constants"), "hypothesis keeps the constants of modules in another place"
+AVAILABLE_PROVIDERS["hypothesis"] = SteadyProvider
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

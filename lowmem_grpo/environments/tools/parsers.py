@@ -127,7 +127,7 @@ class Parser:
         if end < 0 and first == THINK:  # all that was written
             fault = f"it stands inside of {THINK}, which {THOUGHT} must close first"
             return joined(pieces), [], [fault] if (self.form.open, "") in pieces else []
-        marks = [mark for mark, _ in pieces[:max(end, 0)] if mark in (self.form.open, self.form.close)]
+        marks = [mark for mark, _ in pieces[:max(end, 0)] if mark and mark in (self.form.open, self.form.close)]
         if first != THINK and not self.thinking and marks[-1:] == [self.form.open]:  # it is part of an argument
             end = -1
         return joined(pieces[:end + 1]), pieces[end + 1:], []

@@ -84,6 +84,8 @@ def test_an_answer_without_a_call_is_text_as_it_was_written(form: str, text: str
      [ToolCall("weather", {"city": "a'b", "where": {"x": True, "y": None}, "tags": ["q"], "rate": -5}),
       ToolCall("now", {})]),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]', [ToolCall("now", {})]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {"</think>": 1}}]', [ToolCall("now", {"</think>": 1})]),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "</think>"}', [ToolCall("now", {"a": "</think>"})]),
     ("json", '{"type": "function", "name": "now", "parameters": {}}; {"name": "now", "arguments": {}}',
      [ToolCall("now", {})] * 2),
 ])
