@@ -204,6 +204,7 @@ def test_schedulers_signals_finish_the_step_and_save_and_then_end_the_process(
         try:
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
             sys.stdout = said.open("w")
+            torch.set_num_threads(1)  # OpenMP's other threads are not in the fork, and would be waited for without end
             trainer.train()
         finally:
             os._exit(0)
