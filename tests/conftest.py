@@ -10,6 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tests and their processes: two workers share the cores
 # Before datasets is imported: its cache lies below HOME, which may not be writable.
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/lowmem-grpo-datasets-{os.getuid()}")
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # inductor takes what it kept for other instruction sets
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/lowmem-grpo-inductor-{capability}")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode refuses products
 
 import torch
