@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from lowmem_grpo.rewards.ready.reading import Place, boxed, last_number, read_number, whole
+from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, whole
 from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict
 
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
@@ -40,10 +40,10 @@ def number_match(column: str = "answer", where: Place = last_number, tolerance: 
 
 
 def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Verdict:
-    wanted = read_number(label)
+    wanted, written = read_number(label), where(text)
     if wanted is None:
-        return None
-    found = read_number(where(text))
+        return written == label.strip() if isinstance(label, str) and CLOCK.fullmatch(label.strip()) else None
+    found = read_number(written)
     return found is not None and (found == wanted or abs(found - wanted) <= tolerance * abs(wanted))
 
 

@@ -13,14 +13,27 @@ Place = Callable[[str], str | None]
 
 MAX_DIGITS = 64  # of a number that is read; a longer one is no answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
-MINUS = "\u2212"  # the typographic one
-# There is one way to match any text, so nothing is tried twice. A sign counts if no word or number is before it: 5-3
-# ends in 3.
-NUMBER = re.compile(
-    rf"(?:(?<![\w)\]])[-+{MINUS}])?[$€£¥]?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)?"
-)
-PARTS = re.compile(r"([-+]?)([0-9,]*)(?:\.([0-9]*))?(?:[eE]([-+]?[0-9]+))?(?:/([0-9]+))?")
-THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+MINUSES = "-\u2212\u2013"  # in ASCII, in print, and the dash that many write for it
+PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ", "\u202f": " ",
+         "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
+FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
+SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # of units and letters: cm^2, x_1
+SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+DIGITS = r"(?:[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]+)*)"
+EXPONENT = rf"[{MINUSES}]?[0-9]+"
+# A sign counts if no word or number is before it: 5-3 ends in 3. A time is found whole, so that 10:30 is not 30.
+NUMBER = re.compile(rf"""
+    (?:(?<![\w)\]}}])[{MINUSES}+])? [$€£¥]?
+    (?:[0-9]{{1,2}}(?::[0-9]{{2}})+(?![0-9]) | [0-9]+\ [0-9]+/[0-9]+
+       | (?:{DIGITS}(?:\.[0-9]*\\overline\{{[0-9]+\}}|\.[0-9]+)? | \.[0-9]+)
+         (?:[eE][-+]?[0-9]+)? (?:\^(?:{EXPONENT}|\{{{EXPONENT}\}}))?
+         (?:\s?[*x]\s?10\^(?:{EXPONENT}|\{{{EXPONENT}\}}))? (?:/[0-9]+)?)
+    (?:\s{{1,3}}\{{?\s?(?:{"|".join(SCALES)})\b)?""", re.VERBOSE)
+CLOCK = re.compile(r"[0-9]{1,2}(?::[0-9]{2})+")
+THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9/]|,[0-9])")
+DECIMAL = re.compile(r"([0-9]*)\.?([0-9]*)(?:\\overline([0-9]+))?(?:[eE]([-+]?[0-9]+))?")
+NEAR = 400  # characters: a number that begins further before its last digit is too long to be read
 FENCE = "```"
 LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # of a block
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
@@ -105,46 +118,87 @@ def unfenced(text: str, anywhere: bool) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """The last number as it is written, with sign and currency; None if there is none."""
+    r"""Return the last number, with sign, currency and power of ten; None if there is none.
+
+    LaTeX is made plain: \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12.
+    """
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
-    if not end:
+    numbers: list[str] = NUMBER.findall(SCRIPT.sub("", plain_number(text[max(0, end - NEAR) : end + 24]))) if end else []
+    if not numbers:
         return None
-    *_, digits = NUMBER.findall(text[:end].rsplit(None, 1)[-1])  # numbers hold no white space, and end in a digit
-    if "," in digits and len(digits) <= 2 * MAX_DIGITS and read_number(digits) is None:
-        return digits.rpartition(",")[2]  # not thousands but a list: 3,4,5
-    return digits
+    found = numbers[-1].strip()
+    if "," in found and len(found) <= 2 * MAX_DIGITS and read_number(found) is None:
+        return found.rpartition(",")[2]  # not thousands but a list: 3,4,5
+    return found
+
+
+def plain_number(text: str) -> str:
+    """Return a text in which numbers are written without LaTeX."""
+    for latex, plain in PLAIN.items():
+        text = text.replace(latex, plain)
+    text = FRACTION.sub(lambda of: f"{of[1]}{' ' * bool(of[1])}{of[2] or of[3]}/{of[4] or of[5]}", text)
+    return SPACED_MINUS.sub(r"\1", text)
 
 
 def read_number(text: object) -> Fraction | None:
-    """The exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits.
+    r"""Return the exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits.
 
-    Only ASCII digits count: "1,234.5", "$5", "-0", "2e3", "3/4", "50%" (without the sign: 50).
+    Only ASCII digits count: "1,234.5", "70 000", "$5", "-0", "2e3", "6 \times 10^3", "3/4", "1\frac{1}{2}",
+    "0.\overline{3}", "5 million", "50%" (without the sign: 50).
     """
-    if isinstance(text, bool) or text is None:
+    if isinstance(text, bool) or text is None or len(str(text)) > 4 * MAX_DIGITS:
         return None
-    stripped = str(text).strip().removesuffix("%").rstrip().rstrip(".").replace(MINUS, "-")
-    return exact_value(stripped) if 0 < len(stripped) <= 2 * MAX_DIGITS else None
+    return exact_value(plain_number(str(text).strip()).removesuffix("%").rstrip().rstrip("."))
 
 
 @functools.lru_cache(maxsize=10_000)  # a group has one label and few answers
-def exact_value(stripped: str) -> Fraction | None:
-    """The value of a text of at most 128 characters; None if it is not a number."""
-    bare = re.sub(r"^([-+]?)[$€£¥]\s?", r"\1", stripped)
-    parts = PARTS.fullmatch(bare)
-    return value_of(*parts.groups()) if parts else None
-
-
-def value_of(
-    sign: str, digits: str, decimals: str | None, exponent: str | None, divisor: str | None
-) -> Fraction | None:
-    """The value of a number's parts; None without digits, with commas that are not for thousands, or if too large."""
-    if "," in digits and not THOUSANDS.fullmatch(digits):
+def exact_value(plain: str) -> Fraction | None:
+    """Return the value of a short text; None if it is not a number."""
+    sign = plain[:1] if plain[:1] in ("+", *MINUSES) else ""
+    bare = plain.removeprefix(sign).lstrip()
+    bare = bare[1:].lstrip() if bare[:1] in ("$", "€", "£", "¥") else bare
+    if not NUMBER.fullmatch(bare) or CLOCK.fullmatch(bare) or bare[:1] in ("+", *MINUSES):
         return None
-    mantissa = digits.replace(",", "") + (decimals or "")
-    if not mantissa or len(mantissa) > MAX_DIGITS or len(divisor or "") > MAX_DIGITS or int(divisor or 1) == 0:
+    number, _, scale = bare.replace("{", " ").rpartition(" ") if bare[-1].isalpha() else (bare, "", "")
+    for minus in MINUSES[1:]:
+        number = number.replace(minus, "-")
+    number = re.sub(r"[{}]|\s*([*x])\s*", r"\1", number).strip()
+    value = value_of(THOUSANDS.sub(lambda of: re.sub("[, ]", "", of[0]), number))
+    return None if value is None else value * 10 ** SCALES.get(scale, 0) * (-1 if sign in tuple(MINUSES) else 1)
+
+
+def value_of(text: str) -> Fraction | None:
+    """Return the value of a number's parts; None for commas that are not for thousands, and if it is too large."""
+    for mark in "*x /^":
+        left, found, right = text.partition(mark)
+        if found:
+            values = value_of(left), value_of(right)
+            return combined(mark, *values) if None not in values else None
+    parts = DECIMAL.fullmatch(text.removeprefix("-"))
+    value = decimal_value(*parts.groups()) if parts else None
+    return -value if value is not None and text.startswith("-") else value
+
+
+def combined(mark: str, left: Fraction, right: Fraction) -> Fraction | None:
+    """Return the product, the mixed number, the quotient or the power of two values; None if it is beyond reason."""
+    if mark in "*x":
+        return left * right
+    if mark == " ":
+        return left + right
+    if mark == "/":
+        return left / right if right else None
+    small = abs(right) <= MAX_EXPONENT and 0 < left < 10**6 and right.denominator == left.denominator == 1
+    return left ** int(right) if small else None
+
+
+def decimal_value(whole: str, decimals: str, again: str | None, exponent: str | None) -> Fraction | None:
+    """Return the value of digits, decimals, the decimals that repeat for ever and an exponent of ten."""
+    if not whole + decimals + (again or "") or len(whole + decimals + (again or "")) > MAX_DIGITS:
         return None
     power = int(exponent or 0) if len(exponent or "") <= 5 else MAX_EXPONENT + 1
     if abs(power) > MAX_EXPONENT:
         return None
-    value = Fraction(int(mantissa)) * Fraction(10) ** (power - len(decimals or "")) / int(divisor or 1)
-    return -value if sign == "-" else value
+    value = Fraction(int(whole + decimals or 0), 10 ** len(decimals))
+    if again:
+        value += Fraction(int(again), 10 ** len(decimals) * (10 ** len(again) - 1))
+    return value * Fraction(10) ** power
