@@ -5,9 +5,11 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, whole
 from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict
 
+LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
@@ -48,30 +50,24 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
 
 
 def boxed_match(column: str = "answer") -> LabelVerifier:
-    r"""The last \boxed{...} holds the label: the same number, or the same text apart from spaces, $ and \left.
+    r"""The last \boxed{...} holds the label: the same number, or the same text.
 
-    The label may be boxed itself. `math_match` also accepts 1/2 for \frac{1}{2}.
+    Spaces, dollar signs, \left and such do not count, nor does a unit that only one of the two has; lists may have
+    another order. The label may be boxed itself. `math_match` also accepts x+1 for 1+x.
     """
     return LabelVerifier("boxed_match", same_boxed, column)
 
 
 def same_boxed(text: str, label: Any) -> Verdict:
-    wanted, found = plain_math(boxed(str(label)) or str(label)), boxed(text)
-    if not wanted:
+    return same_answer(boxed(text), label, lambda wanted, found: False)
+
+
+def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
+    """Whether an answer equals the label as mathematics; `ask` compares expressions. None if the label is empty."""
+    wanted = read_answer(boxed(str(label)) or str(label)) if label is not None else None
+    if wanted is None or not wanted.tokens:
         return None
-    return found is not None and same_plain(plain_math(found), wanted)
-
-
-def same_plain(found: str, wanted: str) -> bool:
-    """Whether two answers that `plain_math` has simplified are equal as numbers or as texts."""
-    number = read_number(wanted)
-    return found == wanted or (number is not None and read_number(found) == number)
-
-
-def plain_math(answer: str) -> str:
-    r"""An answer without spaces, dollar signs, \left, \right, \, \! and a full stop at its end; {,} becomes a comma."""
-    bare = re.sub(r"\\left|\\right|\\[,!; ]|[\s$]", "", answer)
-    return bare.replace("\\dfrac", "\\frac").replace("{,}", ",").rstrip(".")
+    return answer is not None and len(answer) <= LONGEST_MATH and equal(wanted, read_answer(answer), ask)
 
 
 def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVerifier:

@@ -10,14 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.ready.answers import plain_math, same_plain
-from lowmem_grpo.rewards.ready.reading import Place, boxed, read_number
+from lowmem_grpo.rewards.ready.answers import same_answer
+from lowmem_grpo.rewards.ready.reading import Place, boxed
 from lowmem_grpo.rewards.verifier import Verdict, Verifier
 
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0  # of processor time, for one comparison
-LONGEST = 300  # characters of an expression; a longer one is wrong
 MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest then get no verdict
 REMEMBERED = 100_000  # comparisons: most pairs come many times in a run
 
@@ -26,15 +25,19 @@ class TooSlowError(RuntimeError):
     """A comparison did not end in its time."""
 
 
+class NotAskedError(RuntimeError):
+    """Too many comparisons before this one did not end in their time."""
+
+
 class MathWorker:
     """The process that compares. It starts when it is first asked, and again after one that ran out of time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
-        self.known: dict[tuple[str, str], Verdict] = {}
+        self.known: dict[tuple[str, str], bool] = {}
 
-    def ask(self, label: str, answer: str) -> Verdict:
+    def ask(self, label: str, answer: str) -> bool:
         """Whether the two are equal. Raises TooSlowError if that takes longer than SECONDS, and RuntimeError if the
         process does not start."""
         with self.lock:
@@ -63,7 +66,7 @@ class MathWorker:
                 last = words.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
                 raise RuntimeError(f"the process that compares mathematics does not start: {last or 'it says nothing'}")
 
-    def compare(self, label: str, answer: str) -> Verdict:
+    def compare(self, label: str, answer: str) -> bool:
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([label, answer]) + "\n")
@@ -74,7 +77,7 @@ class MathWorker:
         if not said:
             self.close()
             raise TooSlowError(f"comparing {answer[:60]!r} took more than {SECONDS:g} s or too much memory")
-        found: Verdict = json.loads(said)
+        found: bool = json.loads(said)
         return found
 
     def close(self) -> None:
@@ -85,6 +88,11 @@ class MathWorker:
 
 
 WORKER = MathWorker()  # one for each process of ours: importing math-verify takes a second
+
+
+def refuse(label: str, answer: str) -> bool:
+    """Compare nothing any more."""
+    raise NotAskedError(f"{label} and {answer} are not compared")
 
 
 class MathMatch(Verifier):
@@ -98,7 +106,9 @@ class MathMatch(Verifier):
         found: list[Verdict] = []
         for text, label in zip(completions, columns[self.columns[0]], strict=True):
             try:
-                found.append(same_mathematics(self.where(text), label, ask=killed < MAX_KILLED))
+                found.append(same_answer(self.where(text), label, WORKER.ask if killed < MAX_KILLED else refuse))
+            except NotAskedError:
+                found.append(None)
             except TooSlowError as error:
                 killed += 1
                 found.append(False)
@@ -120,18 +130,3 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
             "without it"
         )
     return MathMatch(column, where)
-
-
-def same_mathematics(answer: str | None, label: Any, ask: bool) -> Verdict:
-    """The verdict on one answer; None if it needs the worker and `ask` is False. Raises what the worker raises."""
-    wanted = plain_math(boxed(str(label)) or str(label)) if label is not None else ""
-    if not wanted:
-        return None
-    if answer is None or len(answer) > LONGEST:
-        return False
-    found = plain_math(answer)
-    if same_plain(found, wanted):
-        return True
-    if read_number(found) is not None and read_number(wanted) is not None:
-        return False
-    return WORKER.ask(wanted, found) if ask else None

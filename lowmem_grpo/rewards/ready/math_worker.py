@@ -14,26 +14,38 @@ import resource
 import signal
 import sys
 
+import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 
+DIGITS = 40
 MEMORY_BYTES = 4 * 2**30  # of address space
 
 
-def verdict(label: str, answer: str) -> bool | None:
-    """Whether the answer equals the label as mathematics; None if the label cannot be read."""
+def verdict(label: str, answer: str) -> bool:
+    """Return whether two expressions are equal: math-verify says so, and their values at a point do not deny it."""
     gold, found = read(label), read(answer)
-    if not gold:
-        return None
-    return bool(verify(gold, found, timeout_seconds=None))
+    return len(gold) == len(found) == 1 and bool(verify(gold, found, timeout_seconds=None)) and agree(*gold, *found)
 
 
-def read(answer: str) -> list[object]:
-    r"""math-verify's reading of one expression."""
-    return list(parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None))
+def read(answer: str) -> list[sympy.Basic]:
+    r"""Return math-verify's reading of one expression; nothing if it cannot read it."""
+    config = LatexExtractionConfig(boxed_match_priority=0)
+    found = parse(rf"\boxed{{{answer}}}", [config], fallback_mode="no_fallback", parsing_timeout=None)
+    return [one for one in found if isinstance(one, sympy.Basic)]
+
+
+def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
+    """Return whether two expressions have the same digits at a point; math-verify takes all tiny numbers for equal."""
+    names = sorted(label.free_symbols | answer.free_symbols, key=str)
+    point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
+    wanted, found = (one.subs(point).doit().evalf(DIGITS) for one in (label, answer))
+    if not (wanted.is_number and found.is_number):
+        return True
+    return bool(abs(wanted - found) <= max(abs(wanted), abs(found)) * sympy.Rational(1, 10 ** (DIGITS // 2)))
 
 
 def serve(seconds: float) -> None:
-    """Answer each line [label, answer] with true, false or null until standard input ends."""
+    """Answer each line [label, answer] with true or false until standard input ends."""
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF comes, which nothing handles, and ends the process
         try:

@@ -1,0 +1,234 @@
+r"""The parts of an answer, and whether two answers are equal.
+
+An answer is taken apart at what has one meaning only: lists, equations and inequalities, unions, brackets, matrices, the
+two values of \pm. The parts are compared one by one. A part that has no parts is equal to another if their tokens are,
+or their numbers, or if `ask` says that they are equal as expressions. It is asked only about what is surely an
+expression.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowmem_grpo.rewards.ready.latex import GREEK, TEXT, tokens_of
+from lowmem_grpo.rewards.ready.reading import read_number
+from lowmem_grpo.rewards.ready.units import unit_and_rest
+
+Ask = Callable[[str, str], bool]
+Tokens = tuple[str, ...]
+
+REVERSED = {">": "<", "\\ge": "\\le"}
+RELATIONS = {"=", "<", "\\le", "\\ne", "\\in", *REVERSED}
+OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}
+CLOSING = {")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"}
+UNORDERED = {",", "\\cup", "\\cap"}
+FUNCTIONS = {f"\\{name}" for name in "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh log ln exp".split()}
+OF_EXPRESSIONS = {
+    "\\frac", "\\binom", "\\sqrt", "\\cdot", "\\times", "\\infty", "\\lfloor", "\\rfloor", "\\lceil", "\\rceil",
+    *"+-/^_{}()[]|!", *FUNCTIONS, *(f"\\{name}" for name in GREEK.values()),
+}
+# Not surely an expression: a date, digits in a base, hexadecimal digits, a function's argument, numbers side by side, a
+# number after a letter, three letters.
+NO_EXPRESSION = re.compile(
+    r"[0-9] / [0-9.]+ /|[0-9]{4} - [0-9]+ - |[0-9] - [0-9]+ - [0-9]{4}|[0-9A-Z] _|\b[fghFGHP] \(|[0-9] \.?[0-9]"
+    r"|\b0[0-9x]|\b0 [A-Za-z]|[0-9][eE]|[A-Za-z] [0-9]|[A-Za-z]{3}"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an answer: what holds its parts together (empty if it has none), its parts, its tokens."""
+
+    kind: str
+    parts: tuple["Part", ...]
+    tokens: Tokens
+
+    @property
+    def text(self) -> str:
+        return " ".join(token for token in self.tokens if token != TEXT)
+
+    @property
+    def name(self) -> str:
+        """The name that x = 5, f(x) = 2x and x \\in [1,2] give to a value; empty if there is none."""
+        if self.kind not in ("=", "\\in"):
+            return ""
+        name = self.parts[0].text
+        return name if re.fullmatch(r"\\?[A-Za-z]+( _ \{ \w+ \}| \( [a-z] \))?", name) else ""
+
+
+@functools.lru_cache(maxsize=10_000)
+def read_answer(text: str) -> Part:
+    """Return the parts of an answer."""
+    return part_of(tokens_of(text))
+
+
+def part_of(tokens: Tokens) -> Part:
+    """Return the parts of these tokens."""
+    pieces, _ = split(tokens, {",", ";", "or", "and"})
+    if len(pieces) > 1:
+        return part(",", [piece for piece in pieces if any(token != TEXT for token in piece)], tokens)
+    pieces, found = split(tokens, RELATIONS)
+    if found:
+        if all(mark in REVERSED for mark in found):
+            pieces, found = pieces[::-1], [REVERSED[mark] for mark in found[::-1]]
+        return part(" ".join(found), pieces, tokens)
+    for union in ("\\cup", "\\cap"):
+        pieces, found = split(tokens, {union})
+        if found:
+            return part(union, pieces, tokens)
+    return bracketed(tokens) or matrix(tokens) or two_values(tokens) or Part("", (), tokens)
+
+
+def part(kind: str, pieces: list[Tokens], tokens: Tokens) -> Part:
+    """Return a part of several; the two values of a \\pm in a list are two values of the list."""
+    parts = [part_of(piece) for piece in pieces]
+    if kind == ",":
+        parts = [inner for one in parts for inner in (one.parts if "\\pm" in one.tokens and one.kind == "," else [one])]
+    return parts[0] if kind == "," and len(parts) == 1 else Part(kind, tuple(parts), tokens)
+
+
+def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
+    """Return the pieces between these marks that are in no bracket, and the marks found."""
+    pieces: list[list[str]] = [[]]
+    found, depth = [], 0
+    for token in tokens:
+        depth += (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
+        if token in marks and depth == 0:
+            found.append(token)
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return [tuple(piece) for piece in pieces], found
+
+
+def bracketed(tokens: Tokens) -> Part | None:
+    """Return the parts in brackets that hold all of the tokens; None if none do. A single value in parentheses is
+    that value, and a set of several is a list."""
+    tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
+    if len(tokens) < 3 or tokens[0] not in OPENING or tokens[-1] not in CLOSING:
+        return None
+    depth = 0
+    for token in tokens[:-1]:
+        depth += (token in OPENING) - (token in CLOSING)
+        if depth == 0:
+            return None
+    inner = part_of(tokens[1:-1])
+    kind = tokens[0] + tokens[-1]
+    if kind in ("\\lfloor\\rfloor", "\\lceil\\rceil"):
+        return None
+    if inner.kind != ",":
+        return inner if kind in ("()", "{}") else Part(kind, (inner,), tokens)
+    return inner if kind == "\\{\\}" else Part(kind, inner.parts, tokens)
+
+
+def matrix(tokens: Tokens) -> Part | None:
+    """Return the cells of a matrix, by rows; None if it is none."""
+    if not tokens or not tokens[0].startswith("\\begin") or not tokens[-1].startswith("\\end"):
+        return None
+    rows = [split(row, {"&"})[0] for row in split(tokens[1:-1], {"\\\\"})[0] if row]
+    shape = " ".join(str(len(row)) for row in rows)
+    return part(f"{tokens[0]} {shape}", [cell for row in rows for cell in row], tokens)
+
+
+def two_values(tokens: Tokens) -> Part | None:
+    """Return the two values of an expression with one \\pm; None if it has none."""
+    if tokens.count("\\pm") != 1:
+        return None
+    place = tokens.index("\\pm")
+    signs = (("+",) if place else ()), ("-",)
+    return Part(",", tuple(Part("", (), (*tokens[:place], *sign, *tokens[place + 1 :])) for sign in signs), tokens)
+
+
+def equal(label: Part, answer: Part, ask: Ask) -> bool:
+    """Return whether an answer, or a part of one, equals the label's."""
+    if label.text == answer.text:
+        return True
+    if bool(label.name) != bool(answer.name):
+        label, answer = (one.parts[1] if one.name else one for one in (label, answer))
+    if label.kind != answer.kind or len(label.parts) != len(answer.parts):
+        return False
+    if not label.kind:
+        return equal_values(label.tokens, answer.tokens, ask)
+    if label.kind in UNORDERED:
+        return equal_lists(label, answer, ask)
+    if all(equal(*pair, ask) for pair in zip(label.parts, answer.parts, strict=True)):
+        return True
+    return equal_relations(label, answer, ask)
+
+
+def equal_lists(label: Part, answer: Part, ask: Ask) -> bool:
+    """Return whether each value of the label is one of the answer, in any order. Values with names of their own, as
+    in a=1, b=2, are not equal to values without."""
+    names = [{part.name for part in one.parts if part.name} for one in (label, answer)]
+    if max(map(len, names)) > 1 and names[0] != names[1]:
+        return False
+    left = list(answer.parts)
+    for wanted in label.parts:
+        found = next((one for one in left if equal(wanted, one, ask)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return True
+
+
+def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
+    """Return whether the differences of two equations or inequalities are equal; for equations, up to the sign."""
+    if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for one in (label, answer) for inner in one.parts):
+        return False
+    wanted, (left, right) = difference(*label.parts), answer.parts
+    return equal_values(wanted, difference(left, right), ask) or (
+        label.kind in ("=", "\\ne") and equal_values(wanted, difference(right, left), ask))
+
+
+def difference(left: Part, right: Part) -> Tokens:
+    """Return the tokens of left - (right)."""
+    return (*left.tokens, "-", "(", *right.tokens, ")")
+
+
+def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
+    """Return whether two values are equal: their units, and then their tokens, numbers or expressions."""
+    (wanted, unit), (found, other) = unit_and_rest(label), unit_and_rest(answer)
+    if unit and other and unit != other:
+        return False
+    written = [" ".join(token for token in tokens if token != TEXT) for tokens in (wanted, found)]
+    numbers = [read_value(text) for text in written]
+    if written[0] == written[1] or None not in numbers:
+        return written[0] == written[1] or numbers[0] == numbers[1]
+    if not all(is_expression(tokens) for tokens in (wanted, found)) or letters_differ(wanted, found):
+        return False
+    return ask(*map(expression, written))
+
+
+def read_value(text: str) -> object:
+    """Return the number that tokens are; None if they are none, or begin with a zero that is not written."""
+    if re.search(r"(?<![0-9.])0[0-9]", text):
+        return None
+    return read_number(re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text))
+
+
+def is_expression(tokens: Tokens) -> bool:
+    """Return whether the tokens are surely an expression, so that math-verify reads them as a person does."""
+    words = [token for token in tokens if token.isalpha()]
+    if TEXT in tokens and any(len(word) > 1 for word in words):
+        return False
+    known = all(token in OF_EXPRESSIONS or token.isalpha() or token[0] in ".0123456789" for token in tokens)
+    return known and not NO_EXPRESSION.search(without_commands(tokens))
+
+
+def without_commands(tokens: Tokens) -> str:
+    """Return the tokens as a text in which each command is a backslash."""
+    return " ".join("\\" if token.startswith("\\") else token for token in tokens if token != TEXT)
+
+
+def letters_differ(label: Tokens, answer: Tokens) -> bool:
+    """Return whether both are words, or a letter is a capital in one of them only: math-verify takes R for r."""
+    texts = without_commands(label), without_commands(answer)
+    letters, others = (set(re.findall("[A-Za-z]", text)) for text in texts)
+    both_words = all(re.fullmatch(r"[A-Za-z ]+", text) for text in texts)
+    return both_words or any(letter.swapcase() in others - letters for letter in letters - others)
+
+
+def expression(text: str) -> str:
+    """Return LaTeX for math-verify, with decimals as fractions, so that it computes exactly."""
+    return re.sub(r"(?<![0-9])([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)
