@@ -15,9 +15,12 @@ import signal
 import sys
 
 import sympy
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 DIGITS = 40
+# Nothing is taken for a unit and left out: 2 ab is a product here.
+READING = LatexExtractionConfig(boxed_match_priority=0, normalization_config=NormalizationConfig(boxed="last"))
 MEMORY_BYTES = 4 * 2**30  # of address space
 
 
@@ -29,9 +32,9 @@ def verdict(label: str, answer: str) -> bool:
 
 def read(answer: str) -> list[sympy.Basic]:
     r"""Return math-verify's reading of one expression; nothing if it cannot read it."""
-    config = LatexExtractionConfig(boxed_match_priority=0)
-    found = parse(rf"\boxed{{{answer}}}", [config], fallback_mode="no_fallback", parsing_timeout=None)
-    return [one for one in found if isinstance(one, sympy.Basic)]
+    found = parse(rf"\boxed{{{answer}}}", [READING], fallback_mode="no_fallback", parsing_timeout=None)
+    parsed = [one for one in found if isinstance(one, sympy.Basic)]
+    return [one.xreplace({symbol: sympy.I for symbol in one.free_symbols if symbol.name == "i"}) for one in parsed]
 
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
