@@ -30,7 +30,8 @@ TOKEN = re.compile(
 SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\varnothing": "\\emptyset", "\\$": "$",
-    "\\%": "%", "\\degree": "°", "\\lvert": "|", "\\rvert": "|", "percent": "%", "infinity": "\\infty",
+    "\\%": "%", "\\degree": "°", "\\lvert": "|", "\\rvert": "|", "percent": "%", "AM": "am", "PM": "pm",
+    "infinity": "\\infty",
     **{name: f"\\{name}" for name in "sin cos tan sec csc cot log ln exp sqrt pi".split()},
 }
 NOTHING = {"\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "\\displaystyle", "\\(", "\\)", "\\[", "\\]"}

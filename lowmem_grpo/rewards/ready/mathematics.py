@@ -144,7 +144,7 @@ def equal(label: Part, answer: Part, ask: Ask) -> bool:
     """Return whether an answer, or a part of one, equals the label's."""
     if label.text == answer.text:
         return True
-    if bool(label.name) != bool(answer.name):
+    if bool(label.name) != bool(answer.name) and label.kind != answer.kind:
         label, answer = (one.parts[1] if one.name else one for one in (label, answer))
     if label.kind != answer.kind or len(label.parts) != len(answer.parts):
         return False
