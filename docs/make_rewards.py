@@ -121,7 +121,38 @@ END = """
 
 `math_match` needs `pip install math-verify`, and `json_match` with a schema needs `pip install jsonschema`.
 math-verify compares in a process of its own, because an answer like `9^{9^{9}}` would keep it busy for longer than any
-run lasts. The process is ended after 2 s of processor time or at 4 GiB of memory, and the answer counts as wrong."""
+run lasts. The process is ended after 2 s of processor time or at 4 GiB of memory, and the answer counts as wrong.
+
+## Which answers are equal
+
+`boxed_match` and `math_match` take an answer apart where that has one meaning only, and compare the parts. A wrong
+answer that is paid is worse than a right one that is not: what is not certain is compared as text.
+
+- **Writing** does not count: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, `\dfrac`, braces around one
+  sign, `\text{...}`, Unicode's signs (minus, root, `π`, `²`), a full stop at the end, the capital at the beginning of
+  a word.
+- **Numbers** are compared exactly: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times 10^{6}`,
+  `0.\overline{3}` and `\frac13`, `5 \text{ million}`. `0.333` is not `\frac13`, and `3.14` is not `\pi`. In brackets,
+  `(1,234)` is a pair.
+- **Units** count where both have one: `5 \text{ cm}` is `5`, and not `5 \text{ km}`. So do currencies, `%` and
+  degrees. The exponent of a unit does not count. Words such as `am`, `pm`, `or more` and `dozen` are no units.
+- **Lists** (`,`, `;`, `or`, `and`), sets and unions may have another order, but need the same values as often. `\pm 3`
+  is `3, -3`, and `\{1,2\}` is `1, 2`. Tuples, intervals and matrices are compared place by place, and the kinds of
+  brackets count.
+- **Names**: `x = 5` and `x \in [1,2]` are `5` and `[1,2]`, but not `y = 5`.
+- **Equations** are equal if both sides are, or the differences of the sides up to the sign; inequalities also where
+  both sides and the sign are turned round.
+- What is left is compared as text, and by `math_match` as an **expression**, if it surely is one: numbers, letters,
+  roots, fractions, powers, factorials, binomials, logarithms, trigonometric functions.
+
+What is compared as text alone: words, times, dates, ratios, numbers in other bases, primes, angles, vectors, sums,
+integrals, percent signs and degrees inside of an expression, functions that are not known (`f(x)`), and three letters
+or more in a row (`xyz` is not `yzx`). So these right answers are paid as wrong: `2x+2y=4` for `x+y=2`, `0 \le x \le 1`
+for `[0,1]`, `\sin 30^\circ` for `\frac{1}{2}`, `50\%` for `0.5`, `101_2` for `5`, `60 \text{ minutes}` for `1 \text{
+hour}`, `70 000` with a plain blank for `70000` (`number_match` reads it), and `four` for `4`.
+
+`number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
+and a label like `10:30` is compared with the last time of day."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +173,11 @@ MAIL = "Dear Bo,\n\nyour refund is on its way.\n\nBest regards,\nAda Moss"
 ENTRIES = [
     Entry("verifier", "answer_match()", "the text is the label, apart from white space",
           [(" Paris\n", True), ("It is Paris", False)], {"answer": "Paris"}),
-    Entry("verifier", "number_match()", "the last number equals the label",
+    Entry("verifier", "number_match()", "the last number, or the last time of day, equals the label",
           [("so $1,000.00", True), ("1,000 or 999", False)], {"answer": "1000"}),
     Entry("verifier", "number_match(tolerance=0.01)", "the last number is within 1% of the label",
           [("3.14", True), ("3", False)], {"answer": "3.14159"}),
-    Entry("verifier", "boxed_match()", r"the last `\boxed{...}` holds the label: the same number or the same text",
+    Entry("verifier", "boxed_match()", r"the last `\boxed{...}` holds the label: the same numbers and texts",
           [(r"\boxed{\frac{1}{2}}", True), (r"\boxed{\frac{1}{3}}", False)], {"answer": r"\frac{1}{2}"}),
     Entry("verifier", "math_match()", r"the last `\boxed{...}` equals the label as mathematics",
           [(r"\boxed{1/2}", True), (r"\boxed{\frac{2}{3}}", False)], {"answer": r"\frac{1}{2}"}, "math_verify"),

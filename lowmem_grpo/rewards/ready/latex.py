@@ -6,18 +6,19 @@ tokens. `\frac12` gets its braces. What stood in \text{...} comes after the toke
 """
 
 import re
-from collections.abc import Iterator
 
 TEXT = "\\text"
-GREEK = dict(zip("αβγδθλμπρσφω", "alpha beta gamma delta theta lambda mu pi rho sigma phi omega".split(), strict=True))
+LETTERS = ["alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi", "rho", "sigma", "phi", "omega"]
+NAMES = ["sin", "cos", "tan", "sec", "csc", "cot", "log", "ln", "exp", "sqrt", "pi"]  # also without a backslash
 SIGNS = str.maketrans({
-    "\u2212": "-", "\u2013": "-", "\u2009": "\\,", "\u202f": "\\,", "\xa0": " ", "~": " ", "\xd7": "\\times ", "·": "\\cdot ",
-    "*": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∞": "\\infty ", "∪": "\\cup ",
-    "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "²": "^2", "³": "^3", "\u2019": "'",
-    **{letter: f"\\{name} " for letter, name in GREEK.items()},
+    "\u2212": "-", "\u2013": "-", "\u2009": "\\,", "\u202f": "\\,", "\xa0": " ", "~": " ", "\xd7": "\\times ",
+    "·": "\\cdot ", "*": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∞": "\\infty ",
+    "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "²": "^2", "³": "^3", "\u2019": "'",
+    **{letter: f"\\{name} " for letter, name in zip("αβγδθλμπρσφω", LETTERS, strict=True)},
 })
 WRITTEN = {  # in this order
-    "{,}": "\\,", "\\!": "", "\\left": "", "\\right": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm", "\\{\\}": "\\emptyset",
+    "{,}": "\\,", "\\!": "", "\\left": "", "\\right": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm",
+    "\\{\\}": "\\emptyset",
 }
 TEXTS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathit|operatorname)[a-z]*\s*\{([^{}]*)\}")
 DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))")
@@ -29,10 +30,10 @@ TOKEN = re.compile(
 )
 SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
-    "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\varnothing": "\\emptyset", "\\$": "$",
-    "\\%": "%", "\\degree": "°", "\\lvert": "|", "\\rvert": "|", "percent": "%", "AM": "am", "PM": "pm",
-    "infinity": "\\infty",
-    **{name: f"\\{name}" for name in "sin cos tan sec csc cot log ln exp sqrt pi".split()},
+    "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\varnothing": "\\emptyset",
+    "\\$": "$", "\\%": "%", "\\degree": "°",
+    "\\lvert": "|", "\\rvert": "|", "percent": "%", "AM": "am", "PM": "pm", "infinity": "\\infty",
+    **{name: f"\\{name}" for name in NAMES},
 }
 NOTHING = {"\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "\\displaystyle", "\\(", "\\)", "\\[", "\\]"}
 ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
@@ -48,7 +49,7 @@ def tokens_of(answer: str) -> tuple[str, ...]:
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a pair
         text = COMMAS.sub(digits, text)
     found = [SAME.get(token, token) for token in TOKEN.findall(text)]
-    tokens = list(braced([small(token) for token in found if token not in NOTHING]))
+    tokens = group([small(token) for token in found[::-1] if token not in NOTHING])
     return tuple(tokens[1:] if tokens[:1] == ["+"] else tokens)
 
 
@@ -62,38 +63,28 @@ def small(token: str) -> str:
     return token.lower() if len(token) > 1 and (token.istitle() or token[:1] == "0") else token
 
 
-def braced(tokens: list[str]) -> Iterator[str]:
-    """Yield the tokens with braces around each argument of a command, and around nothing that is one token else."""
-    queue = tokens[::-1]
-    while queue:
-        token = queue.pop()
-        yield "\\sqrt" if token == "√" else token
+def group(queue: list[str]) -> list[str]:
+    """Take tokens from the end of the queue, up to the brace that closes, and return them with braces around every
+    argument."""
+    found: list[str] = []
+    while queue and (token := queue.pop()) != "}":
+        found.append("\\sqrt" if token == "√" else token)
+        if token == "{":
+            found += [*group(queue), "}"]
+        elif token == "\\sqrt" and queue[-1:] == ["["] and "]" in queue:  # the degree of the root
+            while found[-1] != "]":
+                found.append(queue.pop())
         for _ in range(ARGUMENTS.get(token, 0)):
-            if token == "\\sqrt" and queue[-1:] == ["["]:  # the degree of the root
-                while queue and (part := queue.pop()) != "]":
-                    yield part
-                yield "]"
-            if token.startswith("\\") and queue and queue[-1].isdigit() and len(queue[-1]) > 1:  # TeX takes one digit
-                queue[-1:] = [queue[-1][1:], queue[-1][0]]
-            yield from argument(queue, token)
+            found += ["{", *argument(queue, token), "}"]
+    return found
 
 
-def argument(queue: list[str], command: str) -> Iterator[str]:
-    """Yield the next argument, in braces."""
-    yield "{"
-    if queue and queue[-1] == "{":
-        queue.pop()
-        inner, depth = [], 1
-        while queue:
-            token = queue.pop()
-            depth += (token == "{") - (token == "}")
-            if not depth:
-                break
-            inner.append(token)
-        yield from braced(inner)
-    elif queue:
-        token = queue.pop()
-        yield token
-        if command in "^_" and token == "-" and queue:
-            yield queue.pop()
-    yield "}"
+def argument(queue: list[str], command: str) -> list[str]:
+    """Take the next argument of a command from the queue. TeX takes one digit, except in 2^10, where people mean 10."""
+    first = queue.pop() if queue else ""
+    if first == "{":
+        return group(queue)
+    if command.startswith("\\") and first[:1].isdigit() and len(first) > 1:
+        queue.append(first[1:])
+        return [first[0]]
+    return [first, queue.pop()] if first == "-" and command in "^_" and queue else [first]

@@ -25,10 +25,6 @@ class TooSlowError(RuntimeError):
     """A comparison did not end in its time."""
 
 
-class NotAskedError(RuntimeError):
-    """Too many comparisons before this one did not end in their time."""
-
-
 class MathWorker:
     """The process that compares. It starts when it is first asked, and again after one that ran out of time."""
 
@@ -91,8 +87,8 @@ WORKER = MathWorker()  # one for each process of ours: importing math-verify tak
 
 
 def refuse(label: str, answer: str) -> bool:
-    """Compare nothing any more."""
-    raise NotAskedError(f"{label} and {answer} are not compared")
+    """Compare nothing any more: too many comparisons did not end in their time."""
+    raise TooSlowError(f"{label} and {answer} are not compared")
 
 
 class MathMatch(Verifier):
@@ -107,12 +103,11 @@ class MathMatch(Verifier):
         for text, label in zip(completions, columns[self.columns[0]], strict=True):
             try:
                 found.append(same_answer(self.where(text), label, WORKER.ask if killed < MAX_KILLED else refuse))
-            except NotAskedError:
-                found.append(None)
             except TooSlowError as error:
                 killed += 1
-                found.append(False)
-                logger.warning("math_match: %s; it counts as wrong", error)
+                found.append(False if killed <= MAX_KILLED else None)
+                if killed <= MAX_KILLED:
+                    logger.warning("math_match: %s; it counts as wrong", error)
         return found
 
 

@@ -1,32 +1,35 @@
 r"""The parts of an answer, and whether two answers are equal.
 
-An answer is taken apart at what has one meaning only: lists, equations and inequalities, unions, brackets, matrices, the
-two values of \pm. The parts are compared one by one. A part that has no parts is equal to another if their tokens are,
-or their numbers, or if `ask` says that they are equal as expressions. It is asked only about what is surely an
-expression.
+An answer is taken apart at what has one meaning only: lists, equations and inequalities, unions, brackets, matrices,
+the two values of \pm. The parts are compared one by one. Those without parts are equal if their tokens are, or their
+numbers, or if `ask` says that they are equal as expressions. It is asked only about what is surely an expression.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowmem_grpo.rewards.ready.latex import GREEK, TEXT, tokens_of
+from lowmem_grpo.rewards.ready.latex import LETTERS, NAMES, TEXT, tokens_of
 from lowmem_grpo.rewards.ready.reading import read_number
 from lowmem_grpo.rewards.ready.units import unit_and_rest
 
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
 
+MAX_DEPTH = 12  # brackets in brackets
 REVERSED = {">": "<", "\\ge": "\\le"}
 RELATIONS = {"=", "<", "\\le", "\\ne", "\\in", *REVERSED}
 OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}
 CLOSING = {")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"}
+OF_LISTS = {",", ";", "or", "and"}
+LEVELS: tuple[set[str], ...] = ({"\\\\"}, {"&"}, OF_LISTS, RELATIONS, {"\\cup"}, {"\\cap"})  # the first holds the least
 UNORDERED = {",", "\\cup", "\\cap"}
-FUNCTIONS = {f"\\{name}" for name in "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh log ln exp".split()}
 OF_EXPRESSIONS = {
-    "\\frac", "\\binom", "\\sqrt", "\\cdot", "\\times", "\\infty", "\\lfloor", "\\rfloor", "\\lceil", "\\rceil",
-    *"+-/^_{}()[]|!", *FUNCTIONS, *(f"\\{name}" for name in GREEK.values()),
+    "\\frac", "\\binom", "\\cdot", "\\times", "\\infty", "\\lfloor", "\\rfloor", "\\lceil", "\\rceil", "\\arcsin",
+    "\\arccos", "\\arctan", "\\sinh", "\\cosh", "\\tanh", *"+-/^_{}()[]|!",
+    *(f"\\{name}" for name in (*NAMES, *LETTERS)),
 }
 # Not surely an expression: a date, digits in a base, hexadecimal digits, a function's argument, numbers side by side, a
 # number after a letter, three letters.
@@ -59,42 +62,39 @@ class Part:
 
 @functools.lru_cache(maxsize=10_000)
 def read_answer(text: str) -> Part:
-    """Return the parts of an answer."""
-    return part_of(tokens_of(text))
+    """Return the parts of an answer; what is nested too deep is one part."""
+    tokens = tokens_of(text)
+    deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
+    return part_of(tokens) if deepest <= MAX_DEPTH else Part("", (), tokens)
 
 
 def part_of(tokens: Tokens) -> Part:
     """Return the parts of these tokens."""
-    pieces, _ = split(tokens, {",", ";", "or", "and"})
-    if len(pieces) > 1:
-        return part(",", [piece for piece in pieces if any(token != TEXT for token in piece)], tokens)
-    pieces, found = split(tokens, RELATIONS)
-    if found:
-        if all(mark in REVERSED for mark in found):
-            pieces, found = pieces[::-1], [REVERSED[mark] for mark in found[::-1]]
-        return part(" ".join(found), pieces, tokens)
-    for union in ("\\cup", "\\cap"):
-        pieces, found = split(tokens, {union})
+    for marks in LEVELS:
+        pieces, found = split(tokens, marks)
         if found:
-            return part(union, pieces, tokens)
-    return bracketed(tokens) or matrix(tokens) or two_values(tokens) or Part("", (), tokens)
+            return joined(pieces, found, tokens)
+    return bracketed(tokens) or two_values(tokens) or Part("", (), tokens)
 
 
-def part(kind: str, pieces: list[Tokens], tokens: Tokens) -> Part:
-    """Return a part of several; the two values of a \\pm in a list are two values of the list."""
-    parts = [part_of(piece) for piece in pieces]
-    if kind == ",":
-        parts = [inner for one in parts for inner in (one.parts if "\\pm" in one.tokens and one.kind == "," else [one])]
-    return parts[0] if kind == "," and len(parts) == 1 else Part(kind, tuple(parts), tokens)
+def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> Part:
+    """Return a part of several. An inequality has the lesser side first, and a list no empty part."""
+    if all(mark in REVERSED for mark in marks):
+        pieces, marks = pieces[::-1], [REVERSED[mark] for mark in marks[::-1]]
+    if marks[0] not in OF_LISTS:
+        return Part(" ".join(marks), tuple(part_of(piece) for piece in pieces), tokens)
+    parts = [part_of(piece) for piece in pieces if any(token != TEXT for token in piece)]
+    flat = [inner for one in parts for inner in (one.parts if one.kind == "," and "\\pm" in one.tokens else [one])]
+    return flat[0] if len(flat) == 1 else Part(",", tuple(flat), tokens)
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
     """Return the pieces between these marks that are in no bracket, and the marks found."""
     pieces: list[list[str]] = [[]]
-    found, depth = [], 0
+    found, deep = [], 0
     for token in tokens:
-        depth += (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
-        if token in marks and depth == 0:
+        deep += depth(token)
+        if token in marks and deep == 0:
             found.append(token)
             pieces.append([])
         else:
@@ -106,29 +106,19 @@ def bracketed(tokens: Tokens) -> Part | None:
     """Return the parts in brackets that hold all of the tokens; None if none do. A single value in parentheses is
     that value, and a set of several is a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
-    if len(tokens) < 3 or tokens[0] not in OPENING or tokens[-1] not in CLOSING:
+    depths = list(itertools.accumulate(map(depth, tokens)))
+    if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):
         return None
-    depth = 0
-    for token in tokens[:-1]:
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth == 0:
-            return None
     inner = part_of(tokens[1:-1])
     kind = tokens[0] + tokens[-1]
-    if kind in ("\\lfloor\\rfloor", "\\lceil\\rceil"):
-        return None
     if inner.kind != ",":
         return inner if kind in ("()", "{}") else Part(kind, (inner,), tokens)
     return inner if kind == "\\{\\}" else Part(kind, inner.parts, tokens)
 
 
-def matrix(tokens: Tokens) -> Part | None:
-    """Return the cells of a matrix, by rows; None if it is none."""
-    if not tokens or not tokens[0].startswith("\\begin") or not tokens[-1].startswith("\\end"):
-        return None
-    rows = [split(row, {"&"})[0] for row in split(tokens[1:-1], {"\\\\"})[0] if row]
-    shape = " ".join(str(len(row)) for row in rows)
-    return part(f"{tokens[0]} {shape}", [cell for row in rows for cell in row], tokens)
+def depth(token: str) -> int:
+    """Return 1 for what opens a bracket, -1 for what closes one, else 0."""
+    return (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
 
 
 def two_values(tokens: Tokens) -> Part | None:
@@ -150,7 +140,7 @@ def equal(label: Part, answer: Part, ask: Ask) -> bool:
         return False
     if not label.kind:
         return equal_values(label.tokens, answer.tokens, ask)
-    if label.kind in UNORDERED:
+    if label.kind[:4] in UNORDERED:
         return equal_lists(label, answer, ask)
     if all(equal(*pair, ask) for pair in zip(label.parts, answer.parts, strict=True)):
         return True
@@ -174,11 +164,10 @@ def equal_lists(label: Part, answer: Part, ask: Ask) -> bool:
 
 def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
     """Return whether the differences of two equations or inequalities are equal; for equations, up to the sign."""
-    if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for one in (label, answer) for inner in one.parts):
+    if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
-    wanted, (left, right) = difference(*label.parts), answer.parts
-    return equal_values(wanted, difference(left, right), ask) or (
-        label.kind in ("=", "\\ne") and equal_values(wanted, difference(right, left), ask))
+    sides = (answer.parts, answer.parts[::-1]) if label.kind in ("=", "\\ne") else (answer.parts,)
+    return any(equal_values(difference(*label.parts), difference(*two), ask) for two in sides)
 
 
 def difference(left: Part, right: Part) -> Tokens:
@@ -231,4 +220,4 @@ def letters_differ(label: Tokens, answer: Tokens) -> bool:
 
 def expression(text: str) -> str:
     """Return LaTeX for math-verify, with decimals as fractions, so that it computes exactly."""
-    return re.sub(r"(?<![0-9])([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)
+    return re.sub(r"([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)

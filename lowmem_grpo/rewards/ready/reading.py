@@ -5,6 +5,7 @@ A place is a function from a completion's text to the answer in it, or None if t
 """
 
 import functools
+import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,8 +15,8 @@ Place = Callable[[str], str | None]
 MAX_DIGITS = 64  # of a number that is read; a longer one is no answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUSES = "-\u2212\u2013"  # in ASCII, in print, and the dash that many write for it
-PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ", "\u202f": " ",
-         "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
+PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
+         "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
 FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
 SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # of units and letters: cm^2, x_1
 SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
@@ -32,7 +33,6 @@ NUMBER = re.compile(rf"""
     (?:\s{{1,3}}\{{?\s?(?:{"|".join(SCALES)})\b)?""", re.VERBOSE)
 CLOCK = re.compile(r"[0-9]{1,2}(?::[0-9]{2})+")
 THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9/]|,[0-9])")
-DECIMAL = re.compile(r"([0-9]*)\.?([0-9]*)(?:\\overline([0-9]+))?(?:[eE]([-+]?[0-9]+))?")
 NEAR = 400  # characters: a number that begins further before its last digit is too long to be read
 FENCE = "```"
 LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # of a block
@@ -123,10 +123,11 @@ def last_number(text: str) -> str | None:
     LaTeX is made plain: \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12.
     """
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
-    numbers: list[str] = NUMBER.findall(SCRIPT.sub("", plain_number(text[max(0, end - NEAR) : end + 24]))) if end else []
-    if not numbers:
+    near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
+    found: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
+    if found is None:
         return None
-    found = numbers[-1].strip()
+    found = found.strip()
     if "," in found and len(found) <= 2 * MAX_DIGITS and read_number(found) is None:
         return found.rpartition(",")[2]  # not thousands but a list: 3,4,5
     return found
@@ -163,42 +164,34 @@ def exact_value(plain: str) -> Fraction | None:
     for minus in MINUSES[1:]:
         number = number.replace(minus, "-")
     number = re.sub(r"[{}]|\s*([*x])\s*", r"\1", number).strip()
-    value = value_of(THOUSANDS.sub(lambda of: re.sub("[, ]", "", of[0]), number))
-    return None if value is None else value * 10 ** SCALES.get(scale, 0) * (-1 if sign in tuple(MINUSES) else 1)
+    try:
+        value = value_of(THOUSANDS.sub(lambda of: re.sub("[, ]", "", of[0]), number))
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value * 10 ** SCALES.get(scale, 0) * (-1 if sign in tuple(MINUSES) else 1)
 
 
-def value_of(text: str) -> Fraction | None:
-    """Return the value of a number's parts; None for commas that are not for thousands, and if it is too large."""
-    for mark in "*x /^":
+def value_of(text: str) -> Fraction:
+    """Return the value of a number's parts. Raises ValueError for commas that are not for thousands, and if it is too
+    large, ZeroDivisionError for 1/0."""
+    for mark, operation in OPERATIONS.items():
         left, found, right = text.partition(mark)
         if found:
-            values = value_of(left), value_of(right)
-            return combined(mark, *values) if None not in values else None
-    parts = DECIMAL.fullmatch(text.removeprefix("-"))
-    value = decimal_value(*parts.groups()) if parts else None
-    return -value if value is not None and text.startswith("-") else value
+            return operation(value_of(left), value_of(right))
+    start, _, again = text.partition("\\overline")  # what repeats for ever
+    mantissa, _, exponent = start.lower().partition("e")
+    if len(mantissa + again) > MAX_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > MAX_EXPONENT:
+        raise ValueError("beyond reason")
+    decimals = len(mantissa.partition(".")[2])
+    return Fraction(start) + (Fraction(int(again), 10**decimals * (10 ** len(again) - 1)) if again else 0)
 
 
-def combined(mark: str, left: Fraction, right: Fraction) -> Fraction | None:
-    """Return the product, the mixed number, the quotient or the power of two values; None if it is beyond reason."""
-    if mark in "*x":
-        return left * right
-    if mark == " ":
-        return left + right
-    if mark == "/":
-        return left / right if right else None
-    small = abs(right) <= MAX_EXPONENT and 0 < left < 10**6 and right.denominator == left.denominator == 1
-    return left ** int(right) if small else None
+def power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return a power of a whole number. Raises ValueError if it is beyond reason."""
+    if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
+        raise ValueError("beyond reason")
+    return base ** int(exponent)
 
 
-def decimal_value(whole: str, decimals: str, again: str | None, exponent: str | None) -> Fraction | None:
-    """Return the value of digits, decimals, the decimals that repeat for ever and an exponent of ten."""
-    if not whole + decimals + (again or "") or len(whole + decimals + (again or "")) > MAX_DIGITS:
-        return None
-    power = int(exponent or 0) if len(exponent or "") <= 5 else MAX_EXPONENT + 1
-    if abs(power) > MAX_EXPONENT:
-        return None
-    value = Fraction(int(whole + decimals or 0), 10 ** len(decimals))
-    if again:
-        value += Fraction(int(again), 10 ** len(decimals) * (10 ** len(again) - 1))
-    return value * Fraction(10) ** power
+# In the order in which a number is taken apart; a blank is between the parts of 1 1/2.
+OPERATIONS = {"*": operator.mul, "x": operator.mul, " ": operator.add, "/": operator.truediv, "^": power}
