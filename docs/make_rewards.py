@@ -109,7 +109,7 @@ HEADS = {
     "verifier": "\n## Verifiers\n\n| verifier | right if | example | verdict |\n|---|---|---|---|",
     "reward": "\n## Rewards\n\n| reward | pays | example | pay |\n|---|---|---|---|",
 }
-END = """
+END = r"""
 `email_rewards("Ada Moss")` is the list of the five rewards of the e-mail example: `keyword_present()`,
 `ideal_answer()`, `too_long(150, "words")`, `recipient_named()`, `signed("Ada Moss")`. The five of GSM8K
 (`correctness_reward_func` and the rows below it) are plain functions: pass them without calling them.
@@ -148,8 +148,8 @@ answer that is paid is worse than a right one that is not: what is not certain i
 What is compared as text alone: words, times, dates, ratios, numbers in other bases, primes, angles, vectors, sums,
 integrals, percent signs and degrees inside of an expression, functions that are not known (`f(x)`), and three letters
 or more in a row (`xyz` is not `yzx`). So these right answers are paid as wrong: `2x+2y=4` for `x+y=2`, `0 \le x \le 1`
-for `[0,1]`, `\sin 30^\circ` for `\frac{1}{2}`, `50\%` for `0.5`, `101_2` for `5`, `60 \text{ minutes}` for `1 \text{
-hour}`, `70 000` with a plain blank for `70000` (`number_match` reads it), and `four` for `4`.
+for `[0,1]`, `\sin 30^\circ` for `\frac{1}{2}`, `50\%` for `0.5`, `101_2` for `5`, `60 \text{ minutes}` for
+`1 \text{ hour}`, `70 000` with a plain blank for `70000` (`number_match` reads it), and `four` for `4`.
 
 `number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
 and a label like `10:30` is compared with the last time of day."""
