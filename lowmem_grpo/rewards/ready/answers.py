@@ -63,7 +63,7 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Whether an answer equals the label as mathematics; `ask` compares expressions. None if the label is empty."""
+    """Return whether an answer equals the label; None if the label is empty. `ask` compares expressions."""
     wanted = read_answer(boxed(str(label)) or str(label)) if label is not None else None
     if wanted is None or not wanted.tokens:
         return None

@@ -16,10 +16,7 @@ SIGNS = str.maketrans({
     "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "²": "^2", "³": "^3", "\u2019": "'",
     **{letter: f"\\{name} " for letter, name in zip("αβγδθλμπρσφω", LETTERS, strict=True)},
 })
-WRITTEN = {  # in this order
-    "{,}": "\\,", "\\!": "", "\\left": "", "\\right": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm",
-    "\\{\\}": "\\emptyset",
-}
+WRITTEN = {"{,}": "\\,", "\\!": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm", "\\{\\}": "\\emptyset"}
 TEXTS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathit|operatorname)[a-z]*\s*\{([^{}]*)\}")
 DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))")
 THIN = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;:][0-9]{3})+(?![0-9])")
@@ -31,11 +28,11 @@ TOKEN = re.compile(
 SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\varnothing": "\\emptyset",
-    "\\$": "$", "\\%": "%", "\\degree": "°",
-    "\\lvert": "|", "\\rvert": "|", "percent": "%", "AM": "am", "PM": "pm", "infinity": "\\infty",
-    **{name: f"\\{name}" for name in NAMES},
+    "\\$": "$", "\\%": "%", "\\degree": "°", "\\lvert": "|", "\\rvert": "|", "percent": "%", "AM": "am", "PM": "pm",
+    "infinity": "\\infty", **{name: f"\\{name}" for name in NAMES},
 }
-NOTHING = {"\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "\\displaystyle", "\\(", "\\)", "\\[", "\\]"}
+NOTHING = {"\\left", "\\right", "\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "\\displaystyle",
+           "\\(", "\\)", "\\[", "\\]"}
 ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 

@@ -49,11 +49,12 @@ class Part:
 
     @property
     def text(self) -> str:
+        """Return the tokens as one text."""
         return " ".join(token for token in self.tokens if token != TEXT)
 
     @property
     def name(self) -> str:
-        """The name that x = 5, f(x) = 2x and x \\in [1,2] give to a value; empty if there is none."""
+        """Return the name that x = 5, f(x) = 2x and x \\in [1,2] give to a value; empty if there is none."""
         if self.kind not in ("=", "\\in"):
             return ""
         name = self.parts[0].text
