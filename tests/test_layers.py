@@ -50,7 +50,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},
-    "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy"},  # math-verify has two of them
+    "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy"},
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
