@@ -61,7 +61,10 @@ class VerifiedReward(Reward):
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         needed = {name: columns[name] for name in self.columns}
-        verdicts = self.verifier.verdicts(texts, **needed)
+        return self.paid(self.verifier.verdicts(texts, **needed), call)
+
+    def paid(self, verdicts: list[Verdict], call: dict[str, Any]) -> list[float | None]:
+        """Return the pay for these verdicts, and log the share of right ones."""
         said = [verdict for verdict in verdicts if verdict is not None]
         if said and callable(log := call.get("log_metric")):
             log(f"verdicts/{self.__name__}", MeanOf(sum(said) / len(said), len(said)))

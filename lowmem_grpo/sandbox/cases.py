@@ -2,24 +2,33 @@
 
 import ast
 import builtins
-import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.sandbox.layouts import tests_in
 from lowmem_grpo.sandbox.plain import encode
 
 ALLOWED = (
-    'allowed are test code ("assert add(1, 2) == 3"), {"call": "add", "args": [1, 2], "expected": 3} and '
-    '{"input": "1 2", "output": "3"}'
+    'allowed are test code ("assert add(1, 2) == 3"), {"call": "add", "args": [1, 2], "expected": 3}, '
+    '{"input": "1 2", "output": "3"}, and the layouts of public datasets in docs/rewards.md'
 )
+NO_RESULT = object()  # of a call that may return only one thing
+THIRD_PARTY = frozenset(  # an import of another name that Python lacks means the code under test
+    "numpy pandas scipy sympy sklearn torch tensorflow jax matplotlib seaborn networkx requests httpx aiohttp flask "
+    "django fastapi pydantic sqlalchemy yaml bs4 lxml nltk cv2 PIL hypothesis parameterized freezegun faker mock".split()
+)
+OURS = {"pytest", "__future__"}
 
 
 @dataclass(frozen=True)
 class AssertCase:
-    """Python code that passes if it runs to its end. `names` are those that it uses from the code under test."""
+    """Python code that passes if it and the tests that it defines run to their end."""
 
     source: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # that it uses from the code under test
+    modules: tuple[str, ...] = ()  # names under which it imports the code under test
+    fault: str = ""  # why no code can pass it
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class CallCase:
     args: Any
     kwargs: Any
     expected: Any
+    json: bool = False  # the result was written as JSON, which has no tuples, and only text for keys
+    also: Any = NO_RESULT  # another result that is right
 
 
 @dataclass(frozen=True)
@@ -43,37 +54,35 @@ class ProgramCase:
 Case = AssertCase | CallCase | ProgramCase
 
 
-def read_cases(tests: Any) -> list[Case]:
-    """The cases of a row: a list of tests, a single test, or the JSON text of a list. ValueError for anything else."""
-    if isinstance(tests, str) and tests.lstrip().startswith("[") and (parsed := from_json(tests)) is not None:
-        tests = parsed
-    listed = [tests] if isinstance(tests, str | dict) else tests
-    if not isinstance(listed, list | tuple) or not listed:
+def read_cases(tests: Any, function: str | None = None) -> list[Case]:
+    """Return the cases of a row, in any layout of `layouts`. ValueError for anything else.
+
+    `function` names what is tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata.
+    """
+    listed = tests_in(tests, function)
+    if not listed or not isinstance(tests, str | dict | list | tuple) and listed == [tests]:
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
-    return [read_case(test) for test in listed]
+    wrapped = [test for test in listed if isinstance(test, dict) and test.get("wrapped")]
+    each_alone = bool(wrapped) and all(len(test["expected"]) == 1 for test in wrapped)
+    return [read_case(test, function, each_alone) for test in listed]
 
 
-def from_json(text: str) -> list[Any] | None:
-    """The list in a JSON text; None if it holds something else."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, list) else None
-
-
-def read_case(test: Any) -> Case:
-    """One test. Keys that are None count as absent, because datasets add them. The ValueError names what is allowed."""
+def read_case(test: Any, function: str | None = None, each_alone: bool = False) -> Case:
+    """Return one test. Keys that are None count as absent, because datasets add them. The ValueError names what is
+    allowed. `each_alone`: every result that is a list holds one value, which then is right too."""
     if isinstance(test, str) and test.strip():
-        return AssertCase(test, free_names(test))
+        return read_code(test, function)
     given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
     if set(given) == {"input", "output"} and all(isinstance(text, str) for text in given.values()):
         check_unicode(test)
         return ProgramCase(given["input"], given["output"])
-    if "call" in given and set(given) <= {"call", "args", "kwargs", "expected"} and isinstance(given["call"], str):
+    known = {"call", "args", "kwargs", "expected", "json", "wrapped"}
+    if "call" in given and set(given) <= known and isinstance(given["call"], str):
         args, kwargs = given.get("args", []), given.get("kwargs", {})
         if isinstance(args, list | tuple) and isinstance(kwargs, dict) and "expected" in test:
-            return CallCase(given["call"], encode(tuple(args)), encode(kwargs), encode(test["expected"]))
+            also = encode(test["expected"][0]) if each_alone and given.get("wrapped") else NO_RESULT
+            return CallCase(given["call"], encode(tuple(args)), encode(kwargs), encode(test["expected"]),
+                            bool(given.get("json")), also)
     raise ValueError(f"a test is {test!r:.100}; {ALLOWED}")
 
 
@@ -85,15 +94,61 @@ def check_unicode(test: dict[str, Any]) -> None:
         raise ValueError(f"a test is {test!r:.100}; it is not valid Unicode: {error}") from error
 
 
-def free_names(source: str) -> tuple[str, ...]:
-    """The names that test code uses and that neither it nor Python defines. ValueError if it does not parse.
+def read_code(source: str, function: str | None = None) -> AssertCase:
+    """Return test code with what it needs. ValueError if it does not parse, or imports what the sandbox lacks."""
+    tree = parse(source)
+    nodes = list(ast.walk(tree))
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if function and defines(tree, "check") and "check" not in called:  # HumanEval: its scorer adds the call
+        return read_code(f"{source}\n\ncheck({function})")
+    names, modules = free_names(nodes), code_modules(nodes)
+    fault = "" if names or modules else "it uses nothing of the code"
+    if not any(map(runs, tree.body)):
+        fault = "it defines functions, and nothing calls them; code_passes_tests(function=COLUMN) names the argument of " \
+                "a check(candidate)"
+    return AssertCase(source, names, modules, fault)
+
+
+def parse(source: str) -> ast.Module:
+    """Return the tree of test code."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"test code {source!r:.100} is not Python: {error}") from error
+
+
+def defines(tree: ast.Module, name: str) -> bool:
+    """Return whether test code defines a function of this name, with an argument."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == name and node.args.args for node in tree.body)
+
+
+def runs(node: ast.stmt) -> bool:
+    """Return whether a statement of test code, or a test that it defines, can do something."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name.startswith("test")
+    if isinstance(node, ast.ClassDef):
+        return any(map(runs, node.body)) or bool(node.bases)  # a base may hold its tests
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
+        return False
+    return not isinstance(node, ast.Assign | ast.Expr) or any(isinstance(one, ast.Call) for one in ast.walk(node))
+
+
+def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
+    """Return the modules that test code imports and that Python lacks: `from solution import add` means the code."""
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    missing = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | OURS}
+    if foreign := sorted({name.partition(".")[0] for name in missing} & THIRD_PARTY):
+        raise ValueError(f"test code imports {foreign[0]}, and the sandbox has only Python's standard library: leave the "
+                         "row out, or write its tests without")
+    return tuple(sorted(missing))
+
+
+def free_names(nodes: list[ast.AST]) -> tuple[str, ...]:
+    """Return the names that test code uses and that neither it nor Python defines.
 
     Only these come from the code under test, so it cannot replace `abs` or `sorted`.
     """
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"test code {source!r:.100} is not Python: {error}") from error
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

@@ -2,14 +2,15 @@
 
     {"role": "serve", "code": ...}    the code's functions answer calls, one {"call": name, ...} a line
     {"role": "program", "code": ...}  the code runs as a script with "stdin"; its output goes to the pipes
-    {"role": "test"}                  asserts run as they come, {"source": ..., "names": [...]} a line: the names are
-                                      stubs whose calls go out on the channel
+    {"role": "test"}                  asserts run as they come, {"source": ..., "names": [...]} a line: the names, and
+                                      what is imported from "modules", are stand-ins (`remote`) for what the code defines
 
 Messages are one JSON object a line, both ways. Nothing here is secret. The other side trusts nothing that this program
 says, except in the role "test", in whose process no code of a model ever runs. Imports only the standard library.
 """
 
 import array
+import ast
 import builtins
 import importlib.abc
 import importlib.util
@@ -24,12 +25,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lowmem_grpo.sandbox import leetcode, like_pytest
 from lowmem_grpo.sandbox.file_access import restrict
 from lowmem_grpo.sandbox.plain import decode, encode
+from lowmem_grpo.sandbox.remote import Link, Remote, Subject, Undecided, described, of_code, of_tests
 from lowmem_grpo.sandbox.system_calls import give_up_rights, install_filter
 
 SOURCE = "code.py"
-NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last needs more than a text
+NEVER_CALLED = "the test never called the code"
+ONLY_OBJECTS = "the test got only objects of the code's own classes, and nothing to compare"
 
 
 class Channel:
@@ -112,9 +116,33 @@ class Source(importlib.abc.InspectLoader):
         return self.text
 
 
-def load(name: str, text: str, given: dict[str, Any]) -> ModuleType:
-    """Run the text as a module `name`, with `given` among its globals. Raises whatever the text raises."""
-    spec = importlib.util.spec_from_loader(name, Source(text), origin=f"{name}.py")
+class TestSource(Source):
+    """Loads test code, which is run as if by pytest or unittest: without what starts those, and as the main program."""
+
+    def get_code(self, fullname: str) -> Any:
+        tree = ast.parse(self.text)
+        tree.body = [kept for node in tree.body for kept in (node.body if is_main_guard(node) else [node])
+                     if not starts_tests(kept)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                node.level = 0  # `from .solution import add`
+        return compile(tree, f"{fullname}.py", "exec", dont_inherit=True)
+
+
+def is_main_guard(node: ast.stmt) -> bool:
+    """Return whether it is `if __name__ == "__main__":`."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
+
+
+def starts_tests(node: ast.stmt) -> bool:
+    """Return whether it calls unittest.main or pytest.main."""
+    return any(isinstance(one, ast.Call) and ast.unparse(one.func) in ("unittest.main", "pytest.main")
+               for one in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
+
+
+def load(name: str, source: Source, given: dict[str, Any]) -> ModuleType:
+    """Run the source as a module `name`, with `given` among its globals. Raises whatever it raises."""
+    spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     vars(module).update(given)
@@ -124,38 +152,55 @@ def load(name: str, text: str, given: dict[str, Any]) -> ModuleType:
 
 
 def run_program(order: dict[str, Any], channel: Channel) -> None:
-    """Close the channel and run the code as a script."""
+    """Close the channel and run the code as a script. Python's `site` would bring `exit` and `quit`."""
     channel.lines.close()
     channel.socket.close()
-    runpy.run_path(SOURCE, run_name="__main__")
+    runpy.run_path(SOURCE, init_globals={"exit": sys.exit, "quit": sys.exit}, run_name="__main__")
 
 
 def serve(order: dict[str, Any], channel: Channel) -> None:
     """Load the code, then answer calls until the other side hangs up."""
+    link = Link(channel, of_module, Remote)
+    known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: Remote(link, -1, "", False)._ask("input", *text)}
     try:
-        module = load("solution", order["code"], {})
+        known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
+        # As built-in names they are known in the code, and not taken for something that it defines.
+        link.module = load("solution", Source(order["code"]), {"__builtins__": {**vars(builtins), **known}})
         channel.send({"loaded": True})
     except BaseException as error:  # noqa: BLE001, also SystemExit: the code does not decide when this ends
         channel.send(described(error))
         return
     while True:
         request = channel.receive()
+        if "do" in request:
+            link.serve(request)
+            continue
         try:
-            line = json.dumps({"value": answer(module, request)}).encode()
+            line = json.dumps({"value": answer(link.module, request)}).encode()
         except BaseException as error:  # noqa: BLE001
             line = json.dumps(described(error)).encode()
         channel.socket.sendall(line + b"\n")
 
 
 def answer(module: ModuleType, request: dict[str, Any]) -> Any:
-    """The encoded result of one call."""
+    """Return the encoded result of one call."""
     function = find(module, request["call"])
     return encode(function(*decode(request["args"]), **decode(request["kwargs"])))
 
 
+def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what the code defines under a name, or the names, or the result of anything else that tests ask."""
+    if do == "names":
+        return [name for name in vars(link.module) if not name.startswith("_")]
+    return find(link.module, args[0]) if do == "get" else of_code(link, do, args, kwargs)
+
+
 def find(module: ModuleType, name: str) -> Any:
-    """A function, or as in "Solution.two_sum" a method of a new object. NameError if there is none."""
+    """Return a function, or as in "Solution.two_sum" a method of a new object, also where only the method is named.
+    NameError if there is none."""
     found: Any = module
+    if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
+        name = f"Solution.{name}"
     for part in name.split("."):
         found = found() if isinstance(found, type) else found
         if not hasattr(found, part):
@@ -164,59 +209,81 @@ def find(module: ModuleType, name: str) -> Any:
     return found
 
 
-def described(error: BaseException) -> dict[str, Any]:
-    """An exception as a message: its built-in type and one line of text."""
-    kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001, it may be a class of the code's
-        text = ""
-    return {"error": kinds[0], "text": f"{type(error).__name__}: {text}"[:500]}
-
-
 def run_asserts(order: dict[str, Any], channel: Channel) -> None:
     """Run the tests of a row one after another, and report how each went."""
     while True:
         test = channel.receive()
-        stubs = Stubs(channel)
-        try:
-            load("tests", test["source"], {name: stubs.make(name) for name in test["names"]})
-            channel.send({"outcome": "passed", "reason": ""})
-        except BaseException as error:  # noqa: BLE001, a test that ends in any other way has not passed
-            theirs = any(error is other for other in stubs.raised)
-            own = isinstance(error, AssertionError) and not theirs
-            reason = failed_line(error, test["source"]) if own else described(error)["text"]
-            channel.send({"outcome": "failed" if own else "error", "reason": error.args[0] if theirs else reason})
+        link = Link(channel, of_tests, Subject)
+        code = Code(link)
+        sys.modules.update({"pytest": like_pytest, **dict.fromkeys(test["modules"], code)})
+        outcome, reason = result_of(test, link, code)
+        unused = not link.calls and not link.raised
+        if outcome == "passed" and not link.answers and not link.raised:
+            outcome, reason = "undecided", NEVER_CALLED if unused else ONLY_OBJECTS
+        untestable = unused or outcome == "undecided"
+        outcome = "error" if outcome == "undecided" else outcome
+        channel.send({"outcome": outcome, "reason": reason, "untestable": untestable})
 
 
-class Stubs:
-    """Functions that ask the code's process, and the errors that they raised for it."""
+def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
+    """Return the outcome of one test, and why."""
+    try:
+        helpers = leetcode.for_tests(set(test["names"]))
+        given = {name: code.named(name) for name in test["names"] if name not in helpers}
+        like_pytest.run_all(load("tests", TestSource(test["source"]), given | helpers))
+        if link.broken is not None:
+            raise link.broken
+    except Undecided as why:
+        return "undecided", str(why)
+    except BaseException as error:  # noqa: BLE001, a test that ends in any other way has not passed
+        theirs = [text for other, text in link.raised if error is other]
+        if isinstance(error, AssertionError) and not theirs:
+            return "failed", failed_line(error, test["source"])
+        return "error", theirs[0] if theirs else str(described(error)["text"])
+    return "passed", ""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.raised = channel, list[BaseException]()
 
-    def make(self, name: str) -> Any:
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            self.channel.send({"call": name, "args": encode(args), "kwargs": encode(kwargs)})
-            reply = self.channel.receive()
-            if "value" in reply:
-                return decode(reply["value"])
-            self.raised.append(as_exception(reply))
-            raise self.raised[-1]
+class Code(ModuleType):
+    """The code under test as a module: whatever is imported from it is asked for."""
 
-        stub.__name__ = name
-        return stub
+    def __init__(self, link: Link) -> None:
+        super().__init__("solution")
+        self.__dict__["link"] = link
+        self.__path__: list[str] = []  # type: ignore[misc]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return decode(self.link.ask("names")["value"])
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = self.named(name)
+        if isinstance(found, Missing):
+            self.link.raised.append((error := AttributeError(found.text), found.text))
+            raise error
+        return found
+
+    def named(self, name: str) -> Any:
+        """Return what the code defines under a name; what is missing is an error only where it is used."""
+        reply = self.link.ask("get", name)
+        if "value" not in reply:
+            return Missing(self.link, str(reply.get("text")))
+        found = decode(reply["value"], self.link.referred)
+        self.link.named |= {name} if isinstance(found, Subject) and found._kind == "type" else set()
+        return found
 
 
-def as_exception(reply: dict[str, Any]) -> Exception:
-    """The code's exception as a built-in one of its kind, so that a test can expect it.
+class Missing:
+    """A name that the code does not define."""
 
-    Those that Python takes for the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them.
-    """
-    kind = getattr(builtins, str(reply.get("error")), None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
-        return kind(str(reply.get("text", "")))
-    return RuntimeError(str(reply.get("text", "")))
+    def __init__(self, link: Link, text: str) -> None:
+        self.link, self.text = link, text
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.link.raised.append((error := NameError(self.text.partition(": ")[2]), self.text))
+        raise error
+
+    def __getattr__(self, name: str) -> Any:
+        return self()
 
 
 def failed_line(error: BaseException, source: str) -> str:

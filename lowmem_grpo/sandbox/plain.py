@@ -2,24 +2,43 @@
 
 None, bool, int, float, str and list stay as they are. Other types are an object with the type as its only key:
 {"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"},
-{"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end).
+{"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and those
+of TYPES, for example {"Fraction": "1/3"}. What is not plain data is an error, or what the caller's `refer` makes of it.
 """
 
-import json
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from json import dumps
 from typing import Any
 
 BIG_INT_BITS = 1024  # longer ones are written as hex: Python refuses to print very long ones as decimals
-UNORDERED = ("set", "frozenset", "dict")
+UNORDERED = ("set", "frozenset", "dict", "Counter")
+LISTS = ("tuple", "iterator", "deque", "range")  # equal to a list of the same items: a dataset holds only lists
+MOST_STEPS = 100_000  # of a range that is compared with a list
+WRITTEN_BY_CODE = ("solution", "tests")  # modules whose classes are not plain data, although a base may be
 SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
 SCALARS: dict[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex, "int": lambda text: int(text, 16), "complex": lambda pair: complex(*pair),
 }
+TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # to what JSON holds, and back
+    Fraction: (str, Fraction), Decimal: (str, Decimal), datetime: (datetime.isoformat, datetime.fromisoformat),
+    date: (date.isoformat, date.fromisoformat), time: (time.isoformat, time.fromisoformat),
+    timedelta: (lambda span: [span.days, span.seconds, span.microseconds], lambda parts: timedelta(*parts)),
+    range: (lambda steps: [steps.start, steps.stop, steps.step], lambda ends: range(*ends)),
+}
+NAMED = {kind.__name__: back for kind, (_, back) in TYPES.items()}
+Refer = Callable[[Any], Any]
 
 
-def encode(value: Any) -> Any:
-    """`value` as a JSON tree. Instances of subclasses become their base. TypeError for what is not plain data."""
+def encode(value: Any, refer: Refer | None = None) -> Any:
+    """Return `value` as a JSON tree. Without `refer`, instances of subclasses become their base, iterators are read to
+    their end, and what is not plain data is a TypeError."""
+    if refer is not None and type(value).__module__ in WRITTEN_BY_CODE:
+        return refer(value)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -27,66 +46,105 @@ def encode(value: Any) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [encode(item, refer) for item in value]
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("iterator", Iterator)):
+        pairs = [[encode(key, refer), encode(item, refer)] for key, item in value.items()]
+        return {"Counter" if isinstance(value, Counter) else "dict": pairs}
+    if isinstance(value, deque):
+        return {"deque": [encode(list(value), refer), value.maxlen]}
+    for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
         if isinstance(value, kind):
-            return {name: [encode(item) for item in value]}
+            return {name: [encode(item, refer) for item in value]}
+    if type(value) in TYPES:
+        return {type(value).__name__: TYPES[type(value)][0](value)}
+    if refer is not None:
+        return refer(value)
+    if isinstance(value, Iterator):
+        return {"iterator": [encode(item) for item in value]}
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def decode(tree: Any) -> Any:
-    """The value of a JSON tree that `encode` made. ValueError or TypeError for any other tree."""
+def decode(tree: Any, referred: Refer | None = None) -> Any:
+    """Return the value of a JSON tree that `encode` made; `referred` gives that of what `refer` made. ValueError or
+    TypeError for any other tree."""
     if isinstance(tree, list):
-        return [decode(item) for item in tree]
+        return [decode(item, referred) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) != 1:
         raise ValueError(f"an object with {len(tree)} keys is not encoded data")
     ((name, content),) = tree.items()
-    if name == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    if name in SCALARS:
-        return SCALARS[name](content)
-    if name not in SEQUENCES:
+    if name in ("dict", "Counter"):
+        pairs = {decode(key, referred): decode(item, referred) for key, item in content}
+        return Counter(pairs) if name == "Counter" else pairs
+    if name in SCALARS or name in NAMED:
+        return SCALARS[name](content) if name in SCALARS else NAMED[name](content)
+    if name == "deque":
+        return deque(decode(content[0], referred), content[1])
+    if name in SEQUENCES:
+        return SEQUENCES[name]([decode(item, referred) for item in content])
+    if referred is None:
         raise ValueError(f"{name!r} is no type of encoded data")
-    return SEQUENCES[name]([decode(item) for item in content])
+    return referred(tree)
 
 
-def same(expected: Any, got: Any) -> bool:
-    """Whether two encoded trees stand for the same value.
+def same(expected: Any, got: Any, json: bool = False) -> bool:
+    """Return whether two encoded trees stand for the same value.
 
-    Types must be the same (1, 1.0 and True differ), except that a list equals a tuple: a dataset cannot hold tuples.
-    Floats may differ by a billionth, and NaN equals NaN. Only the trees are compared: no foreign value is ever hashed.
+    Types must be the same (1, 1.0 and True differ), except that a list equals other sequences: a dataset cannot hold
+    them. Floats may differ by a billionth, and NaN equals NaN. Only the trees are compared: no foreign value is ever
+    hashed. With `json` the expected value was JSON: numbers are equal as Python's are, and keys as JSON writes them.
     """
     expected, got = as_list(expected), as_list(got)
+    if json:
+        expected, got = as_number(expected), as_number(got)
+    if json and {type(expected), type(got)} == {int, float}:
+        return math.isclose(expected, got, rel_tol=1e-9)
     if type(expected) is not type(got):
         return False
     if isinstance(expected, float):
         return math.isclose(expected, got, rel_tol=1e-9) or (math.isnan(expected) and math.isnan(got))
     if isinstance(expected, list):
-        return len(expected) == len(got) and all(map(same, expected, got))
+        return len(expected) == len(got) and all(same(*pair, json) for pair in zip(expected, got, strict=True))
     if isinstance(expected, dict):
-        ((name, content),) = expected.items()
-        if list(got) != [name] or type(got[name]) is not type(content):
+        (((name, content),), ((other_name, other),)) = expected.items(), got.items()
+        names = {name, other_name} if json else {name} if name == other_name else set()
+        if names and names <= {"dict", "Counter"} and isinstance(other, list):
+            return same(ordered(content, json), ordered(other, json), json)
+        if name != other_name or type(other) is not type(content):
             return False
-        other = got[name]
-        return same(ordered(content), ordered(other)) if name in UNORDERED else same(content, other)
+        return same(ordered(content), ordered(other), json) if name in UNORDERED else same(content, other, json)
     return bool(expected == got)
 
 
 def as_list(tree: Any) -> Any:
-    """The items of an encoded tuple or iterator; anything else as it is."""
-    if isinstance(tree, dict) and list(tree) in (["tuple"], ["iterator"]):
-        return next(iter(tree.values()))
-    return tree
+    """Return the items of an encoded sequence; anything else as it is."""
+    if not isinstance(tree, dict) or len(tree) != 1 or next(iter(tree)) not in LISTS:
+        return tree
+    ((name, content),) = tree.items()
+    if name == "range":
+        return list(decode(tree)) if len(decode(tree)) <= MOST_STEPS else tree
+    return content[0] if name == "deque" else content
 
 
-def ordered(items: Any) -> Any:
-    """A list of trees in an order that depends only on their content."""
-    return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
+def as_number(tree: Any) -> Any:
+    """Return an encoded number as an int where it is whole, else as a float; anything else as it is."""
+    if isinstance(tree, dict) and list(tree) in (["Fraction"], ["Decimal"]):
+        tree = float(decode(tree))
+    return int(tree) if isinstance(tree, bool) or isinstance(tree, float) and tree.is_integer() else tree
+
+
+def ordered(items: Any, json: bool = False) -> Any:
+    """Return a list of trees in an order that depends only on their content; of pairs, with keys as JSON writes them."""
+    if json:
+        items = [[as_key(key), item] for key, item in items]
+    return sorted(items, key=lambda item: dumps(item, sort_keys=True))
+
+
+def as_key(tree: Any) -> Any:
+    """Return a key of a dictionary as JSON writes it; what JSON cannot write, as it is."""
+    return tree if isinstance(tree, str | dict | list) else dumps(tree)

@@ -209,7 +209,7 @@ def test_keys_that_collide_do_not_slow_the_parent(sandbox: Sandbox, monkeypatch:
 
 NEVER_CALLED = [
     "def check(candidate):\n    assert candidate(1, 1) == 2", "assert add", "assert callable(add)", "assert True",
-    "import unittest\nclass Sums(unittest.TestCase):\n    def test_sum(self):\n        self.assertEqual(add(1, 1), 2)",
+    "import unittest\nclass Sums(unittest.TestCase):\n    def sum(self):\n        self.assertEqual(add(1, 1), 2)",
     "for a, b in []:\n    assert add(a, b) == 0",
 ]
 

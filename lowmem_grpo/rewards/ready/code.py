@@ -3,14 +3,18 @@
     tests = rewards.code_passes_tests()              # a verifier; `tests` is the dataset's column
     reward_funcs = [tests.reward(), tests.share()]   # 1 if all tests pass; the share of tests that pass
 
-A row's tests are a list (or its JSON text) of asserts, calls or programs, see `sandbox.cases`:
+A row's tests are asserts, tests of pytest or unittest, calls or programs, alone, in a list, as JSON text, or in a layout
+of a public dataset (docs/rewards.md):
 
     "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
+
+A test that no code can pass is no verdict: the row is refused before a run, and gets None in one.
 
 `lowmem_grpo.sandbox` says what the sandbox prevents and what it does not. For several rewards in one run, use
 `.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
 """
 
+import functools
 import logging
 import os
 import re
@@ -23,8 +27,9 @@ from lowmem_grpo.rewards.calling.threads import run_side_by_side
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import MeanOf, Reward
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
-from lowmem_grpo.sandbox.cases import Case, read_cases
+from lowmem_grpo.sandbox.cases import AssertCase, Case, read_cases
 from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox
+from lowmem_grpo.sandbox.layouts import function_in
 from lowmem_grpo.sandbox.limits import Limits
 from lowmem_grpo.sandbox.trial import OUTCOMES, run_tests
 from lowmem_grpo.sandbox.trial import Verdict as TestVerdict
@@ -50,18 +55,19 @@ def python_code(text: str) -> str | None:
 
 def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
-    where: Place = python_code, batch_seconds: float = BATCH_SECONDS,
+    where: Place = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
 ) -> "CodeVerifier":
     """A verifier of Python: right if the code passes every test of its row, None if the row has no tests.
 
-    `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less protection.
-    `limits` hold for one completion. `workers` is how many completions run at a time (one per CPU by default). After
+    `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
+    metadata. `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less
+    protection. `limits` hold for one completion. `workers` is how many completions run at a time (one per CPU by default). After
     `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
 
     Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown isolation, fewer than one
     worker, or no time.
     """
-    return CodeVerifier(column, isolation, limits, workers, where, batch_seconds)
+    return CodeVerifier(column, isolation, limits, workers, where, batch_seconds, function)
 
 
 class CodeVerifier(Verifier):
@@ -69,32 +75,36 @@ class CodeVerifier(Verifier):
 
     def __init__(
         self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
-        batch_seconds: float,
+        batch_seconds: float, function: str | None = None,
     ) -> None:
         if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
             raise ValueError(f"workers is {workers!r}; it must be at least 1, or None for one per CPU")
         if not batch_seconds > 0:
             raise ValueError(f"batch_seconds is {batch_seconds!r}; it must be above 0")
-        self.name, self.columns = "code_passes_tests", (column,)
+        self.name, self.columns = "code_passes_tests", (column,) if function is None else (column, function)
         self.sandbox = open_sandbox(isolation, limits)
         self.workers = workers or len(os.sched_getaffinity(0))
         self.where, self.batch_seconds = where, batch_seconds
         self._last = Memory()
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        judged = self.judge(completions, columns[self.columns[0]])
-        return [None if tests is None else all(test.passed for test in tests) for tests in judged]
+        return [verdict_of(tests) for tests in self.judge(completions, *(columns[name] for name in self.columns))]
 
-    def judge(self, completions: list[str], tests: list[Any]) -> list[list[TestVerdict] | None]:
-        """The verdicts on N completions, one for each test; None for a row without tests, or if it did not begin.
+    def judge(
+        self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
+    ) -> list[list[TestVerdict] | None]:
+        """Return the verdicts on N completions, one for each test; None for a row without tests, or if it did not begin.
 
         A code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
-        ValueError for tests that cannot be read and SandboxError if the sandbox stops working.
+        ValueError for tests that cannot be read, unless `skip_faulty`: those are None too. Raises SandboxError if the sandbox stops working.
         """
-        rows = {repr(row): row for row in tests if row is not None}
-        cases = {name: read_cases(row) for name, row in rows.items()}
-        pairs = [None if row is None else (self.where(text) or "", repr(row))
-                 for text, row in zip(completions, tests, strict=True)]
+        rows = [None if row is None else (row, function_in(name)) for row, name in
+                zip(tests, functions or [None] * len(tests), strict=True)]
+        known = {repr(row): row for row in rows if row is not None}
+        faulty = {name for name, row in known.items() if skip_faulty and unreadable(*row)}
+        cases = {name: read_cases(*row) for name, row in known.items() if name not in faulty}
+        pairs = [(self.where(text) or "", repr(row)) if repr(row) in cases else None
+                 for text, row in zip(completions, rows, strict=True)]
         return self._last.recall(pairs, lambda unknown: self._run_all(unknown, cases))
 
     def _run_all(self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]) -> list[list[TestVerdict] | None]:
@@ -137,33 +147,97 @@ class CodeVerifier(Verifier):
         vars(self).update(state, _last=Memory())
 
 
-class CodeReward(VerifiedReward):
-    """Pays for the verdicts; logs the outcomes of the tests, and for each completion the first test that failed."""
+class OfTests(Reward):
+    """A reward for what the tests say. Rows whose tests no code can pass get None, are counted, and said once each."""
 
     verifier: CodeVerifier
 
-    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        judged = self.verifier.judge(texts, columns[self.columns[0]])
-        outcomes = Counter(test.outcome for tests in judged for test in tests or [])
-        if outcomes and callable(log := call.get("log_metric")):
+    def fault_of_row(self, row: dict[str, Any]) -> str | None:
+        """Return why a row can have no verdict; None if it can."""
+        tests, *named = (row.get(name) for name in self.columns)
+        return None if tests is None else fault_of(tests, *map(function_in, named))
+
+    def judge(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Any]:
+        """Return what `CodeVerifier.judge` does, and log the outcomes of the tests."""
+        judged = self.verifier.judge(texts, *(columns[name] for name in self.columns), skip_faulty=True)
+        log = call.get("log_metric")
+        outcomes = Counter(test.outcome for tests in judged for test in tests or [] if not test.untestable)
+        if outcomes and callable(log) and isinstance(self, CodeReward):
             for outcome in OUTCOMES:
                 log(f"tests/{outcome}", MeanOf(outcomes[outcome] / outcomes.total(), outcomes.total()))
+        rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*(columns[name] for name in self.columns),
+                                                                         strict=True)]
+        faults = [untestable(tests) if tests else self.fault_of_row(row)
+                  for row, tests in zip(rows, judged, strict=True)]
+        if found := [fault for fault in faults if fault]:
+            if callable(log):
+                log("tests/no_verdict", MeanOf(len(found) / len(faults), len(faults)))
+            self.say(found, rows[faults.index(found[0])], len(faults))
+        return judged
+
+    def say(self, faults: list[str], row: dict[str, Any], total: int) -> None:
+        """Warn once of each reason."""
+        if new := [fault for fault in dict.fromkeys(faults) if fault not in self.said]:
+            self.said |= set(new)
+            logger.warning("%s has no verdict on %d of %d completions: %s (the row's tests: %.200r). Correct these rows, "
+                           "or leave them out", self.__name__, len(faults), total, new[0], row[self.columns[0]])
+
+    @functools.cached_property
+    def said(self) -> set[str]:
+        """The reasons that were given."""
+        return set()
+
+
+class CodeReward(OfTests, VerifiedReward):
+    """Pays for the verdicts; logs the outcomes of the tests, and for each completion the first test that failed."""
+
+    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        judged = self.judge(texts, columns, call)
         if callable(log := call.get("log_extra")):
             log("code_verdict", [first_fault(tests) for tests in judged])
-        return super().pay(texts, columns, call)
+        return self.paid([verdict_of(tests) for tests in judged], call)
 
 
-class ShareReward(Reward):
-    """Pays for the share of a row's tests that pass."""
+class ShareReward(OfTests):
+    """Pays for the share of a row's tests that pass, of those that have a verdict."""
 
     def __init__(self, verifier: CodeVerifier, amount: float, name: str) -> None:
         super().__init__(name, verifier.columns)
         self.verifier, self.amount = verifier, float(amount)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        judged = self.verifier.judge(texts, columns[self.columns[0]])
-        return [None if tests is None else self.amount * sum(test.passed for test in tests) / len(tests)
-                for tests in judged]
+        told = [[test.passed for test in tests or [] if not test.untestable]
+                for tests in self.judge(texts, columns, call)]
+        return [self.amount * sum(passed) / len(passed) if passed else None for passed in told]
+
+
+def fault_of(tests: Any, function: str | None = None) -> str | None:
+    """Return why no code can pass a row's tests; None if one can."""
+    if fault := unreadable(tests, function):
+        return fault
+    faults = [case.fault for case in read_cases(tests, function) if isinstance(case, AssertCase) and case.fault]
+    return f"no code can pass a test: {faults[0]}" if faults else None
+
+
+def unreadable(tests: Any, function: str | None = None) -> str | None:
+    """Return why a row's tests cannot be read; None if they can."""
+    try:
+        read_cases(tests, function)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
+    """Return the verdict on a code: None if it was not run, or if all that is left is a test without a verdict."""
+    if tests is None or untestable(tests) and all(test.passed or test.untestable for test in tests):
+        return None
+    return all(test.passed for test in tests)
+
+
+def untestable(tests: list[TestVerdict] | None) -> str | None:
+    """Return why a test of these has no verdict."""
+    return next((f"a test has no verdict: {test.reason}" for test in tests or [] if test.untestable), None)
 
 
 class Memory:

@@ -1,0 +1,186 @@
+"""What tests use of pytest, which the sandbox lacks, and the run of all tests that a module defines.
+
+Only the standard library is there, so this stands in for `import pytest`: raises, approx, fail, skip, param, mark,
+fixture, and the fixtures capsys, monkeypatch and tmp_path.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import io
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class Raises:
+    """`with pytest.raises(ValueError, match="no") as info:`"""
+
+    def __init__(self, kinds: Any, match: str | None = None) -> None:
+        self.kinds, self.pattern, self.value = kinds, match, None
+
+    def __enter__(self) -> "Raises":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        assert error is not None, f"did not raise {self.kinds}"
+        self.value, self.type = error, kind
+        return isinstance(error, self.kinds) and (self.pattern is None or self.match(self.pattern))
+
+    def match(self, pattern: str) -> bool:
+        """Return True; AssertionError where the text of the exception has no such part."""
+        assert re.search(pattern, str(self.value)), f"{self.value} does not match {pattern!r}"
+        return True
+
+
+def raises(kinds: Any, *call: Any, match: str | None = None, **kwargs: Any) -> Any:
+    """Return a context in which an exception is expected, or call a function that must raise one."""
+    if not call:
+        return Raises(kinds, match)
+    with Raises(kinds) as info:
+        call[0](*call[1:], **kwargs)
+    return info
+
+
+class approx:  # noqa: N801, pytest's name
+    """A number, or a sequence or dictionary of numbers, that need not be equal to the last digit."""
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
+        self.expected, self.options = expected, {"rel": rel, "abs": abs, "nan_ok": nan_ok}
+
+    def __eq__(self, got: Any) -> bool:
+        expected = self.expected
+        if isinstance(expected, dict):
+            return isinstance(got, dict) and set(got) == set(expected) and all(
+                approx(value, **self.options) == got[key] for key, value in expected.items())
+        if isinstance(expected, list | tuple):
+            return isinstance(got, list | tuple) and len(got) == len(expected) and all(
+                approx(value, **self.options) == one for value, one in zip(expected, got, strict=True))
+        if isinstance(expected, bool | str | None) or not isinstance(got, int | float | type(expected)):
+            return bool(got == expected)
+        rel, least = self.options["rel"], self.options["abs"]
+        rel = 1e-6 if rel is None and least is None else rel or 0.0
+        near = expected == got or abs(expected - got) <= max(rel * abs(expected), 1e-12 if least is None else least)
+        return bool(near and not math.isinf(abs(expected - got)) or expected == got
+                    or self.options["nan_ok"] and math.isnan(expected) and math.isnan(got))
+
+
+def fail(reason: str = "", **_: Any) -> None:
+    """Fail the test."""
+    raise AssertionError(reason)
+
+
+def param(*values: Any, **_: Any) -> Any:
+    """Return the values of one case of `mark.parametrize`."""
+    return values if len(values) != 1 else values[0]
+
+
+class Mark:
+    """`pytest.mark`: parametrize is kept on the function, other marks change nothing."""
+
+    def parametrize(self, names: Any, cases: Any, **_: Any) -> Callable[[Any], Any]:
+        split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        rows = [dict(zip(split, case if len(split) > 1 else [case], strict=True)) for case in cases]
+
+        def decorate(test: Any) -> Any:
+            test.cases = [row | other for row in rows for other in getattr(test, "cases", [{}])]
+            return test
+
+        return decorate
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **_: given[0] if given and inspect.isroutine(given[0]) else lambda test: test
+
+
+mark = Mark()
+
+
+def fixture(function: Any = None, **_: Any) -> Any:
+    """Mark a function as a fixture."""
+    if function is None:
+        return fixture
+    function.is_fixture = True
+    return function
+
+
+class MonkeyPatch:
+    """Changes attributes for the time of a test."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.stack = stack
+
+    def setattr(self, target: Any, name: Any, *value: Any) -> None:
+        from unittest import mock  # slow to import, and rarely needed
+
+        self.stack.enter_context(mock.patch.object(target, name, value[0]) if value else mock.patch(target, name))
+
+
+@contextlib.contextmanager
+def fixtures(module: ModuleType, function: Any, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give the arguments of a test: those of its case, fixtures of the module, and pytest's own."""
+    patched = [patch for patch in getattr(function, "patchings", []) if repr(patch.new) == "sentinel.DEFAULT"]
+    with contextlib.ExitStack() as stack:  # unittest.mock.patch gives its own arguments first
+        yield {name: given[name] if name in given else made(module, name, stack)
+               for name in list(inspect.signature(function).parameters)[len(patched):]}
+
+
+def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
+    """Return what a fixture gives. LookupError for one that is not known."""
+    own = getattr(module, name, None)
+    if getattr(own, "is_fixture", False):
+        given = own(**stack.enter_context(fixtures(module, own, {})))
+        return stack.enter_context(contextlib.contextmanager(lambda: given)()) if inspect.isgenerator(given) else given
+    if name == "monkeypatch":
+        return MonkeyPatch(stack)
+    if name == "tmp_path":
+        return Path(tempfile.mkdtemp(dir="."))
+    if name != "capsys":
+        raise LookupError(f"there is no fixture {name}")
+    streams = [stack.enter_context(kind(io.StringIO())) for kind in (contextlib.redirect_stdout,
+                                                                     contextlib.redirect_stderr)]
+    return SimpleNamespace(readouterr=lambda: SimpleNamespace(**dict(zip(("out", "err"), map(taken, streams), strict=True))))
+
+
+def taken(stream: io.StringIO) -> str:
+    """Return what a stream holds, and empty it."""
+    text = stream.getvalue()
+    stream.seek(0)
+    stream.truncate()
+    return text
+
+
+def run_all(module: ModuleType) -> None:
+    """Run the tests that a module defines, as pytest finds them. Raises what the first one that fails raises."""
+    for name, found in list(vars(module).items()):
+        if name.startswith("test") and inspect.isfunction(found) and not getattr(found, "is_fixture", False):
+            run(module, found)
+        elif name.startswith("Test") and isinstance(found, type) and not hasattr(found, "runTest") and not (
+                hasattr(found, "assertEqual")):
+            run_class(module, found)
+    if "unittest" in sys.modules:
+        import unittest
+
+        unittest.defaultTestLoader.loadTestsFromModule(module).debug()
+
+
+def run_class(module: ModuleType, kind: type) -> None:
+    """Run the tests of a class, each on a new object."""
+    for name in [name for name in dir(kind) if name.startswith("test")]:
+        one = kind()
+        for step in ("setup_class", "setup_method", name, "teardown_method", "teardown_class"):
+            if (found := getattr(one, step, None)) is not None:
+                run(module, found)
+
+
+def run(module: ModuleType, test: Any) -> None:
+    """Run one test with each of its cases."""
+    for case in getattr(test, "cases", [{}]):
+        with fixtures(module, test, case) as arguments:
+            found = test(**arguments)
+            if inspect.iscoroutine(found):
+                asyncio.run(found)
