@@ -16,7 +16,7 @@ from lowmem_grpo.rewards.calling.contract import (
     bind,
     passed_columns,
 )
-from lowmem_grpo.rewards.checking.diagnosis import failed
+from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
 from lowmem_grpo.runs.findings import Finding
 
 
@@ -53,6 +53,14 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
         for column in [column for column in empty if column in read and sample.usable]:
             yield Finding("warning", name, f"it reads the column {column!r}, which is None in "
                           f"{sample.share(len(sample.usable))}", "fill the column with what the function compares with")
+
+
+def unjudged_rows(subject: Subject) -> Iterator[Finding]:
+    """Rows that a function can never judge, for example tests that no code can pass."""
+    for which, sample in samples_of(subject):
+        rows = [(looked.index, looked.row) for looked in sorted(sample.fitting, key=lambda looked: looked.index)]
+        for name, function in functions_of(subject):
+            yield from faulty_rows(name, function, rows, f"{which} row".removeprefix("dataset "))
 
 
 def unusable_evaluation(subject: Subject) -> Iterator[Finding]:

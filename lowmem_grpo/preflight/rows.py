@@ -22,6 +22,7 @@ class LookedAt:
     prompt: Prompt | None = None  # None where the row cannot be used
     reason: str = ""  # why it cannot, as the encoder says
     error: Exception | None = None  # what was raised instead
+    index: int = 0  # of the row in its dataset
 
     @property
     def tokens(self) -> int:
@@ -88,8 +89,8 @@ def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
         row = dataset[index]
         encoded = encoder.encode(row)
     except Exception as error:  # noqa: BLE001 - it is what is reported
-        return LookedAt(row if isinstance(row, dict) else {}, error=error)
-    return LookedAt(row, reason=encoded) if isinstance(encoded, str) else LookedAt(row, encoded)
+        return LookedAt(row if isinstance(row, dict) else {}, error=error, index=index)
+    return LookedAt(row, reason=encoded, index=index) if isinstance(encoded, str) else LookedAt(row, encoded, index=index)
 
 
 def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:

@@ -67,6 +67,10 @@ class Reward(ABC):
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         """The rewards of N texts. `columns` holds the columns that it reads, `call` everything that was passed."""
 
+    def fault_of_row(self, row: dict[str, Any]) -> str | None:
+        """Return why a dataset row can never be judged; None if it can. It is asked before a run."""
+        return None
+
     def __repr__(self) -> str:
         reads = f" (reads {', '.join(self.columns)})" if self.columns else ""
         return f"<reward {self.__name__}{reads}>"

@@ -15,8 +15,7 @@ ALLOWED = (
 )
 NO_RESULT = object()  # of a call that may return only one thing
 THIRD_PARTY = frozenset(  # an import of another name that Python lacks means the code under test
-    "numpy pandas scipy sympy sklearn torch tensorflow jax matplotlib seaborn networkx requests httpx aiohttp flask "
-    "django fastapi pydantic sqlalchemy yaml bs4 lxml nltk cv2 PIL hypothesis parameterized freezegun faker mock".split()
+    ["numpy", "pandas", "scipy", "sympy", "sklearn", "torch", "tensorflow", "jax", "matplotlib", "seaborn", "networkx", "requests", "httpx", "aiohttp", "flask", "django", "fastapi", "pydantic", "sqlalchemy", "yaml", "bs4", "lxml", "nltk", "cv2", "PIL", "hypothesis", "parameterized", "freezegun", "faker", "mock"]
 )
 OURS = {"pytest", "__future__"}
 
@@ -60,19 +59,21 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
     `function` names what is tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata.
     """
     listed = tests_in(tests, function)
-    if not listed or not isinstance(tests, str | dict | list | tuple) and listed == [tests]:
+    if not listed or (not isinstance(tests, str | dict | list | tuple) and listed == [tests]):
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
     wrapped = [test for test in listed if isinstance(test, dict) and test.get("wrapped")]
     each_alone = bool(wrapped) and all(len(test["expected"]) == 1 for test in wrapped)
-    return [read_case(test, function, each_alone) for test in listed]
+    return [read_case(test, each_alone) for test in listed]
 
 
-def read_case(test: Any, function: str | None = None, each_alone: bool = False) -> Case:
+def read_case(test: Any, each_alone: bool = False) -> Case:
     """Return one test. Keys that are None count as absent, because datasets add them. The ValueError names what is
     allowed. `each_alone`: every result that is a list holds one value, which then is right too."""
     if isinstance(test, str) and test.strip():
-        return read_code(test, function)
+        return read_code(test)
     given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
+    if set(given) == {"code", "function"}:
+        return read_code(given["code"], given["function"])
     if set(given) == {"input", "output"} and all(isinstance(text, str) for text in given.values()):
         check_unicode(test)
         return ProgramCase(given["input"], given["output"])

@@ -40,6 +40,8 @@ def tests_in(given: Any, function: str | None = None) -> list[Any]:
         return tests_of({key: value for key, value in given.items() if value is not None}, given, function)
     if isinstance(given, list | tuple):
         return [test for one in given for test in (tests_in(one, function) if one else [one])]
+    if isinstance(given, str) and given and function:
+        return [{"code": given, "function": function}]
     return [given] if given or not isinstance(given, str) else []
 
 

@@ -66,8 +66,8 @@ class approx:  # noqa: N801, pytest's name
         rel, least = self.options["rel"], self.options["abs"]
         rel = 1e-6 if rel is None and least is None else rel or 0.0
         near = expected == got or abs(expected - got) <= max(rel * abs(expected), 1e-12 if least is None else least)
-        return bool(near and not math.isinf(abs(expected - got)) or expected == got
-                    or self.options["nan_ok"] and math.isnan(expected) and math.isnan(got))
+        return bool((near and not math.isinf(abs(expected - got))) or expected == got
+                    or (self.options["nan_ok"] and math.isnan(expected) and math.isnan(got)))
 
 
 def fail(reason: str = "", **_: Any) -> None:

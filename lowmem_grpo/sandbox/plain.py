@@ -135,7 +135,7 @@ def as_number(tree: Any) -> Any:
     """Return an encoded number as an int where it is whole, else as a float; anything else as it is."""
     if isinstance(tree, dict) and list(tree) in (["Fraction"], ["Decimal"]):
         tree = float(decode(tree))
-    return int(tree) if isinstance(tree, bool) or isinstance(tree, float) and tree.is_integer() else tree
+    return int(tree) if isinstance(tree, bool) or (isinstance(tree, float) and tree.is_integer()) else tree
 
 
 def ordered(items: Any, json: bool = False) -> Any:

@@ -10,7 +10,14 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group, longest_prompt
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.checking.diagnosis import about_length, about_signal, differs, findings_of, in_groups
+from lowmem_grpo.rewards.checking.diagnosis import (
+    about_length,
+    about_signal,
+    differs,
+    faulty_rows,
+    findings_of,
+    in_groups,
+)
 from lowmem_grpo.rewards.checking.result import RewardCheck, Trial
 from lowmem_grpo.rewards.checking.trials import try_all
 from lowmem_grpo.runs.accuracy import wilson_interval
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 
     from lowmem_grpo.fast_model import FastGeneration
 
+ROWS = 256  # that are looked at for what can never be judged
 SECONDS = 10.0  # that one function may take here, unless the run allows less
 
 
@@ -58,6 +66,8 @@ def check(
         trials, args.num_generations, columns, limit, args.reward_limit,
         args.prompts_per_generation * args.num_generations,
     )
+    rows = spread_rows(source)
+    found += [one for pair in zip(scorer.names, scorer.funcs, strict=True) for one in faulty_rows(*pair, rows)]
     result = summed_up(trials, found + about_samples(sampled, source), prompts, sampled, scorer.required)
     result.columns, result.seconds = columns, time.monotonic() - started
     if show:
@@ -72,6 +82,12 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
     longest = longest_prompt(args.max_prompt_length, args.max_completion_length, model.loaded.max_seq_length)
     encoder = PromptEncoder(tokenizer or model.loaded.tokenizer, longest, args.chat_template_kwargs)
     return PromptSource(dataset, encoder, args.seed, args.shuffle_dataset)
+
+
+def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
+    """At most ROWS rows of the dataset, spread evenly, each with its number."""
+    total = len(source.dataset)
+    return [(number, source.dataset[number]) for number in sorted({place * total // ROWS for place in range(ROWS)})]
 
 
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:

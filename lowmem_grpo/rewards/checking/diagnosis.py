@@ -1,10 +1,12 @@
 """Turns trials of reward functions into findings, each with what to do about it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
+from typing import Any
 
-from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
+from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError, unwrap
 from lowmem_grpo.rewards.checking.result import Trial
+from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.runs.findings import Finding
 
 LOW_SHARE = 0.25  # of groups with signal; below this most samples of a step teach nothing
@@ -57,6 +59,22 @@ def missing_column(error: Exception, columns: list[str]) -> str | None:
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
     return f"it reads the column {key!r}" if isinstance(key, str) and key not in columns else None
+
+
+def faulty_rows(
+    name: str, func: Any, rows: Iterable[tuple[int, dict[str, Any]]], which: str = "row"
+) -> Iterator[Finding]:
+    """Rows, with their numbers in the dataset, that a function can never judge."""
+    reward = unwrap(func)
+    if not isinstance(reward, Reward):
+        return
+    looked = [(number, reward.fault_of_row(row)) for number, row in rows]
+    faults = [(number, fault) for number, fault in looked if fault]
+    if faults:
+        numbers = ", ".join(str(number) for number, _ in faults[:10]) + (", ..." if len(faults) > 10 else "")
+        yield Finding("error", name, f"it can never judge {len(faults)} of {len(looked)} {which}s (number {numbers}); "
+                      f"{which} {faults[0][0]}, column {reward.columns[0]!r}: {faults[0][1]}",
+                      "correct these rows, or leave them out (dataset.filter); an empty column is None")
 
 
 def unlike_numbers(trial: Trial) -> Iterator[Finding]:

@@ -230,7 +230,7 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
     """Return the verdict on a code: None if it was not run, or if all that is left is a test without a verdict."""
-    if tests is None or untestable(tests) and all(test.passed or test.untestable for test in tests):
+    if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)
 
