@@ -55,8 +55,8 @@ CHECKS = (
           "does not have", paying.missing_columns, with_sft=False),
     Check("empty columns", "warning", "a reward function names a column that is None in every row",
           paying.empty_columns, with_sft=False),
-    Check("rows without a verdict", "error", "rows that a reward can never judge: for `code_passes_tests`, tests that are "
-          "empty, cannot be read, or that no code can pass", paying.unjudged_rows, with_sft=False),
+    Check("rows without a verdict", "error", "rows that a reward can never judge: for `code_passes_tests`, tests "
+          "that are empty, cannot be read, or that no code can pass", paying.unjudged_rows, with_sft=False),
     Check("evaluation rows", "error", "no row of the evaluation dataset can be used", paying.unusable_evaluation,
           with_sft=False),
     Check("output_dir", "error", "the folder cannot be made, or cannot be written to", room.unwritable),

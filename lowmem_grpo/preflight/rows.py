@@ -90,7 +90,9 @@ def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
         encoded = encoder.encode(row)
     except Exception as error:  # noqa: BLE001 - it is what is reported
         return LookedAt(row if isinstance(row, dict) else {}, error=error, index=index)
-    return LookedAt(row, reason=encoded, index=index) if isinstance(encoded, str) else LookedAt(row, encoded, index=index)
+    if isinstance(encoded, str):
+        return LookedAt(row, reason=encoded, index=index)
+    return LookedAt(row, encoded, index=index)
 
 
 def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:

@@ -16,8 +16,8 @@ socket, no ptrace, no other priority, owner or time of a file, and no higher lim
 
 A verdict cannot be forged, because the code's process never learns what is expected. For programs with input and
 output, and for calls with a result, the parent compares. Asserts run in a second sandboxed process, where the functions
-under test are stubs that ask the first process. What comes back is plain data (numbers, text, lists, ...), rebuilt
-there, and never an object of the code's making. So exit codes, "passed" on any channel, overridden builtins, an
+under test are stand-ins that ask the first process. What comes back is plain data (numbers, text, lists, ...), rebuilt
+there, or a stand-in for an object, and never the object itself. So exit codes, "passed" on any channel, overridden builtins, an
 `__eq__` that always says yes, or a harness read from memory gain nothing: only the right answer passes.
 
 What the sandbox does not prevent: code can recognise the inputs of a row's tests and answer only those; a hole in the
@@ -25,8 +25,7 @@ kernel is a hole here; time and caches can be observed. For `process`, read the 
 
 A row's tests are trusted. A test that gives the code's result to eval, exec or pickle runs the model's code where the
 verdict is made (`assert eval(solve())`). A test that swallows what the code raises (`except Exception: pass`; an
-IndexError in its own `__getitem__`, an AttributeError under `hasattr`) passes code that raises. A stub cannot carry
-classes, callbacks or arguments that are changed in place: a test that needs them is an error and never passes. So is a
-test that never calls the code, such as a function or a unittest.TestCase that nothing runs. Only Python's standard
-library is available.
+IndexError in its own `__getitem__`, an AttributeError under `hasattr`) passes code that raises. Objects of the code's
+classes stay in its process, and `remote` says what a test can do with them and what it cannot believe. A test that
+never calls the code is an error and no verdict. Only Python's standard library is available.
 """

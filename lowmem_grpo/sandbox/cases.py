@@ -14,9 +14,11 @@ ALLOWED = (
     '{"input": "1 2", "output": "3"}, and the layouts of public datasets in docs/rewards.md'
 )
 NO_RESULT = object()  # of a call that may return only one thing
-THIRD_PARTY = frozenset(  # an import of another name that Python lacks means the code under test
-    ["numpy", "pandas", "scipy", "sympy", "sklearn", "torch", "tensorflow", "jax", "matplotlib", "seaborn", "networkx", "requests", "httpx", "aiohttp", "flask", "django", "fastapi", "pydantic", "sqlalchemy", "yaml", "bs4", "lxml", "nltk", "cv2", "PIL", "hypothesis", "parameterized", "freezegun", "faker", "mock"]
-)
+THIRD_PARTY = {  # an import of another name that Python lacks means the code under test
+    "numpy", "pandas", "scipy", "sympy", "sklearn", "torch", "tensorflow", "jax", "matplotlib", "seaborn", "networkx",
+    "requests", "httpx", "aiohttp", "flask", "django", "fastapi", "pydantic", "sqlalchemy", "yaml", "bs4", "lxml",
+    "nltk", "cv2", "PIL", "hypothesis", "parameterized", "freezegun", "faker", "mock",
+}
 OURS = {"pytest", "__future__"}
 
 
@@ -105,8 +107,8 @@ def read_code(source: str, function: str | None = None) -> AssertCase:
     names, modules = free_names(nodes), code_modules(nodes)
     fault = "" if names or modules else "it uses nothing of the code"
     if not any(map(runs, tree.body)):
-        fault = "it defines functions, and nothing calls them; code_passes_tests(function=COLUMN) names the argument of " \
-                "a check(candidate)"
+        fault = "it defines functions, and nothing calls them; code_passes_tests(function=COLUMN) names the argument " \
+                "of a check(candidate)"
     return AssertCase(source, names, modules, fault)
 
 
@@ -140,8 +142,8 @@ def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     missing = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | OURS}
     if foreign := sorted({name.partition(".")[0] for name in missing} & THIRD_PARTY):
-        raise ValueError(f"test code imports {foreign[0]}, and the sandbox has only Python's standard library: leave the "
-                         "row out, or write its tests without")
+        raise ValueError(f"test code imports {foreign[0]}, and the sandbox has only Python's standard library: leave "
+                         "the row out, or write its tests without")
     return tuple(sorted(missing))
 
 

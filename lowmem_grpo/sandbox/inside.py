@@ -2,8 +2,8 @@
 
     {"role": "serve", "code": ...}    the code's functions answer calls, one {"call": name, ...} a line
     {"role": "program", "code": ...}  the code runs as a script with "stdin"; its output goes to the pipes
-    {"role": "test"}                  asserts run as they come, {"source": ..., "names": [...]} a line: the names, and
-                                      what is imported from "modules", are stand-ins (`remote`) for what the code defines
+    {"role": "test"}                  tests run as they come, {"source": ..., "names": [...]} a line: the names, and
+                                      what is imported from "modules", are stand-ins (`remote`) for the code's
 
 Messages are one JSON object a line, both ways. Nothing here is secret. The other side trusts nothing that this program
 says, except in the role "test", in whose process no code of a model ever runs. Imports only the standard library.
@@ -121,17 +121,18 @@ class TestSource(Source):
 
     def get_code(self, fullname: str) -> Any:
         tree = ast.parse(self.text)
-        tree.body = [kept for node in tree.body for kept in (node.body if is_main_guard(node) else [node])
-                     if not starts_tests(kept)]
+        kept = [one for node in tree.body
+                for one in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
+        tree.body = [node for node in kept if not starts_tests(node)]
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 node.level = 0  # `from .solution import add`
         return compile(tree, f"{fullname}.py", "exec", dont_inherit=True)
 
 
-def is_main_guard(node: ast.stmt) -> bool:
+def is_main_guard(node: ast.If) -> bool:
     """Return whether it is `if __name__ == "__main__":`."""
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
+    return "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
 
 
 def starts_tests(node: ast.stmt) -> bool:
@@ -161,7 +162,8 @@ def run_program(order: dict[str, Any], channel: Channel) -> None:
 def serve(order: dict[str, Any], channel: Channel) -> None:
     """Load the code, then answer calls until the other side hangs up."""
     link = Link(channel, of_module, Remote)
-    known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: Remote(link, -1, "", False)._ask("input", *text)}
+    asks = Remote(link, -1, "", False)._ask
+    known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: asks("input", *text)}
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
         # As built-in names they are known in the code, and not taken for something that it defines.
@@ -249,7 +251,7 @@ class Code(ModuleType):
     def __init__(self, link: Link) -> None:
         super().__init__("solution")
         self.__dict__["link"] = link
-        self.__path__: list[str] = []  # type: ignore[misc]
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":

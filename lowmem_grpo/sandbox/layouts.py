@@ -1,4 +1,4 @@
-"""Reads the layouts in which public datasets keep a row's tests, and gives single tests as `cases.read_case` takes them.
+"""Reads the layouts in which public datasets keep a row's tests, and gives the single tests that `cases` takes.
 
     {"inputs": [...], "outputs": [...], "fn_name": ...}          APPS, TACO, PRIME, verl; programs without a fn_name
     [{"input": "1\\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]      LiveCodeBench
@@ -51,11 +51,11 @@ def tests_of(found: dict[str, Any], given: dict[str, Any], function: str | None)
     if (language := str(found.get("language", PYTHON[0]))).lower() not in PYTHON:
         raise ValueError(f"tests are for {language!r}; only Python runs here: leave the row out")
     if "inputs" in found and "outputs" in found:
-        return in_pairs(found["inputs"], found["outputs"], lambda *pair: one_of(*pair, found, function))
+        return in_pairs(found["inputs"], found["outputs"], lambda given, output: one_of(given, output, found, function))
     if "input" in found and "output" in found:
         both = isinstance(found["input"], list) and isinstance(found["output"], list)
         if both and not kind_of(found) and function is None:
-            return in_pairs(found["input"], found["output"], lambda *pair: one_of(*pair, found, None))
+            return in_pairs(found["input"], found["output"], lambda given, output: one_of(given, output, found, None))
         extra = set(found) - {"input", "output", "type", "testtype", "metadata", *FUNCTIONS}
         return [given if extra else one_of(found["input"], found["output"], found, function)]
     held = [key for key in HOLDERS if key in found]

@@ -22,7 +22,7 @@ class TreeNode:
     def __init__(self, val=0, left=None, right=None):
         self.val, self.left, self.right = val, left, right
 """
-# LeetCodeDataset's tests use these; its rows hold them in the prompt. The code must not define what compares its answer.
+# LeetCodeDataset's tests use these; its rows hold them in the prompt. The code must not define what judges it.
 HELPERS = NODES + """
 def list_node(values):
     first = None
@@ -64,8 +64,9 @@ def names() -> dict[str, Any]:
 def for_tests(wanted: set[str]) -> dict[str, Any]:
     """Return those of a test's names that never come from the code: modules of Python, and the helpers."""
     found = {name: __import__(name) for name in wanted & set(MODULES)}
-    helping = wanted & {"list_node", "is_same_list", "tree_node", "is_same_tree"}
-    return found | {name: value for name, value in made_by(HELPERS, "tests").items() if name in wanted} if helping else found
+    if wanted & {"list_node", "is_same_list", "tree_node", "is_same_tree"}:
+        found |= {name: value for name, value in made_by(HELPERS, "tests").items() if name in wanted}
+    return found
 
 
 def made_by(source: str, module: str) -> dict[str, Any]:

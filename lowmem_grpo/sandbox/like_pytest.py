@@ -51,7 +51,8 @@ class approx:  # noqa: N801, pytest's name
     """A number, or a sequence or dictionary of numbers, that need not be equal to the last digit."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
-        self.expected, self.options = expected, {"rel": rel, "abs": abs, "nan_ok": nan_ok}
+        self.expected = expected
+        self.options: dict[str, Any] = {"rel": rel, "abs": abs, "nan_ok": nan_ok}
 
     def __eq__(self, got: Any) -> bool:
         expected = self.expected
@@ -133,6 +134,7 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
     """Return what a fixture gives. LookupError for one that is not known."""
     own = getattr(module, name, None)
     if getattr(own, "is_fixture", False):
+        assert own is not None
         given = own(**stack.enter_context(fixtures(module, own, {})))
         return stack.enter_context(contextlib.contextmanager(lambda: given)()) if inspect.isgenerator(given) else given
     if name == "monkeypatch":
@@ -141,9 +143,9 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
         return Path(tempfile.mkdtemp(dir="."))
     if name != "capsys":
         raise LookupError(f"there is no fixture {name}")
-    streams = [stack.enter_context(kind(io.StringIO())) for kind in (contextlib.redirect_stdout,
-                                                                     contextlib.redirect_stderr)]
-    return SimpleNamespace(readouterr=lambda: SimpleNamespace(**dict(zip(("out", "err"), map(taken, streams), strict=True))))
+    streams = [stack.enter_context(contextlib.redirect_stdout(io.StringIO())),
+               stack.enter_context(contextlib.redirect_stderr(io.StringIO()))]
+    return SimpleNamespace(readouterr=lambda: SimpleNamespace(out=taken(streams[0]), err=taken(streams[1])))
 
 
 def taken(stream: io.StringIO) -> str:

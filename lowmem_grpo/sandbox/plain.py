@@ -139,7 +139,7 @@ def as_number(tree: Any) -> Any:
 
 
 def ordered(items: Any, json: bool = False) -> Any:
-    """Return a list of trees in an order that depends only on their content; of pairs, with keys as JSON writes them."""
+    """Return trees in an order that depends only on their content; of pairs, with keys as JSON writes them."""
     if json:
         items = [[as_key(key), item] for key, item in items]
     return sorted(items, key=lambda item: dumps(item, sort_keys=True))

@@ -56,7 +56,7 @@ class Link:
             return {"yours": value._number}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": names_of(value)}
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
             return {"type": value.__name__}
         if self.stand_in is Subject and isinstance(value, Iterator):
             return {"iterator": [encode(item, self.refer) for item in value]}
@@ -77,9 +77,9 @@ class Link:
             raise ValueError(f"{kind!r} is no type of encoded data")
         return self.theirs.setdefault(content[0], self.stand_in(self, *content))
 
-    def error_class(self, names: list[str]) -> type:
+    def error_class(self, names: list[str]) -> Any:
         """Return the class of an exception: a built-in one, or one that is named like the code's."""
-        found = getattr(builtins, str(names[-1]), None)
+        found: Any = getattr(builtins, str(names[-1]), None)
         if not isinstance(found, type) or not issubclass(found, Exception | SystemExit):
             found = RuntimeError
         for name in reversed(names[:-1]):
@@ -172,7 +172,7 @@ class Subject(Remote):
         return at_once(value) if answer.get("awaited") else value
 
     def _as_data(self, other: Any) -> Any:
-        """Return its data, for an operation with data. A class that the test names may work with data in its own way."""
+        """Return its data, for an operation with data. A class that the test names may have its own way with data."""
         if self._plain:
             return self._ask("plain", self)
         if self._kind in self._link.named:
@@ -257,12 +257,13 @@ def computed(name: str, turned: bool = False) -> Callable[..., Any]:
     return compute
 
 
-for _name in ("len", "bool", "str", "repr", "int", "float", "abs", "neg", "pos", "invert", "round", "format", "reversed",
-              "getitem", "setitem", "delitem", "delattr", "index"):
+for _name in ("len", "bool", "str", "repr", "int", "float", "abs", "neg", "pos", "invert", "round", "format",
+              "reversed", "getitem", "setitem", "delitem", "delattr", "index"):
     setattr(Subject, f"__{_name}__", asked(_name))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Subject, f"__{_name}__", compared(_name))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift",
+              "rshift"):
     _function = _name if hasattr(operator, _name) else f"{_name}_"
     setattr(Subject, f"__{_name}__", computed(_function))
     setattr(Subject, f"__r{_name}__", computed(_function, turned=True))

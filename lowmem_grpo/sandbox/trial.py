@@ -27,7 +27,7 @@ class Verdict:
 
     outcome: str
     reason: str = ""
-    untestable: bool = field(default=False, compare=False)  # no code could pass, or only the code could tell: no verdict
+    untestable: bool = field(default=False, compare=False)  # no code can pass it, or only the code can tell
 
     @property
     def passed(self) -> bool:

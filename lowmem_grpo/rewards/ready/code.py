@@ -3,8 +3,8 @@
     tests = rewards.code_passes_tests()              # a verifier; `tests` is the dataset's column
     reward_funcs = [tests.reward(), tests.share()]   # 1 if all tests pass; the share of tests that pass
 
-A row's tests are asserts, tests of pytest or unittest, calls or programs, alone, in a list, as JSON text, or in a layout
-of a public dataset (docs/rewards.md):
+A row's tests are asserts, tests of pytest or unittest, calls or programs, alone, in a list, as JSON text, or in a
+layout of a public dataset (docs/rewards.md):
 
     "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
 
@@ -61,7 +61,8 @@ def code_passes_tests(
 
     `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
     metadata. `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less
-    protection. `limits` hold for one completion. `workers` is how many completions run at a time (one per CPU by default). After
+    protection. `limits` hold for one completion. `workers` is how many completions run at a time, by default one per
+    CPU. After
     `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
 
     Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown isolation, fewer than one
@@ -88,15 +89,21 @@ class CodeVerifier(Verifier):
         self._last = Memory()
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        return [verdict_of(tests) for tests in self.judge(completions, *(columns[name] for name in self.columns))]
+        return [verdict_of(tests) for tests in self.judge(completions, *self.given(columns))]
+
+    def given(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
+        """Return the column of tests, and that of the functions where there is one."""
+        tests, *functions = (columns[name] for name in self.columns)
+        return tests, functions[0] if functions else None
 
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return the verdicts on N completions, one for each test; None for a row without tests, or if it did not begin.
+        """Return N lists of verdicts, one for each test; None for a row without tests, or a code that did not begin.
 
         A code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
-        ValueError for tests that cannot be read, unless `skip_faulty`: those are None too. Raises SandboxError if the sandbox stops working.
+        ValueError for tests that cannot be read, unless `skip_faulty`: those are None too. Raises SandboxError if the
+        sandbox stops working.
         """
         rows = [None if row is None else (row, function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
@@ -159,14 +166,13 @@ class OfTests(Reward):
 
     def judge(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Any]:
         """Return what `CodeVerifier.judge` does, and log the outcomes of the tests."""
-        judged = self.verifier.judge(texts, *(columns[name] for name in self.columns), skip_faulty=True)
+        judged = self.verifier.judge(texts, *self.verifier.given(columns), skip_faulty=True)
         log = call.get("log_metric")
         outcomes = Counter(test.outcome for tests in judged for test in tests or [] if not test.untestable)
         if outcomes and callable(log) and isinstance(self, CodeReward):
             for outcome in OUTCOMES:
                 log(f"tests/{outcome}", MeanOf(outcomes[outcome] / outcomes.total(), outcomes.total()))
-        rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*(columns[name] for name in self.columns),
-                                                                         strict=True)]
+        rows = [{name: columns[name][place] for name in self.columns} for place in range(len(texts))]
         faults = [untestable(tests) if tests else self.fault_of_row(row)
                   for row, tests in zip(rows, judged, strict=True)]
         if found := [fault for fault in faults if fault]:
@@ -179,8 +185,8 @@ class OfTests(Reward):
         """Warn once of each reason."""
         if new := [fault for fault in dict.fromkeys(faults) if fault not in self.said]:
             self.said |= set(new)
-            logger.warning("%s has no verdict on %d of %d completions: %s (the row's tests: %.200r). Correct these rows, "
-                           "or leave them out", self.__name__, len(faults), total, new[0], row[self.columns[0]])
+            logger.warning("%s has no verdict on %d of %d completions: %s (the row's tests: %.200r). Correct these "
+                           "rows, or leave them out", self.__name__, len(faults), total, new[0], row[self.columns[0]])
 
     @functools.cached_property
     def said(self) -> set[str]:
@@ -190,6 +196,8 @@ class OfTests(Reward):
 
 class CodeReward(OfTests, VerifiedReward):
     """Pays for the verdicts; logs the outcomes of the tests, and for each completion the first test that failed."""
+
+    verifier: CodeVerifier
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         judged = self.judge(texts, columns, call)

@@ -59,14 +59,16 @@ LAYOUTS: list[tuple[str, Any, str | None]] = [  # code, tests, what another colu
 ]
 # Programs that are wrong, or that try to end, fool or rewrite what tests them.
 SPOILT = [
-    ADD.format("-"), "import sys\nsys.exit(0)", "import os\nos._exit(0)", "exit()", "quit(0)", "print('3')\nprint('passed 1')",
+    ADD.format("-"), "import sys\nsys.exit(0)", "import os\nos._exit(0)", "exit()", "quit(0)",
+    "print('3')\nprint('passed 1')",
     "class Yes:\n    def __eq__(self, other):\n        return True\n    __ne__ = lambda self, other: False\n"
     "    __sub__ = __rsub__ = __abs__ = lambda self, *other: 0\ndef add(a, b):\n    return Yes()\n"
     "class Solution:\n    def add(self, a, b):\n        return Yes()\nprint(Yes())",
     "class Solution:\n    def add(self, a, b):\n        return self\n    def __eq__(self, other):\n        return True",
     "import builtins, sys, unittest\nsys.modules['pytest'] = sys\nbuiltins.AssertionError = ZeroDivisionError\n"
     "unittest.TestCase.assertEqual = lambda *a: None\ndef add(a, b):\n    return None",
-    "def add(a, b):\n    raise AssertionError", "def add(a, b):\n    exit(0)", "import json\njson.loads = json.dumps = None",
+    "def add(a, b):\n    raise AssertionError", "def add(a, b):\n    exit(0)",
+    "import json\njson.loads = json.dumps = None",
     "import sys\nfor module in list(sys.modules.values()):\n    for name in list(vars(module)):\n"
     "        if name in ('same', 'is_same', 'encode', 'state_of', 'described'):\n"
     "            setattr(module, name, lambda *a, **k: True)\ndef add(a, b):\n    return 0",
@@ -141,7 +143,8 @@ USES: list[tuple[str, str, str, str]] = [  # code, what makes it right, what mak
     (STACK, "", "0", "s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s.pop() == 2 and list(s) == [1]"),
     (STACK, "", "0", "from solution import Stack, Empty\nimport pytest\ndef test():\n    s = Stack([4, 5])\n"
      "    assert repr(s) == 'Stack([4, 5])' and 4 in s and 9 not in s\n    assert s.pop() == 5\n    s.pop()\n"
-     "    with pytest.raises(Empty, match='nothing') as info:\n        s.pop()\n    assert str(info.value) == 'nothing left'"),
+     "    with pytest.raises(Empty, match='nothing') as info:\n        s.pop()\n"
+     "    assert str(info.value) == 'nothing left'"),
     (STACK, "", "0", "s = Stack([1, 2])\ns.pop()\nassert s == Stack([1])\nassert isinstance(s, Stack)"),
     (REVERSE, "", ".next", "node = Solution().reverse(ListNode(1, ListNode(2)))\nfound = []\nwhile node:\n"
      "    found.append(node.val)\n    node = node.next\nassert found == [2, 1]"),
@@ -166,7 +169,9 @@ USES: list[tuple[str, str, str, str]] = [  # code, what makes it right, what mak
 
 
 @every_row(("code", "right", "wrong", "test"), USES)
-def test_a_test_works_with_what_the_code_has(verifier: CodeVerifier, code: str, right: str, wrong: str, test: str) -> None:
+def test_a_test_works_with_what_the_code_has(
+    verifier: CodeVerifier, code: str, right: str, wrong: str, test: str
+) -> None:
     codes = [code.replace("{}", change).replace("{{", "{").replace("}}", "}") for change in (right, wrong)]
     assert verifier.verdicts(codes, tests=[test] * 2, names=[None] * 2) == [True, False]
 
@@ -186,7 +191,8 @@ FAULTY: list[tuple[Any, str]] = [
     ([], "at least one"), ("", "at least one"), ([""], "a test is ''"), ("[]", "at least one"), ({}, "a test is {}"),
     (CHECK, "nothing calls them"), ("assert True", "uses nothing of the code"), ("assert (", "is not Python"),
     ("import numpy as np\nassert np.sum(add(1, 2)) == 3", "imports numpy"), (LIVE, "does not name its function"),
-    ({"inputs": ["1"], "outputs": []}, "the inputs 1 and the outputs 0"), ({"inputs": [], "outputs": []}, "at least one"),
+    ({"inputs": ["1"], "outputs": []}, "the inputs 1 and the outputs 0"),
+    ({"inputs": [], "outputs": []}, "at least one"),
     ({"language": "cpp", "test_cases": OPEN_R1}, "tests are for 'cpp'"),
     ([{"input": "1", "output": "2", "testtype": "interactive"}], "has the type 'interactive'"), (5, "tests are 5"),
 ]
