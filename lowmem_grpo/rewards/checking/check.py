@@ -8,6 +8,7 @@ import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group, longest_prompt
+from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import (
@@ -86,8 +87,8 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 
 def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
     """At most ROWS rows of the dataset, spread evenly, each with its number."""
-    total = len(source.dataset)
-    return [(number, source.dataset[number]) for number in sorted({place * total // ROWS for place in range(ROWS)})]
+    rows = source.dataset.peek(ROWS) if isinstance(source.dataset, Stream) else source.dataset
+    return [(number, rows[number]) for number in sorted({place * len(rows) // ROWS for place in range(ROWS)})]
 
 
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
