@@ -122,18 +122,18 @@ A row's tests are one test or a list of them, also as JSON text. These layouts a
 
 | layout | an example of the column |
 |---|---|
-| test code: asserts, `def test_*` of pytest, unittest | `"from solution import add\\ndef test_it():\\n    assert add(1, 2) == 3"` |
-| HumanEval, LeetCodeDataset, with `function="entry_point"` | `"def check(candidate):\\n    assert candidate(1, 2) == 3"` |
+| asserts, `def test_*` of pytest, unittest | `"from solution import add\\ndef test_it():\\n    assert add(1, 2) == 3"` |
+| HumanEval, LeetCodeDataset (`function="entry_point"`) | `"def check(candidate):\\n    assert candidate(1, 2) == 3"` |
 | calls | `{"call": "add", "args": [1, 2], "expected": 3}` |
 | programs: standard input and output | `{"input": "1 2", "output": "3"}` |
 | APPS, TACO, PRIME, verl; without `fn_name` programs | `{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}` |
-| LiveCodeBench, with `function="metadata"`; private tests too | `[{"input": "1\\n2", "output": "3", "testtype": "functional"}]` |
-| open-r1, PrimeIntellect (`verification_info`) | `{"language": "python", "test_cases": [{"type": "stdin_stdout", ...}]}` |
+| LiveCodeBench (`function="metadata"`) | `[{"input": "1\\n2", "output": "3", "testtype": "functional"}]` |
+| open-r1, PrimeIntellect | `{"language": "python", "test_cases": [{"type": "stdin_stdout", ...}]}` |
 | code_contests, also below `public_tests` and the like | `{"input": ["1 2"], "output": ["3"]}` |
 
-`function=` is the column that names what is tested. A method of `class Solution` is found by its name. Code with such a
-class, and code for calls written as JSON, may use LeetCode's names (`List`, `deque`, `inf`, `ListNode`) without imports.
-A result in a list of one (APPS) may also be returned alone; JSON's numbers are equal as Python's are. An import of a
+`function=` is the column that names what is tested. LiveCodeBench's packed private tests are read too. A method of
+`class Solution` is found by its name. Code with such a class, and code for calls written as JSON, may use LeetCode's
+names (`List`, `deque`, `inf`, `ListNode`) without imports. A result in a list of one (APPS) may also be returned alone; JSON's numbers are equal as Python's are. An import of a
 module that Python lacks (`solution`, `main`) means the code under test.
 
 A test works with the code's classes and their objects, generators, callbacks, async functions and exceptions; it sees
@@ -141,10 +141,10 @@ arguments that are changed in place and what is printed, and gives `input()`. Of
 param, fixture, mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks change nothing.
 
 **Rows without a verdict.** Tests that are empty, cannot be read, import another package, or that no code can pass
-(`assert True`, a `check(candidate)` that nothing calls) are refused by row before a run, and by `rewards.check`. In a run
-such a row gets None, `tests/no_verdict` counts it, and a warning gives each reason once. A test that only the code could
-decide is no verdict either: its objects compared with data, or two of them that say they are equal and hold different
-things. If another test of the row fails, the code is wrong.
+(`assert True`, a `check(candidate)` that nothing calls) are refused by row before a run, and by `rewards.check`. In a
+run such a row gets None, `tests/no_verdict` counts it, and a warning gives each reason once. A test that only the code
+could decide is no verdict either: its objects compared with data, or two of them that say they are equal and hold
+different things. If another test of the row fails, the code is wrong.
 
 **Limits.** A test has 5 s, all tests of a completion 10 s; code has 512 MiB of memory, 16 MiB of files (64 at a time),
 256 KiB of output, one process, no thread and no network; `limits=Limits(...)` changes them. Only Python's standard

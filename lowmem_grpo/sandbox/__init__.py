@@ -17,8 +17,8 @@ socket, no ptrace, no other priority, owner or time of a file, and no higher lim
 A verdict cannot be forged, because the code's process never learns what is expected. For programs with input and
 output, and for calls with a result, the parent compares. Asserts run in a second sandboxed process, where the functions
 under test are stand-ins that ask the first process. What comes back is plain data (numbers, text, lists, ...), rebuilt
-there, or a stand-in for an object, and never the object itself. So exit codes, "passed" on any channel, overridden builtins, an
-`__eq__` that always says yes, or a harness read from memory gain nothing: only the right answer passes.
+there, or a stand-in for an object, and never the object itself. So exit codes, "passed" on any channel, overridden
+builtins, an `__eq__` that always says yes, or a harness read from memory gain nothing: only the right answer passes.
 
 What the sandbox does not prevent: code can recognise the inputs of a row's tests and answer only those; a hole in the
 kernel is a hole here; time and caches can be observed. For `process`, read the warning.

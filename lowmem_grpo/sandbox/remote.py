@@ -56,7 +56,7 @@ class Link:
             return {"yours": value._number}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": names_of(value)}
-        if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        if isinstance(value, type) and value in vars(builtins).values():
             return {"type": value.__name__}
         if self.stand_in is Subject and isinstance(value, Iterator):
             return {"iterator": [encode(item, self.refer) for item in value]}

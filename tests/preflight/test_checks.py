@@ -19,6 +19,8 @@ from lowmem_grpo.memory.cards import device
 from lowmem_grpo.preflight import room
 from lowmem_grpo.preflight.checks import CHECKS
 from lowmem_grpo.preflight.subject import Subject, Turns
+from lowmem_grpo.rewards.ready import code
+from lowmem_grpo.rewards.ready.code import code_passes_tests
 from lowmem_grpo.runs.findings import SEVERITIES
 from lowmem_grpo.train.run_memory import plan_run, settings_of
 from lowmem_grpo.units import GIB
@@ -259,6 +261,15 @@ def missing_in_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
 @case("empty columns", "warning", r"^reads_answer: it reads the column 'answer', which is None in all 12 rows")
 def empty(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([row | {"answer": None} for row in ROWS], [reads_answer, digit_sum])
+
+
+@case("rows without a verdict", "error", r"^code_passes_tests: it can never judge 1 of 12 rows \(number 3\); row 3, column "
+                                         r"'tests': tests are \[\]; allowed are .*correct these rows")
+def tests_missing(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(code, "open_sandbox", lambda *given: None)
+    tests = [["assert add(1, 2) == 3"]] * 12
+    tests[3] = []
+    return make([row | {"tests": one} for row, one in zip(ROWS, tests, strict=True)], code_passes_tests().reward())
 
 
 @case("evaluation rows", "error", r"^no row of the evaluation dataset can be used; the first one: empty prompt")

@@ -93,8 +93,9 @@ def test_a_layout_is_read(verifier: CodeVerifier, code: str, tests: Any, names: 
 
 @every_row("code", SPOILT)
 def test_a_spoilt_program_passes_none(verifier: CodeVerifier, code: str) -> None:
-    tests, names = [case[1] for case in LAYOUTS], [case[2] for case in LAYOUTS]
-    assert True not in verifier.verdicts([code] * len(tests), tests=tests, names=names)
+    kinds = [(CALLS, None), (PROGRAM, None), (CHECK, "Solution().add"), ([PYTEST, UNITTEST], None)]
+    tests, names = zip(*kinds, strict=True)
+    assert True not in verifier.verdicts([code] * len(tests), tests=list(tests), names=list(names))
 
 
 # what tests do with the code
