@@ -122,7 +122,7 @@ A row's tests are one test or a list of them, also as JSON text. These layouts a
 
 | layout | an example of the column |
 |---|---|
-| asserts, `def test_*` of pytest, unittest | `"from solution import add\\ndef test_it():\\n    assert add(1, 2) == 3"` |
+| asserts, pytest, unittest | `"from solution import add\\ndef test_it():\\n    assert add(1, 2) == 3"` |
 | HumanEval, LeetCodeDataset (`function="entry_point"`) | `"def check(candidate):\\n    assert candidate(1, 2) == 3"` |
 | calls | `{"call": "add", "args": [1, 2], "expected": 3}` |
 | programs: standard input and output | `{"input": "1 2", "output": "3"}` |
@@ -133,8 +133,9 @@ A row's tests are one test or a list of them, also as JSON text. These layouts a
 
 `function=` is the column that names what is tested. LiveCodeBench's packed private tests are read too. A method of
 `class Solution` is found by its name. Code with such a class, and code for calls written as JSON, may use LeetCode's
-names (`List`, `deque`, `inf`, `ListNode`) without imports. A result in a list of one (APPS) may also be returned alone; JSON's numbers are equal as Python's are. An import of a
-module that Python lacks (`solution`, `main`) means the code under test.
+names (`List`, `deque`, `inf`, `ListNode`) without imports. A result in a
+list of one (APPS) may also be returned alone; JSON's numbers are equal as Python's are. An import of a module that
+Python lacks (`solution`, `main`) means the code under test.
 
 A test works with the code's classes and their objects, generators, callbacks, async functions and exceptions; it sees
 arguments that are changed in place and what is printed, and gives `input()`. Of pytest there are raises, approx, fail,

@@ -263,9 +263,9 @@ def empty(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([row | {"answer": None} for row in ROWS], [reads_answer, digit_sum])
 
 
-@case("rows without a verdict", "error", r"^code_passes_tests: it can never judge 1 of 12 rows \(number 3\); row 3, column "
-                                         r"'tests': tests are \[\]; allowed are .*correct these rows")
-def tests_missing(make: Any, tokenizer: Any, patch: Any) -> Any:
+@case("rows without a verdict", "error", r"^code_passes_tests: it can never judge 1 of 12 rows \(number 3\); row 3, "
+                                         r"column 'tests': tests are \[\]; allowed are .*correct these rows")
+def unjudged(make: Any, tokenizer: Any, patch: Any) -> Any:
     patch.setattr(code, "open_sandbox", lambda *given: None)
     tests = [["assert add(1, 2) == 3"]] * 12
     tests[3] = []
