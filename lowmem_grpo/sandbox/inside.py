@@ -230,7 +230,7 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
 def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
     """Return the outcome of one test, and why."""
     try:
-        helpers = leetcode.for_tests(set(test["names"]))
+        helpers = leetcode.for_tests(set(test["names"]), test["source"])
         given = {name: code.named(name) for name in test["names"] if name not in helpers}
         like_pytest.run_all(load("tests", TestSource(test["source"]), given | helpers))
         if link.broken is not None:

@@ -61,9 +61,10 @@ def names() -> dict[str, Any]:
     return made_by(IMPORTS + NODES, "leetcode")
 
 
-def for_tests(wanted: set[str]) -> dict[str, Any]:
-    """Return those of a test's names that never come from the code: modules of Python, and the helpers."""
-    found = {name: __import__(name) for name in wanted & set(MODULES)}
+def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
+    """Return those of a test's names that never come from the code: modules of Python (but not a function that is named
+    like one), and the helpers."""
+    found = {name: __import__(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
     if wanted & {"list_node", "is_same_list", "tree_node", "is_same_tree"}:
         found |= {name: value for name, value in made_by(HELPERS, "tests").items() if name in wanted}
     return found

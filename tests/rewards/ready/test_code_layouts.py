@@ -160,6 +160,7 @@ USES: list[tuple[str, str, str, str]] = [  # code, what makes it right, what mak
     (SAY, "", ", '!'", "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    say('Bo')\n"
      "assert out.getvalue() == 'Hello, Bo\\n'"),
     (SAY, "", ", '!'", "def test_it(capsys):\n    say('Bo')\n    assert capsys.readouterr().out == 'Hello, Bo\\n'"),
+    ("def bisect(x):\n    return x / {}", "2", "3", "assert bisect(4) == 2 and math.isclose(bisect(3), 1.5)"),
     (EACH, "", " + 1", "assert each(lambda x: 2 * x, [1, 2]) == [2, 4] and each(int, ['3']) == [3]"),
     ("def ask():\n    return int(input('?')) + {}", "1", "2", "from unittest import mock\n"
      "@mock.patch('builtins.input', side_effect=['3'])\ndef test_it(answers):\n    assert ask() == 4"),
