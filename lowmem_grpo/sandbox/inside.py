@@ -127,7 +127,7 @@ class TestSource(Source):
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 node.level = 0  # `from .solution import add`
-        return compile(tree, f"{fullname}.py", "exec", dont_inherit=True)
+        return self.source_to_code(tree, f"{fullname}.py")
 
 
 def is_main_guard(node: ast.If) -> bool:

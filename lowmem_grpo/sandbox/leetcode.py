@@ -3,39 +3,50 @@
 The scorers of APPS, LiveCodeBench and verl write these imports above the code too.
 """
 
+import builtins
+import importlib
+from collections.abc import Iterable
 from typing import Any
 
-IMPORTS = """
-from string import *; from re import *; from datetime import *; from collections import *; from heapq import *
-from bisect import *; from copy import *; from math import *; from random import *; from statistics import *
-from itertools import *; from functools import *; from operator import *; from typing import *; from json import *
-import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, operator
-import io, sys, json, typing
-from builtins import *
-"""
-NODES = """
+STARRED = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+           "itertools", "functools", "operator", "typing", "json")  # from ... import *
+MODULES = (*STARRED, "sys", "os", "io", "time")
+
+
 class ListNode:
-    def __init__(self, val=0, next=None):
+    """A node of a linked list."""
+
+    def __init__(self, val: Any = 0, next: Any = None) -> None:
         self.val, self.next = val, next
 
+
 class TreeNode:
-    def __init__(self, val=0, left=None, right=None):
+    """A node of a binary tree."""
+
+    def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
         self.val, self.left, self.right = val, left, right
-"""
-# LeetCodeDataset's tests use these; its rows hold them in the prompt. The code must not define what judges it.
-HELPERS = NODES + """
-def list_node(values):
+
+
+# LeetCodeDataset's tests use what follows; its rows hold it in the prompt. The code must not define what judges it.
+
+
+def list_node(values: list[Any]) -> Any:
+    """Return the linked list of these values."""
     first = None
     for value in reversed(values):
         first = ListNode(value, first)
     return first
 
-def is_same_list(one, other):
+
+def is_same_list(one: Any, other: Any) -> bool:
+    """Return whether two linked lists hold the same values."""
     while one and other and one.val == other.val:
         one, other = one.next, other.next
     return one is None and other is None
 
-def tree_node(values):
+
+def tree_node(values: Iterable[Any]) -> Any:
+    """Return the tree of these values, level by level; None is no node."""
     values = list(values)
     root = TreeNode(values.pop(0)) if values and values[0] is not None else None
     waiting = [root] if root else []
@@ -47,31 +58,31 @@ def tree_node(values):
                 waiting.append(getattr(node, side))
     return root
 
-def is_same_tree(one, other):
+
+def is_same_tree(one: Any, other: Any) -> bool:
+    """Return whether two trees hold the same values."""
     if not one or not other:
         return one is None and other is None
     return one.val == other.val and is_same_tree(one.left, other.left) and is_same_tree(one.right, other.right)
-"""
-MODULES = ("math", "re", "collections", "itertools", "functools", "heapq", "bisect", "datetime", "random", "string",
-           "operator", "copy", "json", "sys", "os", "io", "time", "typing")
+
+
+NODES = {"ListNode": ListNode, "TreeNode": TreeNode}
+HELPERS = {"list_node": list_node, "is_same_list": is_same_list, "tree_node": tree_node, "is_same_tree": is_same_tree}
 
 
 def names() -> dict[str, Any]:
     """Return the names that code may use."""
-    return made_by(IMPORTS + NODES, "leetcode")
+    modules = {name: importlib.import_module(name) for name in MODULES if name not in ("os", "time")}
+    found: dict[str, Any] = {}
+    for name in STARRED:
+        given = vars(modules[name])
+        found |= {one: given[one] for one in given.get("__all__", [one for one in given if one[:1] != "_"])}
+    return found | modules | {name: value for name, value in vars(builtins).items() if name[:1] != "_"} | NODES
 
 
 def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
     """Return those of a test's names that never come from the code: modules of Python (but not a function that is named
     like one), and the helpers."""
-    found = {name: __import__(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
-    if wanted & {"list_node", "is_same_list", "tree_node", "is_same_tree"}:
-        found |= {name: value for name, value in made_by(HELPERS, "tests").items() if name in wanted}
-    return found
-
-
-def made_by(source: str, module: str) -> dict[str, Any]:
-    """Return what source code defines, as if in this module."""
-    found: dict[str, Any] = {"__name__": module}
-    exec(source, found)  # noqa: S102, our own text
-    return {name: value for name, value in found.items() if not name.startswith("__")}
+    found = {name: importlib.import_module(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
+    helpers = HELPERS | NODES if wanted & HELPERS.keys() else {}
+    return found | {name: value for name, value in helpers.items() if name in wanted}

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lowmem_grpo.sandbox import leetcode
 from lowmem_grpo.sandbox.plain import decode, encode
 
 NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last needs more than a text
@@ -292,7 +293,7 @@ def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> An
     ours = any(args[0] is one for one in link.own)
     if do == "call" and ours:
         return args[0](*args[1:], **kwargs)
-    public = type(args[0]).__module__ == "tests" and not str(args[1]).startswith("_")
+    public = type(args[0]).__module__ in ("tests", leetcode.__name__) and not str(args[1]).startswith("_")
     if do in ("getattr", "setattr") and ours and public:
         return getattr(args[0], args[1]) if do == "getattr" else setattr(*args)
     raise AttributeError(f"the test's {type(args[0]).__name__} gives no {str(args[1:2])[1:-1]}")
