@@ -195,7 +195,7 @@ def is_json(answer: str) -> bool:
 
 
 def is_number(answer: str) -> bool:
-    return read_number(answer) is not None
+    return read_number(answer) is not None and not has_latex(answer)
 
 
 def has_latex(answer: str) -> bool:
