@@ -60,7 +60,7 @@ FLOODS: dict[str, list[tuple[str, str]]] = {  # by kind: allowed outcomes, and t
     ],
     "answers that are none": [
         ("error", ADD + "    x = []\n    for _ in range(10**5):\n        x = [x]\n    return x"),
-        ("error", ADD + "    return object()"),
+        ("failed error", ADD + "    return object()"),
         ("error", ADD + "    x = []\n    x.append(x)\n    return x"), ("error", ADD + "    raise SystemExit"),
         ("error", ADD + "    raise KeyboardInterrupt"),
         ("failed error", ADD + "    x = []\n    for _ in range(400):\n        x = [x]\n    return x"),
