@@ -138,7 +138,7 @@ class Remote:
 
     def __init__(self, link: Link, number: int, kind: str, is_plain: bool) -> None:
         for name, value in (("_link", link), ("_number", number), ("_kind", kind), ("_plain", is_plain),
-                            ("_made", [])):
+                            ("_made", []), ("_held", None), ("_fed", False)):
             object.__setattr__(self, name, value)
 
     def _ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +175,19 @@ class Subject(Remote):
     def _as_data(self, other: Any) -> Any:
         """Return its data, for an operation with data. A class that the test names may have its own way with data."""
         if self._plain:
-            return self._ask("plain", self)
+            if self._held is None:
+                data = self._ask("plain", self)
+                if isinstance(data, CHANGEABLE):
+                    return data
+                object.__setattr__(self, "_held", [data])  # once: a class of the code's could give another each time
+            return self._held[0]
         if self._kind in self._link.named:
             raise Undecided(f"only the code's own {self._kind} could compare itself with {other!r:.100}")
         raise TypeError(f"the code gave a {self._kind}, which is not plain data")
+
+    def _not_fed(self) -> None:
+        if self._fed:
+            raise Undecided(f"only the code says what this {self._kind} is, which it made with a value of the test")
 
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Subject):
@@ -233,26 +242,46 @@ async def at_once(value: Any) -> Any:
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for what can be nothing but data."""
-    return lambda self, *args: self._ask(name, self, *args)
+    """Return a method that asks the code for what can be nothing but data. A number is read once, and an object that was
+    made with a value of the test is not asked: it could give what the test expects."""
+    def ask(self: Subject, *args: Any) -> Any:
+        self._not_fed()
+        if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
+            return operation(name)(data, *args)
+        return self._ask(name, self, *args)
+
+    return ask
+
+
+def operation(name: str) -> Callable[..., Any]:
+    """Return Python's function of this name."""
+    found: Callable[..., Any] = getattr(operator, name, None) or getattr(builtins, name)
+    return found
 
 
 def compared(name: str) -> Callable[..., Any]:
     """Return a comparison: the code's between its own objects, and ours with data."""
     def compare(self: Subject, other: Any) -> Any:
-        if isinstance(other, Subject):
+        if isinstance(other, Subject) and not (self._plain or other._plain):
+            self._not_fed()
+            other._not_fed()
             return self._ask(name, self, other)
-        return getattr(operator, name)(self._as_data(other), other)
+        theirs = other._as_data(self) if isinstance(other, Subject) else other
+        return getattr(operator, name)(self._as_data(other), theirs)
 
     return compare
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return an operation. Of an object with data, it must give an object: a number could be made to fit the test."""
+    """Return an operation. Numbers are computed with here. An object with data must give an object, which can only be
+    compared: what the test expects may be in it, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
-        found = self._ask(name, *((other, self) if turned else (self, other)))
-        if isinstance(other, Subject) or isinstance(found, Subject):
-            return found
+        if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
+            found = self._ask(name, *((other, self) if turned else (self, other)))
+            if isinstance(found, Subject):
+                object.__setattr__(found, "_fed", not isinstance(other, Subject) or self._fed or other._fed)
+            if isinstance(other, Subject) or isinstance(found, Subject):
+                return found
         return getattr(operator, name)(*((other, self._as_data(other)) if turned else (self._as_data(other), other)))
 
     return compute
@@ -282,7 +311,7 @@ def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any
         return type(args[0]).__exit__(args[0], args[1], args[1] and args[1](args[2]), None)
     if do in ("plain", "state"):
         return decode(encode(args[0])) if do == "plain" else json.dumps(state_of(args[0]), sort_keys=True)
-    return (getattr(operator, do, None) or getattr(builtins, do))(*args)
+    return operation(do)(*args)
 
 
 def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
