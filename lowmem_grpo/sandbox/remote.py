@@ -242,8 +242,8 @@ async def at_once(value: Any) -> Any:
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for what can be nothing but data. A number is read once, and an object that was
-    made with a value of the test is not asked: it could give what the test expects."""
+    """Return a method that asks the code for what can be nothing but data. A number is read once, and an object that
+    was made with a value of the test is not asked: it could give what the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):

@@ -98,6 +98,47 @@ def test_a_spoilt_program_passes_none(verifier: CodeVerifier, code: str) -> None
     assert True not in verifier.verdicts([code] * len(tests), tests=list(tests), names=list(names))
 
 
+# Each returns an object that fits itself to whatever a test subtracts from it or compares it with.
+FITTING = {
+    "an object": """
+class Fitted:
+    def __abs__(self): return 0.0
+    def __lt__(self, other): return True
+    __gt__ = __le__ = __lt__
+class Number(Fitted):
+    def __sub__(self, other): return Fitted()
+    __rsub__ = __add__ = __truediv__ = __xor__ = __mod__ = __sub__
+def double(x): return Number()
+""", "a number": """
+class Number(float):
+    def __sub__(self, other): return Number(0.0)
+    __rsub__ = __add__ = __sub__
+def double(x): return Number(7.0)
+""", "a number that changes": """
+class Number(float):
+    reads = 0
+    def __float__(self):
+        Number.reads += 1
+        return 1e9 if Number.reads % 2 else -1e9
+def double(x): return Number(7.0)
+"""}
+EXPECTS_4 = [
+    "assert abs(double(2) - 4.0) < 1e-6", "assert double(2) - 4 == 0", "assert not double(2) - 4",
+    "assert abs(4.0 - double(2)) < 1e-6", "assert abs(double(2) + -4.0) < 1e-6", "assert 3.9 < double(2) < 4.1",
+    "result = double(2)\nassert 3.9 < result\nassert result < 4.1", "import math\nassert math.isclose(double(2), 4)",
+    "import pytest\nfrom solution import double\ndef test_it():\n    assert double(2) == pytest.approx(4.0)",
+    "import unittest\nfrom solution import double\nclass Test(unittest.TestCase):\n    def test_it(self):\n"
+    "        self.assertAlmostEqual(double(2), 4.0)"]
+
+
+@every_row("program", FITTING)
+def test_a_result_cannot_fit_itself_to_what_a_test_expects(verifier: CodeVerifier, program: str) -> None:
+    named = [f"{name}\n{EXPECTS_4[0]}" for name in ("Fitted", "Number")]  # also where the test names its class
+    for code, tests in (("def double(x): return x * 2.0", EXPECTS_4), (FITTING[program], [*EXPECTS_4, *named])):
+        found = verifier.verdicts([code] * len(tests), tests=tests, names=[None] * len(tests))
+        assert (all(found) if code != FITTING[program] else True not in found), found
+
+
 # what tests do with the code
 
 STACK = """
