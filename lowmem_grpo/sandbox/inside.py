@@ -28,7 +28,8 @@ from typing import Any
 from lowmem_grpo.sandbox import leetcode, like_pytest
 from lowmem_grpo.sandbox.file_access import restrict
 from lowmem_grpo.sandbox.plain import decode, encode
-from lowmem_grpo.sandbox.remote import Link, Remote, Subject, Undecided, described, of_code, of_tests
+from lowmem_grpo.sandbox.remote import Link, Remote, Undecided, described, of_code, of_tests
+from lowmem_grpo.sandbox.subject import Subject
 from lowmem_grpo.sandbox.system_calls import give_up_rights, install_filter
 
 SOURCE = "code.py"

@@ -62,8 +62,7 @@ def code_passes_tests(
     `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
     metadata. `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less
     protection. `limits` hold for one completion. `workers` is how many completions run at a time, by default one per
-    CPU. After
-    `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
+    CPU. After `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
 
     Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown isolation, fewer than one
     worker, or no time.
