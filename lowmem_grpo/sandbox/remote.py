@@ -1,8 +1,9 @@
 """What lets test code and the code under test work with each other's objects, though each runs in a process of its own.
 
 Plain data crosses as a copy. Anything else stays where it is, and the other process gets a stand-in: `subject.Subject`
-for an object of the code, `Remote` for one of the tests (a callback, a linked list). What is done to a stand-in is asked
-of the other process: {"do": "getattr", "args": [...]}. Prints, and changes of arguments in place, come with the answer.
+for an object of the code, `Remote` for one of the tests (a callback, a linked list). What is done to a stand-in is
+asked of the other process: {"do": "getattr", "args": [...]}. Prints, and changes of arguments in place, come with the
+answer.
 
 No object of the code decides how it compares with data: the test gets data, once, and compares itself. Where only the
 code could compare (its own objects with data, or two of them whose contents differ), the test is `Undecided`.

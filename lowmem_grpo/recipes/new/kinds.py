@@ -195,6 +195,7 @@ def is_json(answer: str) -> bool:
 
 
 def is_number(answer: str) -> bool:
+    """Return whether it is one number, without LaTeX: math_match reads that better."""
     return read_number(answer) is not None and not has_latex(answer)
 
 
