@@ -27,7 +27,7 @@ from lowmem_grpo import rewards
 
 AT_ONCE = 8  # cases; most of them wait
 MARGIN = 6.0  # seconds that a busy machine may need besides
-MOST_BYTES = 16 << 20  # of a server without an end: what is read, and what lies in sockets
+MOST_BYTES = 64 << 20  # of a server without an end: what is read, and what lies in sockets (36 MiB on Linux)
 MOST_SHOWN = 1000  # characters of a message
 SETTINGS: dict[str, Any] = {"timeout": 5.0, "deadline": 15.0, "retries": 1, "price_prompt": 1.0,
 "price_completion": 1.0,
