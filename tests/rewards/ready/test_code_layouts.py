@@ -91,6 +91,7 @@ def test_a_layout_is_read(verifier: CodeVerifier, code: str, tests: Any, names: 
     assert verifier.verdicts(codes, tests=[tests] * 4, names=[names] * 4) == [True, True, False, False]
 
 
+@pytest.mark.slow
 @every_row("code", SPOILT)
 def test_a_spoilt_program_passes_none(verifier: CodeVerifier, code: str) -> None:
     kinds = [(CALLS, None), (PROGRAM, None), (CHECK, "Solution().add"), ([PYTEST, UNITTEST], None)]
@@ -133,10 +134,12 @@ EXPECTS_4 = [
 
 @every_row("program", FITTING)
 def test_a_result_cannot_fit_itself_to_what_a_test_expects(verifier: CodeVerifier, program: str) -> None:
-    named = [f"{name}\n{EXPECTS_4[0]}" for name in ("Fitted", "Number")]  # also where the test names its class
-    for code, tests in (("def double(x): return x * 2.0", EXPECTS_4), (FITTING[program], [*EXPECTS_4, *named])):
-        found = verifier.verdicts([code] * len(tests), tests=tests, names=[None] * len(tests))
-        assert (all(found) if code != FITTING[program] else True not in found), found
+    tests = [*EXPECTS_4, *(f"{name}\n{EXPECTS_4[0]}" for name in ("Fitted", "Number"))]  # the last name its class
+    assert True not in verifier.verdicts([FITTING[program]] * len(tests), tests=tests, names=[None] * len(tests))
+
+
+def test_a_right_result_passes_the_tests_that_others_would_fit_themselves_to(verifier: CodeVerifier) -> None:
+    assert verifier.verdicts(["def double(x): return x * 2.0"], tests=[EXPECTS_4], names=[None]) == [True]
 
 
 # what tests do with the code
