@@ -1,0 +1,62 @@
+"""The package stays within a budget. Whoever raises a figure does it in a commit of its own, and says why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.common import child
+from bench.common.house import Checkout
+
+BUDGET = {
+    "package lines": 67_300, "core lines": 49_700, "package files": 581, "files below 60 lines with one importer": 35,
+    "folders at the top": 25, "files at the top": 12, "arrows between folders": 205, "class names that stand twice": 53,
+    "uses of `found`": 1_521, "uses of `one`": 983, "uses of `given`": 797, "docstrings without a verb": 619,
+    "comments that begin with of": 265, "bench lines": 15_400, "tests lines": 61_200,
+}
+FILES = {"first rollout()": 72, "second rollout()": 54, "update()": 60, "chat call": 56, "train(groups)": 120}
+MODULE = '''"""A module."""
+
+from lowmem_grpo.lower.words import Word
+
+
+class Word(Word):
+    @property
+    def short(self):
+        """Whether it is short."""
+        found = len(self)
+        return found < 3  # of letters
+
+    def letters(self, one):
+        """What it is made of."""
+        # Of all letters, the first
+        return one
+'''
+
+
+def test_the_package_grows_beyond_its_budget_only_on_purpose() -> None:
+    figures = Checkout().figures()
+    assert {name: figures[name] for name, most in BUDGET.items() if figures[name] > most} == {}
+
+
+@pytest.mark.slow
+def test_a_call_enters_no_more_files_than_before() -> None:
+    entered: dict[str, Any] = child.run("bench.common.entered", seconds=300)
+    assert entered.keys() == FILES.keys(), entered
+    assert {name: entered[name] for name, most in FILES.items() if entered[name] > most} == {}
+
+
+def test_the_figures_are_those_of_a_package_counted_by_hand(tmp_path: Path) -> None:
+    for name, text in {"lowmem_grpo/__init__.py": "", "lowmem_grpo/lower/__init__.py": "", "bench/a.py": "a\nb\n",
+                       "lowmem_grpo/lower/words.py": "class Word(str):\n    pass\n",
+                       "lowmem_grpo/upper/__init__.py": "", "lowmem_grpo/upper/talk.py": MODULE}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    figures = Checkout(tmp_path).figures()
+    assert figures == {
+        "package lines": 2 + MODULE.count("\n"), "core lines": 2 + MODULE.count("\n"), "package files": 5,
+        "median lines of a file": 0, "files below 60 lines with one importer": 1, "folders at the top": 2,
+        "files at the top": 1, "arrows between folders": 1, "class names that stand twice": 1, "uses of `found`": 2,
+        "uses of `one`": 2, "uses of `given`": 0, "docstrings without a verb": 1, "comments that begin with of": 2,
+        "bench lines": 2, "tests lines": 0,
+    }
