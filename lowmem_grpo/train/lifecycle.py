@@ -91,12 +91,15 @@ class Lifecycle(Familiar):
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
     def agree(self) -> None:
-        """What a signal or a listener asks of one rank, all do."""
+        """Do in all ranks what a signal or a listener asks of one. A signal that comes meanwhile waits for the next
+        call."""
         asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
-        self.interrupt.got = next((got for got, _ in asked if got is not None), None)
+        signals = [got for got, _ in asked if got is not None]
+        if signals:
+            self.interrupt.got = signals[0]
         for name in vars(self.control):
             setattr(self.control, name, any(getattr(control, name) for _, control in asked))
-        self.stops = self.should_stop_here()
+        self.stops = bool(signals) or self.control.should_training_stop
 
     def should_stop(self) -> bool:
         """Whether the run ends before the next step. Of several ranks all say the same."""

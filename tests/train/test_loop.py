@@ -2,6 +2,7 @@
 
 import json
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -282,3 +283,20 @@ def test_unusable_evaluation_data_is_refused_by_the_constructor(tmp_path: Path) 
 def test_evaluation_rows_that_are_all_unusable_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no row"):
         make(tmp_path, eval_dataset=[{"prompt": ""}]).evaluate()
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path, max_steps=50, save_strategy="no")
+    gather = run.ranks.gather
+
+    def signalled(what: str, own: Any) -> list[Any]:
+        told = gather(what, own)
+        if what == "what is asked for" and run.state.global_step == 1:
+            run.interrupt.on_signal(signal.SIGINT)
+        return told
+
+    monkeypatch.setattr(run.ranks, "gather", signalled)
+    run.train()
+    assert run.state.global_step == 1, "it ends after its step"
