@@ -98,6 +98,7 @@ def plan_training(
 
     `own` are settings of the engine that is already there.
     """
+    own["keeps_reference"] = bool(policy.reference_adapter)
     settings = replace(settings_of(model, config, engine, context), **own)
     if on_wsl():
         logger.warning(WSL_ADVICE)
