@@ -60,8 +60,9 @@ class GRPOConfig(
     """Not in TRL: stop where they differ by more, on average; None is 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
 
     kl_reference: str = "start"
-    """Not in TRL: what the KL term (`beta`) compares with. "start": the policy as the trainer begins with it, as in TRL,
-    so that a run that goes on from an adapter keeps what that has learned. "base": the model without any adapter."""
+    """Not in TRL: what the KL term (`beta`) compares with. "start", as in TRL: the policy as the trainer begins with
+    it, so that a run that goes on from an adapter keeps what that has learned. "base": the model without any adapter.
+    """
     mask_truncated_completions: bool = False
     log_completions: bool = False
     """Print a sample with each log; completions.jsonl holds them all in any case."""

@@ -64,7 +64,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it.
 
-    `state` must be plain JSON values, `reference` is the adapter that the KL term compares with. Raises CheckpointError if the disk refuses; older checkpoints stay.
+    `state` must be plain JSON values; `reference` is the adapter that the KL term compares with. Raises CheckpointError
+    if the disk refuses; older checkpoints stay.
     """
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
