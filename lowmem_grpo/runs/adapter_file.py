@@ -48,6 +48,10 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
     for name, tensor in sorted(tensors.items()):
+        layer, _, part = name.partition(".lora_")
+        if f"lora_{part}" not in (*SIDES.values(), "lora_B.bias") or layer.endswith(("lm_head", "embed_tokens")):
+            raise AdapterError(f"the adapter in {folder} holds {name}, and only LoRA on linear layers below the head "
+                               f"is loaded here: {MERGE}")
         if tensor.dtype not in DTYPES:
             raise AdapterError(f"the adapter in {folder} holds {name} as {str(tensor.dtype).removeprefix('torch.')}; "
                                "allowed are float32, bfloat16 and float16: save it again without quantizing it")
@@ -68,15 +72,16 @@ def lora_config(given: Any, folder: Path) -> LoraConfig:
     start = given.get("init_lora_weights", True)
     if str(start).lower() not in STARTS:
         raise AdapterError(
-            f"the adapter in {folder} has init_lora_weights={start!r}: to load it, PEFT changes the base's weights, "
-            "and here they stay as they are. Have PEFT save it as plain LoRA, with save_pretrained(FOLDER, "
-            f"path_initial_model_for_weight_conversion=BEGINNING), or {MERGE}")
+            f"the adapter in {folder} has init_lora_weights={start!r}, a start for which PEFT changes the base's "
+            "weights or computes with them, and here they stay as they are. Have PEFT save it as plain LoRA, with "
+            f"save_pretrained(FOLDER, path_initial_model_for_weight_conversion=BEGINNING), or {MERGE}")
     for name, value in given.items():
         if not (name in ANY or name == "init_lora_weights" or is_off(value) or value == getattr(usual, name, None)):
             raise AdapterError(f"the adapter in {folder} has {name}={value!r}; only LoRA on linear layers, with "
                                f"nothing else, is loaded here: {MERGE}")
     try:
-        config = LoraConfig(**{name: value for name, value in given.items() if hasattr(usual, name)})
+        known = {name: value for name, value in given.items() if hasattr(usual, name) and name != "runtime_config"}
+        config = LoraConfig(**known)
         check_target_module_exists(config, "")  # that its names or patterns can be read
     except (TypeError, ValueError, re.error) as error:
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error

@@ -55,6 +55,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lora_ga": ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
     "biases": ({"bias": "all"}, "bias='all'"), "LoRA's biases": ({"bias": "lora_only"}, "bias='lora_only'"),
     "head": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]"),
+    "LoRA on the head": ({"target_modules": ["q_proj", "lm_head"]}, r"holds .*lm_head"),
+    "LoRA on the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, r"holds .*embed_tokens"),
     "norms": ({"modules_to_save": ["norm"]}, "modules_to_save"),
     "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     "copied layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
