@@ -38,9 +38,9 @@ depends on how a step is split, ordered or packed. [learning.md](learning.md) sh
 task.
 
 The notation: logp, old and ref are log-probabilities under three policies. These are the policy in training, the same
-policy at the start of the update, and the model without its adapter. A is the advantage, sg stops the gradient,
-w = exp(logp - old), and |o| is the length of a completion. An option that a loss type does not use raises an error that
-names it."""
+policy at the start of the update, and the reference: the policy as the trainer began with it, or with
+`kl_reference="base"` the model without any adapter. A is the advantage, sg stops the gradient, w = exp(logp - old), and
+|o| is the length of a completion. An option that a loss type does not use raises an error that names it."""
 LOSSES = """
 ## Loss types (`loss_type`)
 

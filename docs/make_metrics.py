@@ -83,7 +83,7 @@ METRICS = {
     "clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean, clip_ratio/low_min, clip_ratio/high_max":
         "share of tokens (of sequences, at the sequence level) whose gradient was clipped; min and max over sequences",
     "cispo_clip_ratio, vespo/phi_seq_mean": "bounded weights of cispo, mean weight of vespo",
-    "kl": "the KL estimate against the model without its adapter",
+    "kl": "the KL estimate against the reference (`kl_reference`)",
     "entropy, entropy/policy": "mean entropy per token, of all tokens and of those that top_entropy_quantile keeps",
     "entropy_coef": "the coefficient of the entropy bonus, after this step's change",
     "grad_norm, grad_norm/MODULE": "norm of the gradient before clipping, in total and per projection",

@@ -19,6 +19,7 @@ from lowmem_grpo.parallel.place import own_device
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from lowmem_grpo.fast_model import BareModel, FastPeftModel
@@ -146,10 +147,8 @@ class FastLanguageModel:
         from peft import LoraConfig
 
         from lowmem_grpo.fast_model import BareModel, FastPeftModel
-        from lowmem_grpo.models.lean_modules import make_lean
-        from lowmem_grpo.models.lora_layers import use_kernel_layers
         from lowmem_grpo.models.lora_targets import Scope, lora_targets
-        from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
+        from lowmem_grpo.offload.activations import checkpointing_mode
 
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
@@ -172,16 +171,7 @@ class FastLanguageModel:
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
             target_modules=lora_targets(model.inner, target_modules, scope),
         )
-        use_kernel_layers(config, model.inner)
-        model.close_engine()  # its modules are about to be wrapped
-        with torch.random.fork_rng():
-            torch.manual_seed(random_state)
-            peft_model = FastPeftModel(model.inner, config)
-        peft_model.loaded = model.loaded
-        peft_model.loaded.offload = mode == "offload"
-        make_lean(model.inner, tile)
-        enable_checkpointing(model.inner, mode)
-        return peft_model
+        return with_lora(model, config, mode, tile, random_state)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
@@ -205,18 +195,46 @@ class FastVisionModel(FastLanguageModel):
     """The same loader, for text: of a model with images, its text layers are trained, and images are refused."""
 
 
+def with_lora(
+    model: "BareModel", config: "LoraConfig", mode: bool | str, tile: int | None, seed: int
+) -> "FastPeftModel":
+    """A loaded model under LoRA of these settings, drawn from the seed."""
+    from lowmem_grpo.fast_model import FastPeftModel
+    from lowmem_grpo.models.lean_modules import make_lean
+    from lowmem_grpo.models.lora_layers import use_kernel_layers
+    from lowmem_grpo.offload.activations import enable_checkpointing
+
+    use_kernel_layers(config, model.inner)
+    model.close_engine()  # its modules are about to be wrapped
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft_model = FastPeftModel(model.inner, config)
+    peft_model.loaded = model.loaded
+    peft_model.loaded.offload = mode == "offload"
+    make_lean(model.inner, tile)
+    enable_checkpointing(model.inner, mode)
+    return peft_model
+
+
 def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPeftModel, Any]":
     """The base of a saved adapter with the adapter on it, and the tokenizer beside it, or the base's. AdapterError for
     an adapter that is not plain LoRA, or that does not say its base."""
     from peft import set_peft_model_state_dict
 
-    from lowmem_grpo.export.lora_pairs import check_settings
+    from lowmem_grpo.models.lora_targets import check_targets
     from lowmem_grpo.models.pretrained import Pretrained
-    from lowmem_grpo.runs.adapter_file import AdapterError, check_for, read_adapter
+    from lowmem_grpo.runs.adapter_file import (
+        PREFIX,
+        AdapterError,
+        check_for,
+        layers_of,
+        read_adapter,
+        refuse_variants,
+    )
     from lowmem_grpo.runs.saved_adapter import base_of_adapter
 
     config, tensors = read_adapter(folder)
-    check_settings(config, folder)
+    refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
     if record.model is None:
         raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
@@ -224,10 +242,9 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     if given["load_in_4bit"] is None and not given["load_in_16bit"] and not given["load_in_fp8"]:
         own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
     model, tokenizer = cls.from_pretrained(record.model, **given | own)
-    settings = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform")}
-    targets = config["target_modules"]
-    targets = targets if isinstance(targets, str) else sorted(targets)
-    adapted: FastPeftModel = cls.get_peft_model(model, target_modules=targets, **settings)
+    check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
+    config.init_lora_weights, config.inference_mode, config.fan_in_fan_out = True, False, False
+    adapted = with_lora(model, config, "offload", check_tile(None, "offload"), 0)
     check_for(adapted, folder)
     set_peft_model_state_dict(adapted, tensors)
     if (folder / "tokenizer_config.json").is_file():

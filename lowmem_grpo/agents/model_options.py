@@ -17,7 +17,7 @@ from lowmem_grpo.models.named import find
 CONTEXT = 8192  # tokens, where nobody says how long conversations are and the model can do as much
 DEFAULTS: dict[str, Any] = {  # of GRPOConfig, where they differ from its own
     "learning_rate": 5e-6, "loss_type": "cispo", "lr_scheduler_type": "constant", "save_steps": 1,
-    "save_total_limit": None,
+    "save_total_limit": None, "kl_reference": "base",
 }
 OWN = {  # what the backend decides
     "output_dir": "it is path/project/name", "overwrite_output_dir": "every run goes on from its last checkpoint",

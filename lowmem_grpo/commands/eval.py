@@ -231,9 +231,9 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
     engine: Any = chosen["engine"]
     adapter = None
     if subject.adapter is not None:
-        from lowmem_grpo.export.lora_pairs import read_pairs
+        from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 
-        adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
+        adapter = layers_of(read_adapter(subject.adapter)[1])  # a broken one is refused before anything is loaded
     model, _ = FastLanguageModel.from_pretrained(
         subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit, load_in_fp8=subject.load_in_fp8,
         revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",

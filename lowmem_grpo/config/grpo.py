@@ -11,7 +11,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
-from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least
+from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
@@ -59,6 +59,10 @@ class GRPOConfig(
     parity_bound: float | None = None
     """Not in TRL: stop where they differ by more, on average; None is 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
 
+    kl_reference: str = "start"
+    """Not in TRL: what the KL term (`beta`) compares with. "start", as in TRL: the policy as the trainer begins with
+    it, so that a run that goes on from an adapter keeps what that has learned. "base": the model without any adapter.
+    """
     mask_truncated_completions: bool = False
     log_completions: bool = False
     """Print a sample with each log; completions.jsonl holds them all in any case."""
@@ -87,7 +91,7 @@ class GRPOConfig(
         "truncate_prompts": TRUTH,
         "max_completion_length": COUNT, "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
         "per_device_eval_batch_size": COUNT, "num_generations_eval": COUNT, "reward_timeout": POSITIVE,
-        "score_while_sampling": TRUTH, "nothing_to_learn_steps": COUNT,
+        "kl_reference": one_of("start", "base"), "score_while_sampling": TRUTH, "nothing_to_learn_steps": COUNT,
     }
 
     def __post_init__(self) -> None:

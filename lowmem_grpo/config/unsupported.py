@@ -181,7 +181,7 @@ ROLLOUTS = {
     **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **at_default("The GRPO loss has no labels to smooth; leave it out.", "label_smoothing_factor"),
     **only("The loss never holds all logits at once; leave it out.", use_liger_loss=(False, None, True)),
-    **only("The reference is the model without its adapter and stays fixed; use beta for the strength of the KL term.",
+    **only("The reference (kl_reference) stays fixed; use beta for the strength of the KL term.",
            sync_ref_model=False, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512),
     **only("Use steps_per_generation: it counts micro-batches that share a generation.", generation_batch_size=None),
     **only("Use temperature, top_p, top_k, min_p or vllm_sampling_params.", generation_kwargs=(None, {})),

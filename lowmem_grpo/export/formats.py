@@ -12,7 +12,6 @@ import torch
 from peft import PeftConfig
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from lowmem_grpo.config.loading import form_of_weights
@@ -35,6 +34,7 @@ from lowmem_grpo.hub import check_repo, model_folder, push
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.models.pretrained import Pretrained
+from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE
 from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, base_of_adapter, find_adapter
 
@@ -97,16 +97,16 @@ def check_choices(kind: str, settings: ExportSettings) -> None:
 
 def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
     """Copy PEFT's own files, and read them back with PEFT."""
-    pairs = read_pairs(adapter.folder)
+    _, tensors = read_adapter(adapter.folder)
     for name in ADAPTER_FILES:
         if (adapter.folder / name).is_file():
             shutil.copyfile(adapter.folder / name, temp / name)
     done.base = base_of_adapter(adapter.folder).model
     PeftConfig.from_pretrained(str(temp))
-    saved, found = load_file(adapter.folder / ADAPTER_FILE), load_peft_weights(str(temp), device="cpu")
-    if saved.keys() != found.keys() or not all(torch.equal(saved[name], found[name]) for name in saved):
+    found = load_peft_weights(str(temp), device="cpu")
+    if tensors.keys() != found.keys() or not all(torch.equal(tensors[name], found[name]) for name in tensors):
         raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
-    done.checks = {"layers": len(pairs), "tensors_equal": len(found)}
+    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(found)}
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, read_adapter
-
-PLAIN: dict[str, tuple[Any, ...]] = {  # PEFT's settings that change what is computed, with values that can be merged
-    "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None),
-    "layer_replication": (None,), "target_parameters": (None, []), "trainable_token_indices": (None, []),
-    "arrow_config": (None,), "alora_invocation_tokens": (None,),
-}
+from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, of_pattern, rank_of, read_adapter, refuse_variants
 
 
 @dataclass(frozen=True)
@@ -35,30 +28,22 @@ class LoraPair:
 def read_pairs(folder: Path) -> dict[str, LoraPair]:
     """The pairs of a saved adapter by the name of their module. AdapterError if it is not plain, finite LoRA."""
     config, tensors = read_adapter(folder)
-    check_settings(config, folder)
+    refuse_variants(config, folder, "merged")
     pairs = {}
     for module in sorted({name.partition(".lora_")[0] for name in tensors}):
         a, b = (tensors.pop(f"{module}.lora_{side}.weight", None) for side in "AB")
         if a is None or b is None or a.ndim != 2 or b.ndim != 2:
             raise AdapterError(f"the adapter in {folder} has no lora_A and lora_B matrices for {module}; only LoRA on "
                                "linear layers is merged")
-        rank, alpha = len(a), config["lora_alpha"]
-        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        rank, alpha = rank_of(config, module), of_pattern(config.alpha_pattern, module, config.lora_alpha)
+        if len(a) != rank:
+            raise AdapterError(f"the adapter in {folder} has rank {len(a)} in {module}, and adapter_config.json says "
+                               f"r={rank}; one file is of another adapter")
+        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling)
     if tensors:
         raise AdapterError(f"the adapter in {folder} holds {next(iter(tensors))}, which is not LoRA on a linear layer")
     return checked(pairs, str(folder))
-
-
-def check_settings(config: dict[str, Any], folder: Path) -> None:
-    """AdapterError names the first setting that is not merged here."""
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(f"the adapter in {folder} is of type {kind}; only LoRA is merged")
-    for name, allowed in PLAIN.items():
-        if config.get(name, allowed[0]) not in allowed:
-            raise AdapterError(f"the adapter in {folder} has {name}={config[name]!r}, which is not merged here; plain "
-                               "peft can: PeftModel.from_pretrained(base, FOLDER).merge_and_unload()")
 
 
 def live_pairs(model: Any) -> dict[str, LoraPair]:

@@ -38,7 +38,7 @@ class LossSettings:
     """What dr_grpo divides by."""
 
     beta: float = 0.0
-    """Strength of the KL term against the model without its adapter."""
+    """Strength of the KL term against the reference, which a trainer's `kl_reference` chooses."""
     kl_estimator: str | None = None
     """Not in TRL: "k1", "k2" or "k3" (None: k3, TRL's)."""
     use_bias_correction_kl: bool = True

@@ -46,6 +46,7 @@ class RunSettings:
     sleeps: bool = True  # whether the engine gives its cache back while training
     completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
     host_bytes: int | None = None  # of the host's memory that the run may fill; None is not known
+    keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, on the host
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
 
     RANGES: ClassVar[dict[str, Rule]] = {

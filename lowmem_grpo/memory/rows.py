@@ -179,9 +179,11 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
     summed = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.ranks > 1 else 0
-    return [Row("host buffers", host=inputs + embedding + states + summed,
+    kept = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.keeps_reference else 0
+    return [Row("host buffers", host=inputs + embedding + states + summed + kept,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                + (", optimizer" if states else "") + (", the ranks' gradients" if summed else ""))]
+                + (", optimizer" if states else "") + (", the ranks' gradients" if summed else "")
+                + (", the reference adapter" if kept else ""))]
 
 
 def driver_rows(rollout: int, train: int) -> list[Row]:

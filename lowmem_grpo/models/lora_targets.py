@@ -59,19 +59,25 @@ class Scope:
 
 
 def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope) -> list[str] | str:
-    """What PEFT is told: names of modules, or "all-linear". Where a part of the model is left out, whole paths.
+    """What PEFT is told: names of modules, "all-linear" or a pattern; whole paths if a part of the model is left out.
 
     ValueError for names that the model does not have, and where nothing is left to train.
     """
     chosen = check_targets(model, targets) if targets else usual_targets(model)
     if scope.whole and model.config.get_text_config() is model.config:
         return chosen
-    paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or path.endswith(
-        tuple(f".{name}" for name in chosen))]
+    paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or is_named(path, chosen)]
     if not paths:
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
     return paths
+
+
+def is_named(path: str, targets: list[str] | str) -> bool:
+    """Whether a module's path is named, as PEFT says: a pattern names whole paths, and a list their ends."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, path) is not None
+    return f".{path}".endswith(tuple(f".{name}" for name in targets))
 
 
 def decoder_linears(model: Any, scope: Scope) -> list[str]:
@@ -104,17 +110,31 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]
         targets = check_experts_left(usual_targets(model), targets)
     if isinstance(targets, str):
         if targets != "all-linear":
-            raise ValueError(f'target_modules is {targets!r}; allowed are a list of names and "all-linear"')
+            check_targets(model, paths_of(model, targets))
         return targets
     names = names_of(model)
     missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
     if missing:
         raise ValueError(f"target_modules names {missing}, which this model does not have")
     for frozen in ("lm_head", "embed_tokens"):
-        if frozen in targets:
+        if frozen in (target.rpartition(".")[2] for target in targets):
             raise ValueError(f"target_modules names {frozen}; the head and the embedding stay frozen here, leave it "
                              "out")
     return list(targets)
+
+
+def paths_of(model: PreTrainedModel, pattern: str) -> list[str]:
+    """The paths of the modules that a pattern names; ValueError unless there are some, and all are linear layers."""
+    allowed = 'allowed are a list of names, "all-linear", and a pattern of whole paths, such as ".*\\.(q|v)_proj"'
+    try:
+        named = {path: module for path, module in model.named_modules() if is_named(path, pattern)}
+    except re.error as error:
+        raise ValueError(f"target_modules is {pattern!r}, no regular expression ({error}); {allowed}") from error
+    other = next((path for path, module in named.items() if not isinstance(module, nn.Linear)), None)
+    if other is not None or not named:
+        problem = "no module's whole path" if other is None else f"{other or 'the model'!r}, which is no linear layer"
+        raise ValueError(f"target_modules is {pattern!r}, a pattern that matches {problem}; {allowed}")
+    return list(named)
 
 
 def check_experts_left(attention: list[str] | str, targets: list[str] | str) -> list[str] | str:

@@ -106,6 +106,7 @@ class Policy:
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may want more
         self.dropped: bool | None = None  # whether the last pass had dropout
         self.routed_places = follow_routes(base)  # the layers that have experts, and take routes
+        self.reference_adapter: dict[str, Tensor] | None = None  # on the host; see `keep_reference`
         self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not take, and all
 
     @property
@@ -216,6 +217,35 @@ class Policy:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, the adapter is off: the reference policy, without a second model."""
+        """Inside, the adapter is off: the base model, without a second one."""
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             yield
+
+    def is_trained(self) -> bool:
+        """Whether the adapter has been trained before: in a fresh one the second factors are 0."""
+        return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
+
+    def keep_reference(self) -> None:
+        """Make the adapter as it is now the reference; the base model alone, where the adapter adds nothing yet."""
+        own = self.model.named_parameters() if self.is_trained() else ()
+        self.reference_adapter = {name: one.detach().to("cpu", copy=True) for name, one in own if one.requires_grad}
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the model is what the KL term compares with: with the adapter that was kept, without its dropout, or
+        with none."""
+        if not self.reference_adapter:
+            with self.base_model():
+                yield
+            return
+        own, training = dict(self.model.named_parameters()), self.model.training
+        live = {name: own[name].data for name in self.reference_adapter}
+        try:
+            for name, kept in self.reference_adapter.items():
+                own[name].data = kept.to(self.device)
+            self.model.eval()
+            yield
+        finally:  # the same memory as before: optimizers and engines know its addresses
+            self.model.train(training)
+            for name, data in live.items():
+                own[name].data = data

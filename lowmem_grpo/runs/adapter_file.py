@@ -1,39 +1,57 @@
 """The tensors of a saved LoRA adapter, and whether they are whole, finite and made for the model that loads them."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lowmem_grpo.config.loading import is_off
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIDES = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal")  # that leave the base's weights alone
+ANY = frozenset((  # settings that may have any value; where no reason stands beside them, what they say is done
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "use_dora",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
+    "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # words about it
+    "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # of how it was begun
+    "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying",  # no effect on LoRA on linear layers
+))
+MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()), save "
+         "that, and load it as a model")
 
 
 class AdapterError(ValueError):
     """A saved adapter cannot be used; the message says why, and what to do."""
 
 
-def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(PEFT's settings, the tensors) of a saved adapter. AdapterError unless every tensor is finite floating point."""
+def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """(PEFT's settings, the tensors) of a saved adapter. AdapterError unless it is LoRA on linear layers that leaves
+    the base as it is, and every tensor is finite floating point."""
     check_adapter_folder(folder)
     try:
-        config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        config = lora_config(json.loads((folder / "adapter_config.json").read_text("utf-8")), folder)
         tensors = load_file(folder / ADAPTER_FILE)
+    except AdapterError:
+        raise
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings; use an older checkpoint")
     for name, tensor in sorted(tensors.items()):
+        layer, _, part = name.partition(".lora_")
+        if f"lora_{part}" not in (*SIDES.values(), "lora_B.bias") or layer.endswith(("lm_head", "embed_tokens")):
+            raise AdapterError(f"the adapter in {folder} holds {name}, and only LoRA on linear layers below the head "
+                               f"is loaded here: {MERGE}")
         if tensor.dtype not in DTYPES:
             raise AdapterError(f"the adapter in {folder} holds {name} as {str(tensor.dtype).removeprefix('torch.')}; "
                                "allowed are float32, bfloat16 and float16: save it again without quantizing it")
@@ -41,6 +59,43 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise AdapterError(f"the adapter in {folder} is not finite: {name} holds NaN or infinity. The run "
                                "diverged; take an older checkpoint")
     return config, tensors
+
+
+def lora_config(given: Any, folder: Path) -> LoraConfig:
+    """The settings in adapter_config.json as PEFT reads them: those that an older PEFT did not write have their usual
+    values. AdapterError names the first one that is not loaded here."""
+    if not isinstance(given, dict):
+        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings; use an older checkpoint")
+    if given.get("peft_type") != "LORA":
+        raise AdapterError(f"the adapter in {folder} is of type {given.get('peft_type')}; only LoRA can be loaded")
+    usual = LoraConfig()
+    start = given.get("init_lora_weights", True)
+    if str(start).lower() not in STARTS:
+        raise AdapterError(
+            f"the adapter in {folder} has init_lora_weights={start!r}, a start for which PEFT changes the base's "
+            "weights or computes with them, and here they stay as they are. Have PEFT save it as plain LoRA, with "
+            f"save_pretrained(FOLDER, path_initial_model_for_weight_conversion=BEGINNING), or {MERGE}")
+    for name, value in given.items():
+        if not (name in ANY or name == "init_lora_weights" or is_off(value) or value == getattr(usual, name, None)):
+            raise AdapterError(f"the adapter in {folder} has {name}={value!r}; only LoRA on linear layers, with "
+                               f"nothing else, is loaded here: {MERGE}")
+    try:
+        known = {name: value for name, value in given.items() if hasattr(usual, name) and name != "runtime_config"}
+        config = LoraConfig(**known)
+        check_target_module_exists(config, "")  # that its names or patterns can be read
+    except (TypeError, ValueError, re.error) as error:
+        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
+    return config
+
+
+def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
+    """The value that `rank_pattern` or `alpha_pattern` gives a layer, else the usual one."""
+    return (pattern or {}).get(get_pattern_key(list(pattern or ()), layer.removeprefix(PREFIX)), usual)
+
+
+def rank_of(config: LoraConfig, layer: str) -> int:
+    """The rank that a layer has by the settings."""
+    return int(of_pattern(config.rank_pattern, layer, config.r))
 
 
 def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -62,29 +117,34 @@ def check_for(model: nn.Module, folder: Path) -> None:
             f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, {missing[0]} among "
             "them; load the model again and put LoRA on the same target_modules"
         )
-    if missing := sorted(wanted_by(config, folder, held) - saved.keys()):
+    named = {name for name in linear_layers(model) if check_target_module_exists(config, name.removeprefix(PREFIX))}
+    if missing := sorted(named - saved.keys()):
         raise AdapterError(
             f"the adapter in {folder} lacks {len(missing)} of the layers that its own adapter_config.json names, "
             f"{missing[0]} among them; the file is not whole: use an older checkpoint"
         )
     for name, parts in sorted(saved.items()):
-        for problem in problems(parts, held[name], config):
+        for problem in problems(parts, held[name], config, rank_of(config, name)):
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")
 
 
-def wanted_by(config: dict[str, Any], folder: Path, held: dict[str, nn.Module]) -> set[str]:
-    """The model's layers that the adapter's settings name."""
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(f"the adapter in {folder} is of type {config.get('peft_type')}; only LoRA can be loaded")
-    try:
-        settings = PeftConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError, KeyError) as error:
-        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
-    return {name for name in held if check_target_module_exists(settings, name.removeprefix(PREFIX))}
+def linear_layers(model: nn.Module) -> Iterator[str]:
+    """The paths of a model's linear layers, with LoRA or without."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and ".lora_" not in name
+                                         and not name.endswith(".base_layer")):
+            yield name
 
 
-def problems(parts: dict[str, Tensor], layer: Any, config: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the tensors of a layer."""
+def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
+    """AdapterError where more than plain LoRA is computed, which only sampling can do; `done` says what was asked."""
+    if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
+        raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
+                           f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")
+
+
+def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:
+    """What is wrong with the tensors of a layer, which has this rank by the settings."""
     a, b, magnitude = (parts.get(name) for name in SIDES.values())
     if a is None or b is None:
         yield f"has no {SIDES['A' if a is None else 'B']}; the file is not whole: use an older checkpoint"
@@ -94,9 +154,9 @@ def problems(parts: dict[str, Tensor], layer: Any, config: dict[str, Any]) -> It
     elif (a.shape[1], len(b)) != (layer.in_features, layer.out_features):
         yield (f"takes {a.shape[1]} numbers and gives {len(b)}, where this model's layer takes {layer.in_features} and "
                f"gives {layer.out_features}: it was trained on another base model")
-    elif not config.get("rank_pattern") and len(a) != config.get("r"):
-        yield f"has rank {len(a)} and adapter_config.json says r={config.get('r')}; one file is of another adapter"
-    if config.get("use_dora") and magnitude is None:
+    elif len(a) != rank:
+        yield f"has rank {len(a)} and adapter_config.json says r={rank}; one file is of another adapter"
+    if config.use_dora and magnitude is None:
         yield ("has no lora_magnitude_vector although adapter_config.json says use_dora: without its magnitudes DoRA "
                "is another model; save the adapter again with PEFT's save_pretrained")
     if magnitude is not None and magnitude.numel() != layer.out_features:

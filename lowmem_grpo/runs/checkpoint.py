@@ -3,6 +3,7 @@
     checkpoint-{step}/
         adapter_model.safetensors, adapter_config.json    the adapter; plain peft loads the folder
         optimizer.safetensors    tensors of the optimizer's (and scheduler's) state, as `state.3.exp_avg`
+        reference.safetensors    the adapter that the KL term compares with, where there is one
         rng.safetensors          torch's random state: `cpu`, and `cuda.0` and so on
         state.json               the caller's state, the remaining optimizer and scheduler state, other random states
         manifest.json            size and sha256 of each other file
@@ -45,6 +46,7 @@ from lowmem_grpo.runs.records import FINAL, json_object
 from lowmem_grpo.runs.whole_folder import aside_of, flush, remove, removed_after, swap_in
 
 ADAPTER_FILE = "adapter_model.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
 
 
@@ -57,21 +59,24 @@ class MismatchError(CheckpointError):
 
 
 def save_checkpoint(
-    run_dir: Path, step: int, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any]
+    run_dir: Path, step: int, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any],
+    reference: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it.
 
-    `state` must be plain JSON values. Raises CheckpointError if the disk refuses; older checkpoints stay.
+    `state` must be plain JSON values; `reference` is the adapter that the KL term compares with. Raises CheckpointError
+    if the disk refuses; older checkpoints stay.
     """
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
     text = json.dumps(collect(optimizer, scheduler, state, tensors))
-    needed = sum(tensor.nbytes for tensor in (*tensors.values(), *adapter_tensors(model).values())) + len(text)
+    held = (*tensors.values(), *adapter_tensors(model).values(), *(reference or {}).values())
+    needed = sum(tensor.nbytes for tensor in held) + len(text)
     free = free_bytes(run_dir)
     try:
         with removed_after(temp):
-            write_files(temp, model, tensors, text)
+            write_files(temp, model, tensors, text, reference)
             swap_in(temp, folder)
     except (OSError, SafetensorError) as error:
         good, _ = last_good(run_dir)
@@ -141,6 +146,15 @@ def load_weights(folder: Path, model: PeftModel) -> None:
     check_adapter(folder, adapter, held)
     for name, tensor in held.items():
         tensor.copy_(adapter[name])
+
+
+def load_reference(folder: Path, model: PeftModel) -> dict[str, Tensor]:
+    """The adapter that the KL term of the saved run compared with; empty where that was the base model."""
+    if not (folder / REFERENCE_FILE).is_file():
+        return {}
+    kept = load_tensors(folder / REFERENCE_FILE)
+    check_adapter(folder, kept, {name: one for name, one in model.named_parameters() if one.requires_grad})
+    return kept
 
 
 def verify(folder: Path) -> None:
@@ -258,13 +272,17 @@ def clean_leftovers(run_dir: Path) -> list[Path]:
 # writing
 
 
-def write_files(temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: str) -> None:
+def write_files(
+    temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: str, reference: dict[str, Tensor] | None
+) -> None:
     """Fill the new folder `temp` and flush it to disk, the manifest last."""
     temp.mkdir(parents=True)
     # "auto" would ask the model hub about the vocabulary at each save; the embeddings are frozen anyway
     model.save_pretrained(str(temp), selected_adapters=[ADAPTER], save_embedding_layers=False)
     save_file({name: saved_copy(tensor) for name, tensor in tensors.items()}, temp / "optimizer.safetensors")
     save_file(random_tensors(), temp / "rng.safetensors")
+    if reference:
+        save_file(reference, temp / REFERENCE_FILE)
     (temp / "state.json").write_text(text)
     check_adapter_folder(temp)
     files = sorted(path for path in temp.rglob("*") if path.is_file())

@@ -42,7 +42,7 @@ NOT_HERE = {
                      "get_optimizer_cls_and_kwargs", "get_decay_parameter_names"), MADE),
     **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size", "is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
-    "ref_model": "the reference is the model without its adapter: with trainer.policy.base_model(): ...",
+    "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",
     **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
                     "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
     "init_hf_repo": "push_to_hub makes the repository",

@@ -75,6 +75,8 @@ class GRPOTrainer(Trainer):
         model, self.said_unrouted = self.model, False
         first = self.first_engine(engine)
         longest, context = self.lengths(model.loaded.max_seq_length)
+        if config.kl_reference == "start" and (config.beta or not self.takes_prompts):  # steps may have a beta then
+            self.policy.keep_reference()
         memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)

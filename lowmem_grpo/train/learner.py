@@ -116,7 +116,7 @@ class Learner:
             if own := [name for name in fields if name != "ref_logprobs"]:
                 self.fill_logprobs(rollouts, *own)
             if "ref_logprobs" in fields:
-                with self.policy.base_model():
+                with self.policy.reference():
                     self.fill_logprobs(rollouts, "ref_logprobs")
             if self.bound.lowered != limit:
                 fill()  # all of it in micro-batches of one size, as in a run that began with this bound

@@ -84,11 +84,7 @@ class Lifecycle(Familiar):
         """Move an earlier run out of the way, and say where to."""
         if earlier := self.records.begin():
             logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
-                           "begins%s", self.run_dir, earlier, TRAINED if self.is_trained() else "")
-
-    def is_trained(self) -> bool:
-        """Whether the adapter has been trained before: in a fresh one the second factors are 0."""
-        return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
+                           "begins%s", self.run_dir, earlier, TRAINED if self.policy.is_trained() else "")
 
     def agree(self) -> None:
         """Do in all ranks what a signal or a listener asks of one. A signal that comes meanwhile waits for the next

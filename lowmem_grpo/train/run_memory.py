@@ -42,7 +42,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     vocabulary = base.config.get_text_config().vocab_size
     return RunSettings(
         context=context, num_generations=config.sampled_per_prompt,
-        lora_rank=int(vars(model.peft_config[model.active_adapter])["r"]),
+        lora_rank=highest_rank(vars(model.peft_config[model.active_adapter])),
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
@@ -53,6 +53,11 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(), ranks=ranks().count,
     )
+
+
+def highest_rank(lora: dict[str, Any]) -> int:
+    """The highest rank that a layer has by LoRA's settings."""
+    return max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0)
 
 
 def host_bytes_to_fill() -> int | None:
@@ -93,6 +98,7 @@ def plan_training(
 
     `own` are settings of the engine that is already there.
     """
+    own["keeps_reference"] = bool(policy.reference_adapter)
     settings = replace(settings_of(model, config, engine, context), **own)
     if on_wsl():
         logger.warning(WSL_ADVICE)

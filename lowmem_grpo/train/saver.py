@@ -53,7 +53,7 @@ class Saver:
             return folder
         folder = checkpoint.save_checkpoint(
             self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
-            self.snapshot(),
+            self.snapshot(), self.learner.policy.reference_adapter,
         )
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
         try:
@@ -159,6 +159,7 @@ class Saver:
         saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler)
         with checkpoint.trusted(folder, DataError, RecordError):
             self.restore(saved)
+            self.restore_reference(folder, saved)
             self.records.rewind(int(saved["trainer"]["global_step"]))
         for missing in self.records.missing(saved.get("records", {})):
             logger.warning("%s; the others are lost, and the run goes on without them", missing)
@@ -171,7 +172,15 @@ class Saver:
             "config": self.config.to_dict(), "memory": self.memory.state(),
             "objective": self.learner.objective.state(), "replay": self.replay.state(),
             "records": dict(self.records.lines), "partial": self.partial.state(),
+            "keeps_reference": self.learner.policy.reference_adapter is not None,
         }
+
+    def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Compare with what the saved run compared with, unless that had no KL term. In older checkpoints it is the
+        base model."""
+        policy = self.learner.policy
+        if policy.reference_adapter is not None and saved.get("keeps_reference", True):
+            policy.reference_adapter = checkpoint.load_reference(folder, self.model)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Undo `snapshot`, and warn of settings that differ from those of the saved run."""

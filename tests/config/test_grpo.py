@@ -17,7 +17,7 @@ TRL_FIELDS = [
 ]
 OWN = {field.name: field.default for field in fields(GRPOConfig)}
 ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_sampling_params",  # Unsloth, older TRL
-             "max_tokens_per_micro_batch", "logits_chunk", "reward_timeout", "nothing_to_learn_steps",
+             "max_tokens_per_micro_batch", "logits_chunk", "reward_timeout", "nothing_to_learn_steps", "kl_reference",
             
              "truncate_prompts", "score_while_sampling", "parity_steps", "parity_bound", "nonfinite_steps",
              "max_turns", "max_turn_tokens", "history", "environment_timeout", "episode_timeout", "max_tool_tokens",

@@ -22,8 +22,8 @@ def test_an_adapter_that_is_not_finite_is_refused_by_layer(kind: str, value: flo
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"use_dora": True}, "use_dora=True, which is not merged here"), ({"bias": "all"}, "bias='all'"),
-    ({"peft_type": "IA3"}, "type IA3; only LoRA"), ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+    ({"use_dora": True}, "use_dora=True, and only plain LoRA is merged here"), ({"bias": "all"}, "bias='all'"),
+    ({"peft_type": "IA3"}, "type IA3; only LoRA"), ({"rank_pattern": {"q_proj": 2}}, "r=2; one file"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
 ])
 def test_what_is_not_plain_lora_is_refused_by_name(change: dict[str, Any], message: str, copy: Path) -> None:

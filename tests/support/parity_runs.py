@@ -217,7 +217,8 @@ def our_trainer(folder: Path, rollouts: Rollouts, **settings: Any) -> tuple[GRPO
         output_dir=str(folder / "run"), max_completion_length=LONGEST, num_generations=rollouts.num_generations,
         shuffle_dataset=False, max_grad_norm=1e9, lr_scheduler_type="constant", adam_epsilon=ADAM_EPSILON,
         disable_tqdm=True, save_strategy="no",
-        **{"parity_steps": 0, "vllm_importance_sampling_correction": False} | settings,
+        # TRL's runs get their LoRA from a peft_config, so they compare with the base
+        **{"parity_steps": 0, "vllm_importance_sampling_correction": False, "kl_reference": "base"} | settings,
     )
     rows = [{"prompt": f"{row}"} for row in range(len(rollouts.prompt_ids) // rollouts.num_generations)]
     rewards, engine = [given_reward(*each) for each in rollouts.rewards.items()], GivenEngine()

@@ -75,6 +75,24 @@ def test_the_groups_of_heads_that_a_plan_chose_are_those_of_the_runs_attention(m
     assert policy.head_groups == 2
 
 
+def test_a_copy_of_the_adapter_as_reference_is_planned_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()
+    policy, numbers = Policy(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
+    plans = []
+    for kept in ({}, {"an adapter": torch.zeros(1)}):
+        policy.reference_adapter = kept
+        plans.append(plan_training(RunMemory(), model, GRPOConfig(beta=0.1), policy, "transformers", 128))
+    assert plans[0] is not None and plans[1] is not None
+    assert plans[1].host - plans[0].host == 4 * numbers and plans[1].train == plans[0].train
+
+
+def test_the_highest_rank_of_any_layer_is_planned_for() -> None:
+    model = loaded()
+    vars(model.peft_config["default"])["rank_pattern"] = {"q_proj": 64, "v_proj": 2}
+    assert settings_of(model, GRPOConfig(), "transformers", 128).lora_rank == 64
+
+
 def test_heads_stay_together_in_the_plan_of_a_model_whose_attention_drops_out() -> None:
     model = loaded()
     model.get_base_model().config.attention_dropout = 0.1
