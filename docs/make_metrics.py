@@ -28,8 +28,8 @@ METRICS = {
     "verdicts/NAME": "share of right completions, among those that the verifier could judge",
     "judge/NAME/failed, judge/NAME/cached":
         "shares of completions: those that got no judgement, and those whose judgement was in the cache",
-    "judge/NAME/retries, judge/NAME/tokens, judge/NAME/cost, judge/NAME/seconds":
-        "of a judge: repeated requests, tokens and cost (at the given prices) per completion; seconds per call",
+    "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
+        "of a judge: repeated requests and tokens per completion; seconds per call",
     "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
         "of a run in several processes, for each of them: seconds of sampling, of training, of waiting for the others, "
         "and of a step without that",

@@ -9,10 +9,10 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 65_210, "core lines": 48_362, "package files": 566, "files below 60 lines with one importer": 33,
-    "folders at the top": 25, "files at the top": 12, "arrows between folders": 205, "class names that stand twice": 50,
-    "uses of `found`": 1_494, "uses of `one`": 901, "uses of `given`": 797, "docstrings without a verb": 599,
-    "comments that begin with of": 256, "bench lines": 15_999, "tests lines": 60_063,
+    "package lines": 64_946, "core lines": 48_109, "package files": 564, "files below 60 lines with one importer": 33,
+    "folders at the top": 25, "files at the top": 12, "arrows between folders": 205, "class names that stand twice": 49,
+    "uses of `found`": 1_487, "uses of `one`": 901, "uses of `given`": 795, "docstrings without a verb": 594,
+    "comments that begin with of": 257, "bench lines": 15_964, "tests lines": 59_952,
 }
 FILES = {"first rollout()": 72, "second rollout()": 54, "update()": 60, "chat call": 56, "train(groups)": 120}
 MODULE = '''"""A module."""
