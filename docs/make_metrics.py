@@ -28,8 +28,8 @@ METRICS = {
     "verdicts/NAME": "share of right completions, among those that the verifier could judge",
     "judge/NAME/failed, judge/NAME/cached":
         "shares of completions: those that got no judgement, and those whose judgement was in the cache",
-    "judge/NAME/retries, judge/NAME/tokens, judge/NAME/cost, judge/NAME/seconds":
-        "of a judge: repeated requests, tokens and cost (at the given prices) per completion; seconds per call",
+    "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
+        "of a judge: repeated requests and tokens per completion; seconds per call",
     "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
         "of a run in several processes, for each of them: seconds of sampling, of training, of waiting for the others, "
         "and of a step without that",
@@ -107,26 +107,9 @@ METRICS = {
     "time/train_hidden":
         'with train_while_sampling="parallel": the share of a step in which groups were trained beside sampling, a '
         "part of time/generate",
-    "sampling/speculation/accepted, sampling/speculation/tokens_per_pass, sampling/speculation/passes_share":
-        "with speculation: of the guessed tokens that were tried, the share that was right; tokens that a sequence "
-        "drew in a pass with guesses; and the share of the tail's passes that had any. Evaluation since the last log "
-        "counts as well",
     "train_while_sampling/share, train_while_sampling/dropped":
         "with train_while_sampling: the share of completions that were trained before all were sampled, and whether "
         "that was dropped and made again",
-    "sampling/extra/dropped, sampling/extra/dropped_tokens":
-        "with extra_generations: how many completions were dropped, and the tokens that they had drawn",
-    "sampling/extra/kept_length, sampling/extra/dropped_length, sampling/extra/length_bias":
-        "with extra_generations: the mean length of the completions that were taken, and of the dropped ones as far as "
-        "they were drawn; and the bias of the mean length, at least: the first of these less the mean over all",
-    "sampling/partial/carried_share, sampling/partial/age, sampling/partial/max_age":
-        "with partial_rollouts: of the tokens of a step's groups, the share that an older policy drew; their mean and "
-        "largest age in optimizer steps",
-    "sampling/partial/new_length, sampling/partial/carried_length":
-        "with partial_rollouts: mean length of completions that this step began, and of those with tokens of earlier "
-        "steps",
-    "sampling/partial/left_groups, sampling/partial/left_tokens":
-        "with partial_rollouts: what is carried to the next step",
     "time/sampling/prefill_s, time/sampling/full_s, time/sampling/tail_s":
         "seconds of sampling: steps of the engine that compute prompts, token steps of many sequences, and token steps "
         "of fewer than a quarter of the most that ran together in the call. Waiting for tools is in none of them",

@@ -30,7 +30,7 @@ class Turn:
     prompt_ids: list[int]  # (P,) all that the engine saw
     completion_ids: list[int]  # (C,) as they were drawn
     logprobs: list[float]  # (C,) the sampler's own
-    finish_reason: Literal["stop", "length", "unfinished"]  # as of the rollout that it is made of
+    finish_reason: Literal["stop", "length"]  # as of the rollout that it is made of
     text: str = ""  # decoded, special tokens left out
     policy_version: int = 0
     cached_tokens: int = 0  # of the prompt, which the engine did not compute again
@@ -60,10 +60,9 @@ class Rollout:
 
     completion_ids: list[int]  # (C,)
     rollout_logprobs: list[float]  # (C,) the sampler's own
-    finish_reason: Literal["stop", "length", "unfinished"]  # "unfinished": to be carried to the next step
+    finish_reason: Literal["stop", "length"]
     text: str = ""  # decoded, special tokens left out; of an episode the last turn
     policy_version: int = 0  # the oldest that drew one of the tokens
-    versions: list[int] | None = field(default=None, kw_only=True)  # (C,) that drew each token; None: all the same one
     cached_tokens: int = 0  # of the prompt, which the engine did not compute again
     trained: list[bool] | None = None  # (C,) whether the policy drew the token, so that it is in the loss; None: all
     splits: list[Split] = field(default_factory=list)  # an episode of several sequences: where each further one begins

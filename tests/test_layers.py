@@ -57,7 +57,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "service": {"fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
                 "zstandard"},
     "agents": {"openai", "pydantic", "tqdm"},
-    "recipes": {"click", "datasets", "pydantic", "rich", "tokenizers", "transformers"},
+    "recipes": {"click", "datasets", "pydantic", "rich"},
     "jobs": {"fastapi", "starlette"},
     "commands": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},

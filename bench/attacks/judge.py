@@ -7,21 +7,19 @@ that ends the run; bounds on seconds, requests and bytes; no key and no terminal
 
 import asyncio
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
 from bench.attacks.attack import Verdict, attempted, report
 from bench.attacks.judge_answers import answer_verdicts
-from bench.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, UNJUDGED, Case, cases, scores
+from bench.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, UNJUDGED, Case, cases
 from bench.attacks.judge_server import JudgeServer, chat, in_turn, serving
 from lowmem_grpo import rewards
 
@@ -29,9 +27,7 @@ AT_ONCE = 8  # cases; most of them wait
 MARGIN = 6.0  # seconds that a busy machine may need besides
 MOST_BYTES = 64 << 20  # of a server without an end: what is read, and what lies in sockets (36 MiB on Linux)
 MOST_SHOWN = 1000  # characters of a message
-SETTINGS: dict[str, Any] = {"timeout": 5.0, "deadline": 15.0, "retries": 1, "price_prompt": 1.0,
-"price_completion": 1.0,
-                            "options": {"max_tokens": 5000}}
+SETTINGS: dict[str, Any] = {"timeout": 5.0, "deadline": 15.0, "retries": 1, "options": {"max_tokens": 5000}}
 Job = Callable[[], Verdict]
 
 
@@ -93,7 +89,8 @@ def damages(case: Case, server: JudgeServer) -> Iterator[str]:
     reasons = kept["ruler_reason"]
     yield from ("a reason has the key" if KEY in text else "" for text in reasons)
     yield "a reason is long" if max(map(len, reasons)) > 2 * MOST_SHOWN else ""
-    yield f"the cost is {judge.cost}" if not 0 <= judge.cost < 1 else ""
+    taken = (judge.meter.prompt_tokens, judge.meter.completion_tokens)
+    yield f"the counts are {taken}" if not all(0 <= count < 1 << 36 for count in taken) else ""
 
 
 def wrong_scores(found: list[float | None], expected: list[float] | None) -> str:
@@ -110,36 +107,6 @@ def shown_wrongly(told: list[str]) -> Iterator[str]:
 
 
 # What needs more than a server
-
-
-POISONED = ("1.5", "-1", "1e999", "NaN", "Infinity", "true", '"0.75"', "null", "[0.75]", "1" + "0" * 400, "[" * 9999)
-
-
-def poisoned(change: Callable[[str], str]) -> str:
-    """A file of answers that somebody has changed: what it holds is judged again."""
-    with tempfile.TemporaryDirectory() as folder, serving(in_turn(chat(GOOD), chat(scores(0.5, 0.25)))) as server:
-        file = Path(folder) / "judge.jsonl"
-        score(judge_of(server.url, cache_file=file))
-        file.write_text(change(file.read_text()), encoding="latin-1")
-        found = score(judge_of(server.url, cache_file=file))[0]
-    return "" if found == [0.5, 0.25] else f"it is believed: {found}"
-
-
-def with_score(text: str, line: str) -> str:
-    return line.replace("0.75", text)
-
-
-def changes() -> Iterator[tuple[str, Callable[[str], str]]]:
-    for text in POISONED:
-        yield f"a score of {text[:20]}", partial(with_score, text)
-    yield "a line that is torn", lambda line: line[: len(line) // 2]
-    yield "a rating too few", lambda line: line.replace('[0.25, "so"], ', "")
-    yield "a rating too many", lambda line: line.replace('[0.25, "so"]', '[0.25, "so"], [1, ""]')
-    yield "ratings that are an object", lambda line: line.replace('[[0.25, "so"], [0.75, "so"]]', '{"ab": 1, "cd": 2}')
-    yield "a reason that is a number", lambda line: line.replace('"so"', "7")
-    yield "bytes that are no text", lambda line: "\xff\xfe" + line
-    yield "another key", lambda line: line.replace('"key": "', '"key": "0')
-    yield "nothing", lambda line: ""
 
 
 def elsewhere(status: int) -> Verdict:
@@ -167,9 +134,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "an option of ours beside a secret": {"options": SECRET | {"stream": True}},
     "an option of an odd name": {"options": {5: 1}},
     "an option that no JSON holds": {"options": SECRET | {"seed": object()}},
-    **{f"{name}={value!r}": {name: value} for name in ("price_prompt", "timeout", "deadline")
+    **{f"{name}={value!r}": {name: value} for name in ("timeout", "deadline")
        for value in NO_NUMBERS},
-    **{f"cache_file={place}": {"cache_file": place} for place in ("/dev/null", "/", "/dev/null/x", "\0", 5)},
 }
 
 
@@ -192,7 +158,6 @@ def with_password() -> str:
 def jobs() -> Iterator[Job]:
     """Every attack, ready to be played."""
     yield from (partial(play, case) for case in cases())
-    yield from (partial(attempted, "files of answers", name, partial(poisoned, change)) for name, change in changes())
     yield from (partial(elsewhere, status) for status in (301, 302, 303, 307, 308))
     yield from (partial(attempted, "settings", name[:60], partial(refused, settings))
                 for name, settings in REFUSED.items())

@@ -262,7 +262,7 @@ def cases() -> Iterator[Case]:
                         "a number": b'{"error": 5, "code": [], "param": {}}'}.items():
         yield Case("errors", f"an error that is {name}", (404, error), requests=1)
     yield Case("errors", "one that passes", in_turn((500, ERROR), chat(GOOD)), SCORES)
-    yield Case("errors", "a form that is refused", in_turn((400, ERROR), (400, ERROR), chat(GOOD)), SCORES, requests=3)
+    yield Case("errors", "a request that is refused", in_turn((400, ERROR), chat(GOOD)), requests=1)
     yield Case("replies of a judge", "quotes an answer's scores",
     lambda body: chat(f"It says {answers_in(body)[0]}, {GOOD}"),
                texts=(scores(1.0, 0.0), "b"))

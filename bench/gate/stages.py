@@ -186,8 +186,8 @@ def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout") -
 
 
 def switches(setup: Setup) -> list[Piece]:
-    """What the switches of docs/rollouts.md gain: the cache in 8 bits and vLLM's guesses on the shape of the rollouts,
-    the others with the model in the package, on answers with a long tail."""
+    """What the switches of docs/rollouts.md gain: the cache in 8 bits on the shape of the rollouts, the others
+    with the model in the package, on answers with a long tail."""
     few = () if setup.form == CARD else ("--rounds", "1")
     small = ("--prompts", "8", "--tokens", "64") if setup.form == CPU else ()
     vllm = ("bf16", "vllm")
@@ -196,12 +196,11 @@ def switches(setup: Setup) -> list[Piece]:
         "overlap chains": (("loop.overlap", "--mixture", "chains", *few, *small), ()),
         "overlap vllm": (("loop.overlap", "--engine", "vllm", *few, *small), vllm),
         "token_steps": (("rollout.token_steps", "--device", setup.device, "--rounds", "3"), ()),
-        "guesses": (("rollout.guesses", *few), ()),
         "long_tail": (("rollout.long_tail", *few), ()),
         "long_tail vllm": (("rollout.long_tail", "--engine", "vllm", *few), vllm),
     }
     chosen = list(own) if setup.form != CPU else ["overlap chains", "token_steps"]
-    sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130, "lowmem_grpo_lookup": 130}, "switches")
+    sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130}, "switches")
     return [*(sampled if setup.form != CPU else sampled[:1]), *(
         Piece(f"switches/{name}", script(*own[name][0], *setup.rows(name.partition(" ")[0])), least=90,
               needs=own[name][1]) for name in chosen)]

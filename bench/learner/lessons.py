@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator
 
 from bench.learner.sizes import PUZZLES
+from bench.tiny_models.tiny_model import ERROR_RATE, demonstration
 from lowmem_grpo.recipes.problems.arithmetic import Problem, problems
 from lowmem_grpo.recipes.problems.countdown import Countdown, Difficulty, Step, combine, draws
-from lowmem_grpo.recipes.tiny.tiny_model import ERROR_RATE, demonstration
 
 TRIES = 6  # wrong attempts; the one nearest to the target becomes the planted mistake
 TEXTS = 4000  # that the tokenizer is trained on

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from bench.gate.pretend import is_pretend
 from bench.learner.lessons import answer_of, lessons, sample_texts
 from bench.learner.sizes import LESSON, SIZES, Size, read_lesson, settings
-from lowmem_grpo.recipes.tiny.from_scratch import Batch, batches, describe, make_model, make_tokenizer, train
+from bench.tiny_models.from_scratch import Batch, batches, describe, make_model, make_tokenizer, train
 
 WORKERS = 12  # processes that write demonstrations beside a card, at most
 

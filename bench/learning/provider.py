@@ -15,14 +15,12 @@ from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.types import RolloutGroup
 
-LOGGED = {"carried": "sampling/partial/carried_share", "bias": "sampling/extra/length_bias",
-          "guessed": "sampling/speculation/passes_share", "trained_early": "train_while_sampling/share"}
+LOGGED = {"trained_early": "train_while_sampling/share"}
 
 
 def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list[float]]:
-    """Mean reward, share of right answers and mean length of each step's samples; and what the
-    setting logs of its own: the share of tokens of an older policy, the bias of the length, the share of passes with
-    guesses, the share of completions that were trained before all were sampled."""
+    """Return mean reward, share of right answers and mean length of each step's samples, and the share of completions
+    that were trained before all were sampled, where some were."""
     config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
     options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit, config=config)
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))

@@ -30,10 +30,7 @@ of the difference, by the standard deviation over seeds pooled over all settings
 - "one by one" trains every completion by itself; the other settings pack them.
 - "one step stale" trains on samples from the policy before the last update. "corrected" weighs their tokens by the
   ratio to the sampler's probabilities, truncated at 2, which is the default for stale samples.
-- "partial rollouts" ends a step's sampling when its groups are complete, and goes on with the rest under the next
-  policy. "2 extra generations" samples 10 completions and takes the 8 that end first.
-- "guesses, trained while sampling" is `speculation="lookup"` and `train_while_sampling="parallel"`, which must not
-  change what is learnt.
+- "trained while sampling" is `train_while_sampling="parallel"`, which must not change what is learnt.
 - With one optimizer step per generation every ratio is 1. So grpo and gspo compute the same gradient, and so do dapo
   and cispo: their curves agree to the last sample.
 

@@ -23,7 +23,7 @@ class Setting:
 
 
 DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none"}
-FASTER = {"speculation": "lookup", "train_while_sampling": "parallel", "score_while_sampling": True}
+FASTER = {"train_while_sampling": "parallel", "score_while_sampling": True}
 SETTINGS = (
     Setting("dr_grpo", DR_GRPO),
     Setting("grpo", {"loss_type": "grpo"}),
@@ -38,8 +38,6 @@ SETTINGS = (
     Setting("dr_grpo, vLLM", DR_GRPO, engine="vllm", like="dr_grpo"),
     Setting("dr_grpo, one step stale", DR_GRPO | {"vllm_importance_sampling_correction": False}, stale=1),
     Setting("dr_grpo, one step stale, corrected", DR_GRPO, stale=1, like="dr_grpo"),
-    Setting("dr_grpo, partial rollouts", DR_GRPO | {"partial_rollouts": True}),
-    Setting("dr_grpo, 2 extra generations", DR_GRPO | {"extra_generations": 2}),
-    Setting("dr_grpo, guesses, trained while sampling", DR_GRPO | FASTER, like="dr_grpo"),
+    Setting("dr_grpo, trained while sampling", DR_GRPO | FASTER, like="dr_grpo"),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}

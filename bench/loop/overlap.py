@@ -8,8 +8,7 @@ The model in the package samples 32 prompts 8 times. In the mixture "noise" each
 the same probability, so lengths have a long tail: the longest of 256 is about five times the mean. (The completions say
 nothing: the temperature is high, the model's last norm is halved, and a few tokens that mean nothing end them.) In
 "chains" it answers 30 short problems and two that take several times as long, at temperature 1 and to the end that it
-chooses, again and again, so that its answers resemble earlier ones; there `speculation="lookup"` is tried too, without
-and with the training.
+chooses.
 
 The cases take turns, after steps to warm up, and sample with the same seeds. The learning rate is zero, so that one
 case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time divided by that
@@ -30,24 +29,17 @@ from rich.console import Console
 
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
-from bench.rollout.guesses import LONG as LONG_CHAIN
-from bench.rollout.guesses import SHORT as SHORT_CHAIN
-from bench.rollout.guesses import chain
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "overlap.jsonl"
 CASES: dict[str, dict[str, Any]] = {
     "off": {}, "in turn": {"train_while_sampling": True}, "parallel": {"train_while_sampling": "parallel"},
-    "lookup": {"speculation": "lookup"},
-    "parallel, lookup": {"train_while_sampling": "parallel", "speculation": "lookup"},
 }
-OF = {"noise": ("off", "in turn", "parallel"), "chains": tuple(CASES)}  # the cases of each mixture
-WARM = {"noise": 1, "chains": 4}  # steps; the switch of guesses settles meanwhile
 GENERATIONS, ENDING = 8, range(300, 304)  # completions of a prompt; tokens that end one
 HOT, FLAT = 2.0, 0.5  # temperature (the most that vLLM takes); what the logits are multiplied by besides
-LONG = 2  # chains of 32
-TARGETS = "targets: at most 0.85 times the step without it for each switch, 0.7 for both"
+LONG, LONG_CHAIN, SHORT_CHAIN = 2, 16, 2  # long chains of 32; operations of a chain
+TARGETS = "target: at most 0.85 times the step without the switch"
 console = Console(width=110)
 
 
@@ -91,6 +83,13 @@ def chains(prompts: int, tokens: int) -> tuple[list[dict[str, Any]], SamplingPar
     return [{"prompt": [{"role": "user", "content": text}], "answer": ""} for text in asked], SamplingParams()
 
 
+def chain(steps: int, draw: random.Random) -> str:
+    """Return a problem of so many operations."""
+    kinds = ("Add {}.", "Subtract {}.", "Multiply by {}.")
+    said = [draw.choice(kinds).format(draw.randint(2, 9)) for _ in range(steps)]
+    return " ".join([f"Start with {draw.randint(1, 20)}.", *said, "What is the result?"])
+
+
 def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Path) -> list[Case]:
     """A trainer for each setting; all of one model."""
     bare, _ = FastLanguageModel.from_pretrained(
@@ -107,9 +106,8 @@ def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Pat
         "loss_type": "dapo", "learning_rate": 0.0, "temperature": ends.temperature, "vllm_sampling_params": ends,
         "parity_steps": 0, "disable_tqdm": True, "save_strategy": "no", "score_while_sampling": True,
     }
-    names = [name for name in OF[mixture] if engine == "transformers" or "speculation" not in CASES[name]]
     return [Case(name, GRPOTrainer(model, pays, GRPOConfig(
-        output_dir=str(folder / name), **shared, **CASES[name]), rows)) for name in names]
+        output_dir=str(folder / name), **shared, **switch), rows)) for name, switch in CASES.items()]
 
 
 def measure(cases: list[Case], rounds: int, warm: int) -> None:
@@ -133,20 +131,20 @@ def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--engine", default="transformers", show_default=True, type=click.Choice(["transformers", "vllm"]))
-@click.option("--mixture", default="noise", show_default=True, type=click.Choice(list(OF)))
+@click.option("--mixture", default="noise", show_default=True, type=click.Choice(["noise", "chains"]))
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=8))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
-@click.option("--warm", type=click.IntRange(min=1), help="Steps before those.  [default: 1, of chains 4]")
+@click.option("--warm", default=1, show_default=True, type=click.IntRange(min=1), help="Steps before those.")
 @options.output(RESULTS)
-def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, warm: int | None, output: Path) -> None:
+def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, warm: int, output: Path) -> None:
     """Measure all cases in turn."""
     where = machine()
     settings = {"engine": engine, "mixture": mixture, "prompts": prompts, "generations": GENERATIONS, "tokens": tokens,
                 "rounds": rounds, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
         cases = make_cases(mixture, engine, prompts, tokens, Path(folder))
-        measure(cases, rounds, warm or WARM[mixture])
+        measure(cases, rounds, warm)
     rows = [row(case, cases[0], settings) for case in cases]
     for found in rows:
         append_row(output, found | where)

@@ -21,23 +21,22 @@ from bench.common.model_folder import model_folder
 from bench.common.rows import leave, machine, percentiles, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
-from bench.rollout.goals import BF16, BNB, EAGER, FP8_CACHE, GOALS, LOOKUP
+from bench.rollout.goals import BF16, BNB, EAGER, FP8_CACHE, GOALS
 from bench.rollout.section import FIGURES
 from bench.rollout.shapes import SHAPES
 from lowmem_grpo.units import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results" / "rollout.jsonl"
-PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", FP8_CACHE, LOOKUP)
+PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", FP8_CACHE)
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
 SHOWN = (*FIGURES, ("in use, MiB", "used_bytes", ".2f", MIB))  # on the terminal
 console = Console(width=130)
 
 
 def providers(device: str) -> list[str]:
-    """All of them; on a CPU, without the one that does without CUDA graphs, and without guesses, which vLLM's build for
-    CPUs draws wrong."""
-    return [name for name in PROVIDERS if device == "cuda" or name not in (EAGER, LOOKUP)]
+    """Return all of them; on a CPU, without the one that does without CUDA graphs."""
+    return [name for name in PROVIDERS if device == "cuda" or name != EAGER]
 
 
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:

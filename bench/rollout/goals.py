@@ -7,7 +7,6 @@ from bench.common.targets import OURS, ByProvider, Goal
 BNB, BF16 = "vllm_bnb_lora", "vllm_bf16_lora"
 EAGER = "lowmem_grpo_eager"  # ours without CUDA graphs
 FP8_CACHE = "lowmem_grpo_fp8_cache"  # with a key-value cache of 8 bits
-LOOKUP = "lowmem_grpo_lookup"  # with guesses of the next tokens
 
 
 def goal(

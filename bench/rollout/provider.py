@@ -94,11 +94,9 @@ def milliseconds(call: Callable[[], None]) -> float:
 class Ours:
     """One of our engines on the trainer's NF4 weights and live adapter."""
 
-    def __init__(self, options: Any, shape: Shape, engine: str, lookup: bool = False, **settings: Any) -> None:
+    def __init__(self, options: Any, shape: Shape, engine: str, **settings: Any) -> None:
         self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, **settings)
         self.engine: Any = self.model.engine()
-        if lookup:
-            self.engine.speculate(self.params(0))
 
     def sample(self, prompts: list[list[int]], seed: int) -> Groups:
         return self.engine.generate(prompts, self.params(seed))
@@ -189,7 +187,6 @@ PROVIDERS = {
     "lowmem_grpo": lambda options, shape: Ours(options, shape, "vllm"),
     "lowmem_grpo_eager": lambda options, shape: Ours(options, shape, "vllm", enforce_eager=True),
     "lowmem_grpo_fp8_cache": lambda options, shape: Ours(options, shape, "vllm", kv_cache_dtype="fp8"),
-    "lowmem_grpo_lookup": lambda options, shape: Ours(options, shape, "vllm", lookup=True),
     "vllm_bnb_lora": lambda options, shape: VLLM(options, shape, "bitsandbytes"),
     "vllm_bf16_lora": lambda options, shape: VLLM(options, shape, None),
     "transformers": lambda options, shape: Ours(options, shape, "transformers"),

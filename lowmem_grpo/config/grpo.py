@@ -106,7 +106,6 @@ class GRPOConfig(
         self.check_advantage_options()
         self.check_replay()
         self.check_overlap()
-        self.check_partial()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
         self.check_credit()
         self.sampling(None)
@@ -198,20 +197,9 @@ class GRPOConfig(
         return self.num_generations
 
     @property
-    def sampled_per_prompt(self) -> int:
-        """Completions of a prompt that are sampled at once, with those that may be dropped."""
-        return self.num_generations + self.extra_generations
-
-    @property
     def prompts_per_generation(self) -> int:
         """Prompts of one call of the engine."""
         return self.prompts_per_step * self.optimizer_steps_per_generation
-
-    @property
-    def prompts_at_once(self) -> int:
-        """Prompts that one call of the engine may sample, with those that the next step goes on with."""
-        ahead = self.partial_rollouts_ahead if self.partial_rollouts else 0.0
-        return math.ceil(self.prompts_per_generation * (1 + ahead))
 
     def rounding(self) -> str | None:
         """What was rounded up, for the user to see; None where everything divides."""
@@ -236,4 +224,4 @@ class GRPOConfig(
         """How the prompts of each step are sampled; a seed in `vllm_sampling_params` changes the seeds of all steps."""
         given = self.vllm_sampling_params
         params = self.sampling(given.seed if given else None)
-        return Draws(self.prompts_per_generation, params, self.seed, self.extra_generations)
+        return Draws(self.prompts_per_generation, params, self.seed)

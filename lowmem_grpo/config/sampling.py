@@ -85,7 +85,6 @@ class Draws:
     count: int
     params: SamplingParams  # its seed, if it has one, becomes part of every draw's
     seed: int  # of the run
-    extra: int = 0  # completions of each prompt beyond `params.n`, of which the last ones to end are dropped
 
     def of(self, step: int, extra_round: int = 0) -> SamplingParams:
         """The draw of a step, or one of its extra rounds of dynamic sampling."""

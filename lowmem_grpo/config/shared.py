@@ -227,11 +227,6 @@ class TrainSettings(metaclass=CheckedCall):
     def completions_per_prompt(self) -> int:
         return 1
 
-    @property
-    def sampled_per_prompt(self) -> int:
-        """Completions of a prompt that are sampled at once."""
-        return 1
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints; a token of the hub is in none of them."""
         found = asdict(self)

@@ -1,8 +1,8 @@
 """What the trainer asks of a rollout engine, and what every engine keeps of a call: its finished prompts."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -20,34 +20,6 @@ class Request:
     ids: list[int]  # (P,) of the prompt; they begin with those of its last turn, unless the history was rewritten
     max_tokens: int  # that may be drawn
     seed: int  # of its random numbers
-
-
-@dataclass
-class Until:
-    """When a call of `generate` ends before all of its sequences have, and what became of the others.
-
-    A prompt is finished as soon as `enough` of its `params.n` completions are done. The engine drops the others, and
-    returns those that are done, in the order of their rows; of those that end in the same step, the first rows.
-
-    With `prompts` the call ends as soon as so many prompts are finished, those of `surely` among them. For the others
-    it returns no rollouts, and `left` has all n of them: done ones, and unfinished ones with the tokens that they have.
-    `begun` has what an earlier call left of a prompt, which goes on from there with the policy of now."""
-
-    enough: int
-    prompts: int | None = None
-    surely: frozenset[int] = frozenset()
-    begun: dict[int, list[Rollout]] = field(default_factory=dict)
-    left: dict[int, list[Rollout]] = field(default_factory=dict)  # told by the engine
-    dropped: dict[int, list[int]] = field(default_factory=dict)  # told by the engine: of each finished prompt, how many
-    # tokens the others had drawn
-
-    def drop(self, prompt: int, tokens: int) -> None:
-        """A sequence of a prompt is dropped, with so many tokens drawn."""
-        self.dropped.setdefault(prompt, []).append(tokens)
-
-    def ends(self, finished: Collection[int]) -> bool:
-        """Whether the call ends with these prompts finished."""
-        return self.prompts is not None and len(finished) >= self.prompts and self.surely <= {*finished}
 
 
 class Conversation(Protocol):
@@ -70,7 +42,7 @@ class Engine(Protocol):
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None, until: Until | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
@@ -78,7 +50,6 @@ class Engine(Protocol):
         `on_group` in this thread, once for each prompt, as soon as all rollouts of the prompt are finished. It passes
         the same objects that it returns in the end. It calls `meanwhile` in this thread, too, between two steps of
         decoding, with the number of sequences that are not finished. An error raised by either ends the call.
-        `until` lets it end before all sequences have ended; an engine without this parameter samples all of them.
         """
         ...
 
@@ -164,5 +135,5 @@ class FinishedPrompts(Calls):
         return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
 
     def result(self) -> list[list[Rollout]]:
-        """The rollouts of all prompts, in the order of the prompts; none of those that the call left."""
-        return [self.rollouts.get(prompt, []) for prompt in range(self.prompts)]
+        """The rollouts of all prompts, in the order of the prompts."""
+        return [self.rollouts[prompt] for prompt in range(self.prompts)]

@@ -83,10 +83,9 @@ class Batch:
         """Whether it is time to ask which rows are done: after `every` tokens, since asking waits for the device, which
         then waits for the host, and where a row may have drawn as many as there is room for. A row that is done
         meanwhile draws on, and what it drew is not kept. It is after each token where there are stop strings, which are
-        looked for on the host, and where more are sampled than are needed, as those that end first are taken."""
-        at_once = self.endings.stops or self.drawn.until is not None
+        looked for on the host."""
         full = any(part.start + self.since >= self.drawn.ids.shape[1] for part in self.parts)
-        return full or self.since >= (1 if at_once else every)
+        return full or self.since >= (1 if self.endings.stops else every)
 
     def numbers(self) -> Tensor:
         """(B, 1) fp64: the random numbers of the rows' next tokens."""
@@ -127,19 +126,6 @@ class Batch:
         """Tokens that were drawn after the ends of these rows."""
         lengths = self.drawn.lengths[torch.tensor([*ended], dtype=torch.long, device=self.drawn.ids.device)].tolist()
         return sum(ended.values()) - sum(lengths)
-
-    def drop(self, left: list[int], waiting: deque[Part]) -> list[int]:
-        """Leave out rows that nobody waits for any more, also of those that have not begun; returns what is left."""
-        if not self.drawn.surplus:
-            return left
-        over = self.drawn.drop({row: part.start for part in (*self.parts, *waiting) for row in part.rows})
-        for part in (*self.parts, *waiting):
-            part.rows = [row for row in part.rows if row not in over]
-        begun = [part for part in waiting if part.rows]
-        waiting.clear()
-        waiting.extend(begun)
-        self.state.alive = self.state.alive & ~torch.isin(self.state.rows, torch.tensor([*over]).to(self.state.rows))
-        return [row for row in left if row not in over]
 
     def compact(self) -> None:
         """Drop the rows that are done."""

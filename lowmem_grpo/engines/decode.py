@@ -60,22 +60,3 @@ class Decode:
         kept = self.alive.nonzero().squeeze(-1)
         self.select(kept)
         return kept
-
-    def keep(self, before: int, positions: Tensor, counts: Tensor, tokens: Tensor) -> None:
-        """Of what was fed since there were so many places, at these positions (B,), keep the first `counts` (B,) of
-        each row. They drew `tokens` (B, S), of which the row's last one is that of its last kept place."""
-        width = int(counts.max())
-        self.cache.cut(before + width)
-        kept = torch.arange(width, device=counts.device) < counts[:, None]
-        self.real = torch.cat([self.real[:, :before], kept], dim=1)
-        self.positions = positions + counts
-        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1)
-        self.tokens = torch.where(counts > 0, last, self.tokens)
-
-    def close_up(self) -> None:
-        """Move the tokens of each row to the right edge, without holes between them."""
-        lengths = self.real.sum(-1)
-        width = int(lengths.max())
-        places = self.real.byte().argsort(dim=1, stable=True)[:, -width:]  # those that hold a token come last, in order
-        self.cache.gather(places)
-        self.real = torch.arange(width, device=lengths.device) >= width - lengths[:, None]

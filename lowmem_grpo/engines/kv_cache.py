@@ -85,16 +85,6 @@ class GrowingLayer(DynamicLayer):
         self.storage = self.storage.index_select(1, indices)
         self.view(length)
 
-    def gather(self, places: Tensor) -> None:
-        """Keep only these places (B, L) of each row, and some room to grow."""
-        length, like = places.shape[1], self.storage
-        kept = like.new_empty(*like.shape[:3], length + length // 8, like.shape[4])
-        index = places[None, :, None, :, None].expand(2, -1, like.shape[2], -1, like.shape[4])
-        kept[:, :, :, :length] = like.gather(3, index)
-        kept[:, :, :, length:] = 0
-        self.storage = kept
-        self.view(length)
-
 
 class StateLayer(LinearAttentionCacheLayerMixin):
     """What a gated delta net knows of B rows: the last inputs (B, C, W - 1) of its convolution, and the state
@@ -193,11 +183,6 @@ class GrowingCache(Cache):
         """Make the first `length` places the cache's content. Only where rows can be cut."""
         for layer in self.layers:
             layer.view(length)
-
-    def gather(self, places: Tensor) -> None:
-        """Keep only these places (B, L) of each row. Only where rows can be cut."""
-        for layer in self.layers:
-            layer.gather(places)
 
     def copied(self, rows: Tensor) -> "GrowingCache":
         """A cache of some of the rows (R,), without room to grow."""

@@ -12,7 +12,7 @@ HELD = 4  # such blocks that are held; one that was dropped is made again, and i
 
 class Numbers:
     """Numbers from [0, 1) that depend on a seed, the row and the place, and on nothing that happened before. So a
-    completion is the same however its row was batched, interrupted or guessed ahead."""
+    completion is the same however its row was batched or interrupted."""
 
     def __init__(self, seed: int, rows: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
         """`part` (F, N) says that these are the rows from F on of N; their numbers are as in a call with all N."""

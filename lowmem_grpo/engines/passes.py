@@ -32,12 +32,7 @@ class Passes:
         state.routes = torch.cat(routes, 1) if routes else None
         return self.logits(hidden).squeeze(1)
 
-    def guessed(self, state: Decode, tokens: Tensor, real: Tensor) -> Tensor:
-        """Feed each row its last token and guesses of the next ones (B, S), left-aligned: the logits (B, S, V) of the
-        token after each. Rows may have places that are not real between those that are."""
-        return self.logits(self.fed(state, tokens, real, order=torch.cat([state.real, real], 1).cumsum(-1)))
-
-    def fed(self, state: Decode, ids: Tensor, real: Tensor, **named: Any) -> Tensor:
+    def fed(self, state: Decode, ids: Tensor, real: Tensor) -> Tensor:
         """The last hidden states (B, S, D) of tokens (B, S) that are fed in one pass."""
         width = ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
@@ -45,7 +40,7 @@ class Passes:
         before = state.real[:, None].expand(-1, width, -1)
         mask = torch.cat([before, causal & real[:, None, :] | itself], dim=2)[:, None]
         positions = (state.positions[:, None] + real.long().cumsum(-1)).clamp(min=0)
-        hidden = self.hidden(ids, positions, mask, real, state, **named)
+        hidden = self.hidden(ids, positions, mask, real, state)
         state.real = torch.cat([state.real, real], dim=1)
         state.positions = state.positions + real.sum(-1)
         return hidden

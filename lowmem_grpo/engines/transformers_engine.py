@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request, Until
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.beginning import Beginning
 from lowmem_grpo.engines.decoding import as_rollouts, budget_of
@@ -28,11 +28,8 @@ from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.kept_rows import KeptRows
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.passes import Passes
-from lowmem_grpo.engines.speculation import Speculation
-from lowmem_grpo.engines.tail import Tail
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
-from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -58,7 +55,6 @@ class TransformersEngine:
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
-        self.speculation: Speculation | None = None
         self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
@@ -71,15 +67,6 @@ class TransformersEngine:
     def on_policy_update(self, policy_version: int) -> None:
         self.policy_version = policy_version
         self.forget()
-
-    def speculate(self, params: SamplingParams) -> None:
-        """Guess the next tokens of the last rows of each call by lookup, as far as that pays, however they are drawn.
-        ValueError for a model that cannot take tokens back."""
-        family = family_of(self.policy.base.config)
-        if family is not None and family.delta_net:
-            raise ValueError(f'speculation="lookup" takes wrong guesses back, and the states of gated delta nets '
-                             f"({type(self.policy.base).__name__}) cannot be taken back; leave speculation out")
-        self.speculation = self.speculation or Speculation()
 
     def sleep(self) -> None:
         self.forget()
@@ -101,7 +88,7 @@ class TransformersEngine:
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None, until: Until | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         if not prompts:
             return []
@@ -111,17 +98,12 @@ class TransformersEngine:
         budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
         self.kv_bytes = 0
         self.pace.begin()
-        drawn = Drawn.nothing(prompts, params, budgets, self.policy.device, finished, until)
-        drawn.go_on_from(until.begun if until is not None else {})
+        drawn = Drawn.nothing(prompts, params, budgets, self.policy.device, finished)
         self.decode(drawn)
-        self.report(drawn, [prompt for prompt in finished.missing if prompt in drawn.complete])
-        if until is not None:
-            until.left = {prompt: drawn.marked(prompt, self.rollouts(drawn, *drawn.left_of(prompt)))
-                          for prompt in finished.missing}
+        self.report(drawn, finished.missing)
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
-            if rollouts:
-                self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
         return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
@@ -151,8 +133,8 @@ class TransformersEngine:
         """Copy the rows of finished prompts to the host, and report each prompt."""
         if not prompts:
             return
-        n = drawn.enough
-        rows = torch.tensor([row for prompt in prompts for row in drawn.chosen[prompt]])
+        n = drawn.params.n
+        rows = torch.tensor([prompt * n + row for prompt in prompts for row in range(n)])
         parts = (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped)
         ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
         if logprobs.isnan().any():
@@ -160,14 +142,11 @@ class TransformersEngine:
         rollouts = self.rollouts(drawn, ids, logprobs, lengths, stopped)
         drawn.give_routes(rows.tolist(), rollouts)
         for place, prompt in enumerate(prompts):
-            own = rollouts[place * n : place * n + n]
-            if self.speculation is not None:
-                self.speculation.earlier.add(drawn.prompts[prompt], [rollout.completion_ids for rollout in own])
-            drawn.finished.add(prompt, own)
+            drawn.finished.add(prompt, rollouts[place * n : place * n + n])
 
     def decode(self, drawn: Drawn) -> Drawn:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
-        waiting, most = deque(drawn.parts(self.order(drawn))), len(drawn.ids)
+        waiting, most = deque([Part(self.order(drawn))]), len(drawn.ids)
         while waiting:
             size = min(self.bound.under(most) or 1, most)
             batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
@@ -219,10 +198,8 @@ class TransformersEngine:
             ended = batch.keep_up(left)
             self.pace.step(running, running * steps - (batch.too_many(ended) if steps > 1 else 0))
             self.keep_up(drawn, {*ended})
-            left = batch.drop(left, waiting)
-            guesses = self.speculation is not None and not waiting and self.pace.in_tail(len(left))
             enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
-            share = 1 if guesses or enters else COMPACT_BELOW if self.step.record is None else RARELY
+            share = 1 if enters else COMPACT_BELOW if self.step.record is None else RARELY
             drops = not left or len(left) < share * len(batch.state.rows)
             if drops:
                 drawn.leave(batch.state, left)
@@ -234,8 +211,6 @@ class TransformersEngine:
                 continue
             if drops:
                 batch.compact()
-            if guesses:
-                return self.decode_tail(batch)
             logits = self.step.extend(batch.state)
             batch.keep_routes()
             self.weigh(batch)
@@ -255,31 +230,6 @@ class TransformersEngine:
     def weigh(self, batch: Batch) -> None:
         """Note the bytes of the cache where they are the most so far."""
         self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.drawn.kept_bytes)
-
-    def decode_tail(self, batch: Batch) -> None:
-        """The same for the last rows, which go on with guesses. What is left of them may have drawn more tokens than
-        the batch says: drawn again, these are the same."""
-        assert self.speculation is not None
-        self.step.release()
-        drawn, place, state = batch.drawn, batch.place, batch.state
-        counts = [place] * len(state.rows) if isinstance(place, int) else place.tolist()
-        tail = Tail(self.passes, drawn, state, counts, batch.endings, self.speculation, self.pace.widest)
-        while tail.left:
-            before = set(tail.left)
-            self.pace.step(len(before), tail.step())
-            self.weigh(batch)
-            batch.parts = [Part(sorted(tail.left), tail.start)]
-            self.keep_up(drawn, before - tail.left)
-            tail.leave_out()
-            batch.parts = [Part(sorted(tail.left), tail.start)]
-            if tail.left:
-                with self.pace.paused():
-                    drawn.between()
-            if len(tail.left) < COMPACT_BELOW * len(state.rows):
-                tail.drop_done()
-            if tail.left:
-                with self.pace.paused():
-                    drawn.between()
 
     def keep_up(self, drawn: Drawn, ended: set[int]) -> None:
         """These rows are done."""

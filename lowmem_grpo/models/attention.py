@@ -33,8 +33,8 @@ CHANGES = {  # what a model may ask for that changes the result and that none of
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     packed: PackedLayout | None = None, cached: bool = False, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, order: Tensor | None = None,
-    newest: Tensor | None = None, **kwargs: Any,
+    sliding_window: int | None = None, softcap: float | None = None, newest: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
     given = kwargs | {"softcap": softcap}
@@ -44,8 +44,6 @@ def attention(
         if packed is not None:
             packed.calls += 1
             return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
-        if order is not None and attention_mask is not None and (query.shape[2] > 1 or sliding_window is not None):
-            return guessed_attention(query, key, value, attention_mask, order, scaling, sliding_window), None
         if cached and query.shape[2] == 1:
             return cached_attention(query, key, value, attention_mask, scaling, sliding_window, newest), None
         if cached and sliding_window is not None and attention_mask is not None:
@@ -85,22 +83,6 @@ def cached_attention(
     folded = query.view(rows, key.shape[1], heads // key.shape[1], size)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(rows, 1, heads, size)
-
-
-def guessed_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, order: Tensor, scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """A few queries a row (B, H, Q, K) against keys with holes between them, (B, H_kv, L, K): `order` (B, L) numbers
-    the tokens of a row, so a window reaches over holes. mask (B, 1, Q, L)."""
-    rows, heads, queries, size = query.shape
-    if sliding_window is not None:
-        mask = mask & (order[:, None, -queries:, None] - order[:, None, None, :] < sliding_window)
-    shared = heads // key.shape[1]
-    folded = query.reshape(rows, key.shape[1], shared * queries, size)
-    repeated = mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(rows, 1, shared * queries, -1)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=repeated, scale=scaling)
-    return out.reshape(rows, heads, queries, size).transpose(1, 2)
 
 
 def uses_registry(model: Any) -> bool:

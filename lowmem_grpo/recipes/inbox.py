@@ -85,8 +85,7 @@ class InboxOptions(JudgeOptions):
             raise ValueError(f"calls is {self.calls}; it must be at least 2: a search, and an answer")
         if self.reward not in REWARDS:
             raise ValueError(f"reward is {self.reward!r}; allowed: {', '.join(REWARDS)}")
-        judged = [name for name in ("judge_model", "judge_key", "judge_cache", "price_prompt", "price_completion")
-                  if getattr(self, name) is not None]
+        judged = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
         if self.reward != "ruler" and (self.judge != SELF or judged):
             raise ValueError(f"{(judged or ['judge'])[0]} is for a judge: give reward=ruler with it")
 

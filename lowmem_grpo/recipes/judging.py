@@ -27,18 +27,11 @@ class JudgeOptions(RecipeOptions):
     """The name of the model on that server."""
     judge_key: str | None = None
     """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
-    judge_cache: str | None = None
-    """A file that keeps the judge's replies, so that none is paid for twice."""
-    price_prompt: float | None = None
-    """Price of a million prompt tokens, for the summary of costs."""
-    price_completion: float | None = None
-    """Price of a million completion tokens."""
 
     def url_judge(self) -> UrlJudge | None:
         """The judge on a server; None where the model judges itself. Raises ValueError for options that do not fit."""
         if self.judge == SELF:
-            given = [name for name in ("judge_model", "judge_key", "price_prompt", "price_completion")
-                     if getattr(self, name) is not None]
+            given = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
             if given:
                 raise ValueError(f"{given[0]} is for a judge at an address: give judge=http://... with it")
             return None
@@ -46,14 +39,11 @@ class JudgeOptions(RecipeOptions):
             raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
         if self.judge_model is None:
             raise ValueError("judge_model is missing: the name by which the server knows its model")
-        return UrlJudge(
-            self.judge, self.judge_model, self.judge_key, price_prompt=self.price_prompt,
-            price_completion=self.price_completion, cache_file=self.judge_cache,
-        )
+        return UrlJudge(self.judge, self.judge_model, self.judge_key)
 
     def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
         """The model that is trained, without its adapter."""
-        return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny], cache_file=self.judge_cache)
+        return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny])
 
 
 def teach_judged(
@@ -70,5 +60,5 @@ def teach_judged(
         return [ruler(judges[0], rubric), *others]
 
     trainer = teach(setup, replace(lesson, rewards=rewards, facts=lesson.facts | {"judge": options.judge}))
-    trainer.finish({"judging": vars(judges[0].meter) | {"cost": judges[0].cost}})
+    trainer.finish({"judging": vars(judges[0].meter)})
     print(judges[0].summary())

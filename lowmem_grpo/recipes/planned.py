@@ -17,7 +17,7 @@ def settings_of(setup: Setup) -> RunSettings:
     config = setup.config
     engine = "transformers" if setup.fast_inference == "transformers" else "vllm"
     return RunSettings(
-        setup.max_seq_length, config.sampled_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
+        setup.max_seq_length, config.completions_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
         setup.checkpointing, engine, config.max_tokens_per_micro_batch, chunk_rows=config.logits_chunk,
         kv_cache_dtype=setup.kv_cache_dtype, longest_completion=config.max_completion_length,
         optim=config.optim if config.optim in OPTIMIZER_BYTES else None,

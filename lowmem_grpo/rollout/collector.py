@@ -12,10 +12,8 @@ from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
-from lowmem_grpo.rollout.extra import ExtraGenerations
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
-from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
@@ -70,9 +68,7 @@ class Collector:
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
         self.ranks = ranks or Ranks()
         self.ahead: Ahead | None = None
-        self.partial: PartialRollouts | None = None
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
-        self.extra = ExtraGenerations(draws.extra)
         self.begin()
 
     def begin(self) -> None:
@@ -82,13 +78,12 @@ class Collector:
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
         self.pace = Pace()
-        self.extra.begin()
         self.tokens = 0  # of the completions sampled in this step, with the greedy ones
 
     def collect(self) -> list[RolloutGroup]:
         """The groups of the next update, with rewards and advantages."""
         self.begin()
-        places = self.draw(self.draws.count, 0) if self.partial is None else self.draw_partly(self.partial)
+        places = self.draw(self.draws.count, 0)
         surplus = self.resample(places)
         if self.strategies.replay_buffer_size:
             self.replay_into(places)
@@ -150,37 +145,15 @@ class Collector:
         self.scoring.assign(groups)
         return groups
 
-    def draw_partly(self, partial: PartialRollouts) -> list[RolloutGroup]:
-        """The groups that are complete first, some of them begun in earlier steps, scored. The parity check looks at
-        those that were sampled by the policy of now."""
-        version = self.state.policy_version
-        params = self.draws.of(self.state.global_step)
-        found = partial.sample(self.source, self.sampler, params, self.draws.count, version)
-        prompts, groups = [prompt for prompt, _ in found], [group for _, group in found]
-        self.pace.add(self.sampler.pace())
-        self.tokens += partial.drawn
-        self.state.num_tokens += partial.drawn + sum(len(group.prompt_ids) * len(group.rollouts) for group in groups)
-        self.sampled, self.counts = groups, dict(partial.counts)
-        if new := [group for group in groups if all(one.policy_version == version for one in group.rollouts)]:
-            self.watched = self.parity.watch(new)
-        with self.scoring.begin(prompts) as calls:
-            self.logs.append(self.score(groups, calls))
-        self.source.record(prompts, groups)
-        return groups
-
     def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:
         """Rollouts of each prompt; what is complete is scored, and perhaps trained, while others are sampled."""
-        params, until = self.extra.asked(params)
         if self.ahead is None:
-            groups = self.sampler.sample(prompts, params, calls.on_group, until=until)
-        else:
-            self.ahead.begin(prompts, calls)
-            try:
-                groups = self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile, until)
-            finally:
-                self.ahead.end()
-        self.extra.note(groups, until)
-        return groups
+            return self.sampler.sample(prompts, params, calls.on_group)
+        self.ahead.begin(prompts, calls)
+        try:
+            return self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile)
+        finally:
+            self.ahead.end()
 
     def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
@@ -266,7 +239,7 @@ class Collector:
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {
             **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **self.extra.metrics(), **pools, **self.pace.metrics(), **self.sampler.speculation(),
+            **self.counts, **pools, **self.pace.metrics(),
             **waiting_share(self.sampled, seconds),
             "data/skipped_rows": sum(self.source.skipped.values()),
             "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),

@@ -86,7 +86,6 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
             finish_reason=rollout.finish_reason, text=rollout.text, policy_version=rollout.policy_version,
             trained=rollout.trained, splits=rollout.splits, turns=rollout.turns, ending=rollout.ending,
             opening=rollout.opening, rewards=dict(rollout.rewards), reward=rollout.reward, routes=rollout.routes,
-            versions=rollout.versions,
         )
         for rollout in group.rollouts
     ])
@@ -122,7 +121,6 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
             {
                 "ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
                 "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-                **({} if rollout.versions is None else {"versions": pack(INTEGERS, rollout.versions)}),
                 "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
                 **pack_episode(rollout, group.prompt_ids),
             }
@@ -138,7 +136,6 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
             completion_ids=unpack(INTEGERS, saved["ids"]), rollout_logprobs=unpack(FLOATS, saved["logprobs"]),
             finish_reason=saved["finish_reason"], text=saved["text"], policy_version=saved["version"],
             rewards=saved["rewards"], reward=saved["reward"],
-            versions=unpack(INTEGERS, saved["versions"]) if "versions" in saved else None,
         )
         for saved in packed["rollouts"]
     ]

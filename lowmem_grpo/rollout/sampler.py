@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
-from lowmem_grpo.engines.base import Engine, Meanwhile, OnGroup, Until
+from lowmem_grpo.engines.base import Engine, Meanwhile, OnGroup
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.rounds import takes
 from lowmem_grpo.fast_model import FastPeftModel
@@ -18,14 +18,6 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-
-
-def speculate(engine: Any, params: SamplingParams) -> None:
-    """Let an engine guess tokens by lookup, for a run that samples so. ValueError where it cannot."""
-    if not hasattr(engine, "speculate"):
-        raise ValueError(f'speculation="lookup" is set, and the engine {engine.name} has no speculate(); leave it out, '
-                         'or load the model with fast_inference="transformers"')
-    engine.speculate(params)
 
 
 class Player(Protocol):
@@ -66,17 +58,15 @@ class Sampler:
 
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None, until: Until | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[RolloutGroup]:
         """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
-        prompt while others are sampled, and `meanwhile` is called between two steps of decoding. `until` lets the
-        call end before all sequences have; episodes have no such end."""
+        prompt while others are sampled, and `meanwhile` is called between two steps of decoding."""
         with self.clock.phase("generate"):
             self.renew()
             self.pace()  # not what was sampled in between, as for an evaluation
             told: dict[str, Any] = {"on_group": on_group} if on_group is not None and self.tells() else {}
             told |= {} if meanwhile is None else {"meanwhile": meanwhile}
-            told |= {} if until is None else {"until": until}
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
                 self.clock.tools = (self.clock.tools or 0.0) + self.player.waited
@@ -89,11 +79,6 @@ class Sampler:
         """Where the engine's time went since this was asked last; nothing of an engine that does not measure it."""
         pace: Pace | None = getattr(self.engine, "pace", None)
         return Pace() if pace is None else pace.take()
-
-    def speculation(self) -> dict[str, float]:
-        """What became of the engine's guesses since this was asked last; empty where it makes none."""
-        speculation = getattr(self.engine, "speculation", None)
-        return {} if speculation is None else dict(speculation.metrics())
 
     def tells(self) -> bool:
         """Whether the engine can report finished groups; if it cannot, one warning says so."""

@@ -21,10 +21,8 @@ from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.evaluation import Evaluation
-from lowmem_grpo.rollout.extra import check_extra
 from lowmem_grpo.rollout.parity import ParityGate
-from lowmem_grpo.rollout.partial import PartialRollouts, check_partial
-from lowmem_grpo.rollout.sampler import Sampler, speculate
+from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
@@ -91,13 +89,8 @@ class GRPOTrainer(Trainer):
         self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder)
         self.sampler.player = self.player = players.player(self, context)
         self.ahead = self.collector.ahead = self.trains_ahead(peaks.plan)
-        check_partial(config.partial_rollouts, config.sampling(0), first, self.policy.routed_layers > 0,
-                      isinstance(rows, Stream))
-        if config.partial_rollouts:
-            self.collector.partial = PartialRollouts(
-                config.partial_rollouts_staleness, config.partial_rollouts_ahead, config.steps_per_rollout)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
-        self.write(callbacks, alarms, self.collector.replay, config.log_completions, self.collector.partial)
+        self.write(callbacks, alarms, self.collector.replay, config.log_completions)
         if note := config.rounding():
             logger.warning(note)
         if config.sampling(0).truncates:
@@ -111,16 +104,13 @@ class GRPOTrainer(Trainer):
 
     def first_engine(self, given: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
-        prompts = len(self.ranks.share(self.args.prompts_at_once)) or 1
-        self.model.loaded.keeper.expect(prompts * self.args.sampled_per_prompt)
+        prompts = len(self.ranks.share(self.args.prompts_per_generation)) or 1
+        self.model.loaded.keeper.expect(prompts * self.args.num_generations)
         engine = given or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
             raise ValueError(
                 f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"'
             )
-        if self.args.speculation:
-            speculate(engine, self.args.sampling(None))
-        check_extra(self.args.extra_generations, self.args.num_generations, engine)
         return engine
 
     def sample_with(self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder) -> None:

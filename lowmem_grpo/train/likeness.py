@@ -19,7 +19,6 @@ OWN = ("card", "card_bytes", "processor")  # of each machine, and free to differ
 ROWS = 8  # that are compared, from the first to the last
 ONE_PROCESS = {  # settings that need one process, and what to do
     "train_while_sampling": "a rank trains other groups than it has sampled; leave it out",
-    "partial_rollouts": "carried sequences belong to one rank; leave it out",
 }
 
 
@@ -45,7 +44,7 @@ def check_settings(config: Any, count: int, samples: bool = True) -> None:
     for name, why in ONE_PROCESS.items():
         if getattr(config, name, None):
             raise ValueError(f"{name} is {getattr(config, name)!r}, and the run has {count} processes: {why}")
-    prompts = config.prompts_at_once if isinstance(config, GRPOConfig) else config.batch_size
+    prompts = config.prompts_per_generation if isinstance(config, GRPOConfig) else config.batch_size
     if samples and prompts < count:
         raise ValueError(f"a step has {prompts} prompts, and the run has {count} processes, each of which takes whole "
                          "prompts: raise per_device_train_batch_size or gradient_accumulation_steps, or start fewer")

@@ -29,7 +29,6 @@ from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.preflight.before_run import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import Clock
@@ -104,7 +103,7 @@ class Trainer(Lifecycle):
 
     def write(
         self, callbacks: list[Any] | None, alarms: Alarms | None = None, replay: ReplayBuffer | None = None,
-        log_completions: bool = False, partial: PartialRollouts | None = None,
+        log_completions: bool = False,
     ) -> None:
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
         self.view = None if self.args.disable_tqdm or not self.ranks.leads else self.view_class()
@@ -115,7 +114,7 @@ class Trainer(Lifecycle):
         self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
         self.saver = Saver(
             self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
-            self.scorer.names if self.scorer else [], partial, self.ranks,
+            self.scorer.names if self.scorer else [], self.ranks,
         )
         self.notify("on_init_end")
 

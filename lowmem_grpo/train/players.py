@@ -35,13 +35,6 @@ class Players:
             raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
         if rollout_func is not None and (self.tools or self.factories):
             raise ValueError("rollout_func makes the rollouts itself; leave tools and environment_factory out")
-        what = "episodes of several turns" if rollout_func is None else "the rollouts of rollout_func"
-        if config.partial_rollouts and (self.plays or rollout_func is not None):
-            raise ValueError(f"partial_rollouts is True, and {what} are not carried to the next step; leave "
-                             "partial_rollouts out")
-        if config.extra_generations and (self.plays or rollout_func is not None):
-            raise ValueError(f"extra_generations is {config.extra_generations}, and {what} are not dropped before they "
-                             "end; leave extra_generations out")
 
     @property
     def plays(self) -> bool:

@@ -41,7 +41,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     checkpointing = bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
     return RunSettings(
-        context=context, num_generations=config.sampled_per_prompt,
+        context=context, num_generations=config.completions_per_prompt,
         lora_rank=highest_rank(vars(model.peft_config[model.active_adapter])),
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,

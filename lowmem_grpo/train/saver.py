@@ -12,7 +12,6 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.parallel.ranks import Ranks
-from lowmem_grpo.rollout.partial import PartialRollouts
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError, MismatchError
@@ -30,15 +29,14 @@ class Saver:
     def __init__(
         self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
         state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
-        partial: PartialRollouts | None = None, ranks: Ranks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`replay` and `reward_names` are those of a run that samples, `partial` of one that carries sequences."""
+        """`replay` and `reward_names` are those of a run that samples."""
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
         self.replay = ReplayBuffer(0) if replay is None else replay
-        self.partial = PartialRollouts(1, 1.0) if partial is None else partial
-        self.carries, self.ranks = partial is not None, ranks or Ranks()
+        self.ranks = ranks or Ranks()
         self.random = RandomStates(learner.policy.device)
         self.mark()
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
@@ -66,7 +64,6 @@ class Saver:
         """Remember where a step begins: the prompts drawn, groups kept, tokens seen and random states."""
         self.random.take()
         self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
-        self.carried = self.partial.entries
         self.measured = self.learner.objective.state()
 
     def go_back(self) -> None:
@@ -74,7 +71,6 @@ class Saver:
         self.random.restore()
         drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
         self.source.restore(drawn)
-        self.partial.entries = self.carried
         self.learner.objective.restore(self.measured)
 
     def note_evaluated(self, metrics: dict[str, Any]) -> None:
@@ -171,7 +167,7 @@ class Saver:
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
             "config": self.config.to_dict(), "memory": self.memory.state(),
             "objective": self.learner.objective.state(), "replay": self.replay.state(),
-            "records": dict(self.records.lines), "partial": self.partial.state(),
+            "records": dict(self.records.lines),
             "keeps_reference": self.learner.policy.reference_adapter is not None,
         }
 
@@ -200,12 +196,3 @@ class Saver:
         self.learner.objective.restore(saved.get("objective", {}))
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
-        self.restore_carried(saved.get("partial", []), generations)
-
-    def restore_carried(self, kept: list[dict[str, Any]], generations: int) -> None:
-        """Go on with the sequences that were carried; a warning counts those that do not fit the settings of now."""
-        fit = [one for one in kept if self.carries and len(one["rollouts"]) == generations]
-        if len(fit) < len(kept):
-            logger.warning("%d of %d prompts that were carried to the next step are dropped: partial_rollouts is off, "
-                           "or num_generations has changed", len(kept) - len(fit), len(kept))
-        self.partial.restore(fit, self.source.dataset)

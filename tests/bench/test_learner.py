@@ -18,10 +18,10 @@ from bench.learner.lessons import answer_of, lessons
 from bench.learner.picture import draw, shown
 from bench.learner.section import card_learning_table
 from bench.learner.sizes import LESSON, SIZES, read_lesson, settings
+from bench.tiny_models.from_scratch import make_model, make_tokenizer
+from bench.tiny_models.tiny_model import ERROR_RATE
 from lowmem_grpo.recipes.problems.arithmetic import Problem
 from lowmem_grpo.recipes.problems.countdown import Countdown, answer_text, evaluate
-from lowmem_grpo.recipes.tiny.from_scratch import make_model, make_tokenizer
-from lowmem_grpo.recipes.tiny.tiny_model import ERROR_RATE
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 

@@ -23,8 +23,7 @@ ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_
              "max_turns", "max_turn_tokens", "history", "environment_timeout", "episode_timeout", "max_tool_tokens",
              "turn_discount", "state_weight", "kl_estimator", "advantage_estimator", "pass_at_k", "preflight",
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age",
-             "train_while_sampling", "speculation", "extra_generations", "partial_rollouts",
-             "partial_rollouts_ahead", "partial_rollouts_staleness"}
+             "train_while_sampling"}
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,

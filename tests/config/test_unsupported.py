@@ -25,3 +25,15 @@ def test_an_option_that_only_a_newer_transformers_has_is_accepted_at_its_default
             GRPOConfig(made_up_option=6)
     finally:
         del known["made_up_option"]
+
+
+@pytest.mark.parametrize(("name", "value", "default", "advice"), [
+    ("speculation", "lookup", None, "train_while_sampling"), ("partial_rollouts", True, False, "train_while_sampling"),
+    ("extra_generations", 2, 0, "num_generations"),
+])
+def test_a_switch_that_was_taken_out_is_refused_with_what_to_use_instead(
+    name: str, value: object, default: object, advice: str
+) -> None:
+    assert GRPOConfig(**{name: default}) == GRPOConfig()
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not supported.*{advice}"):
+        GRPOConfig(**{name: value})

@@ -47,7 +47,7 @@ def test_the_code_on_the_page_works(
         scores = rewards.RewardScorer(third).score(["p"] * 2, ["a", ""], [[1], []], row, None).rewards
         assert scores["ruler"] == [0.5, 1.0] and set(scores) == {"ruler", "sums", "by_row"}
         last = run(BLOCKS[3], tmp_path, server.url)["judge"]
-        assert last.concurrency == 16 and last.prices.completion == 2.0
+        assert last.concurrency == 16
     assert "judge Qwen/Qwen3-32B: " in capsys.readouterr().out
 
 

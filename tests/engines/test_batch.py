@@ -114,16 +114,6 @@ def test_a_shortage_among_rows_at_different_places_changes_nothing(
     assert hook.raised == 1 and other.bound.lowered == 3
 
 
-@pytest.mark.slow
-def test_guesses_begin_where_rows_are_at_different_places(
-    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, expected: list[list[Rollout]]
-) -> None:
-    other = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 9)
-    other.speculate(PARAMS)
-    check_same(other.generate(PROMPTS, PARAMS), expected)
-    assert other.pace.spent["tail"].tokens > 0
-
-
 @pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_turns_go_on_from_rows_that_left_at_different_places(
     small_policy: Policy, tokenizer: PreTrainedTokenizerBase, rows: int

@@ -8,10 +8,10 @@ from template_tokenizers import tokenizer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from bench.tiny_models.from_scratch import CHAT_TEMPLATE as CHATML
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.renderer import Renderer, RendererError
-from lowmem_grpo.recipes.tiny.from_scratch import CHAT_TEMPLATE as CHATML
 from lowmem_grpo.types import Message
 
 CHAT: list[Message] = [{"role": "system", "content": "Be brief.<|im_end|>"}, {"role": "user", "content": " Well?\n"}]

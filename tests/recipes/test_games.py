@@ -9,15 +9,15 @@ import pytest
 from click.testing import CliRunner, Result
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from bench.tiny_models import games_model
+from bench.tiny_models.games_model import TOOLS, calculator_talk, guess_talk, tictactoe_talk
+from bench.tiny_models.talks import encode_talk
 from lowmem_grpo.cli import main
 from lowmem_grpo.environments.rows import HELD_OUT
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
 from lowmem_grpo.recipes.games.calculator import Sum, calculate
 from lowmem_grpo.recipes.games.tictactoe import TicTacToe
-from lowmem_grpo.recipes.tiny import games_model
-from lowmem_grpo.recipes.tiny.games_model import TOOLS, calculator_talk, guess_talk, tictactoe_talk
-from lowmem_grpo.recipes.tiny.talks import encode_talk
 
 MODELS = {"guess": "tiny-games", "calculator": "tiny-games", "tictactoe": "tiny-games", "game2048": "tiny-talks",
           "twenty_questions": "tiny-talks"}

@@ -10,15 +10,15 @@ from click.testing import CliRunner, Result
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bench.attacks.judge_server import by_length, serving
+from bench.tiny_models import inbox_model
+from bench.tiny_models.inbox_model import PHRASES, TOOLS, clerk_talk
+from bench.tiny_models.talks import encode_talk
 from lowmem_grpo.cli import main
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.recipes.games.inbox import Inbox
 from lowmem_grpo.recipes.inbox import make_dataset
 from lowmem_grpo.recipes.problems import mail_database
 from lowmem_grpo.recipes.problems.inbox import mailbox
-from lowmem_grpo.recipes.tiny import inbox_model
-from lowmem_grpo.recipes.tiny.inbox_model import PHRASES, TOOLS, clerk_talk
-from lowmem_grpo.recipes.tiny.talks import encode_talk
 
 
 def invoke(*words: str) -> Result:

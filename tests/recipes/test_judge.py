@@ -75,27 +75,25 @@ def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
     assert "can neither summarize nor judge" in result.output and "judge self: 2 calls" in result.output
     summary, line = records(tmp_path / "run")
     assert (summary["recipe"], summary["status"], summary["judge"], summary["seed"]) == ("judge", "finished", "self", 4)
-    assert summary["judging"]["failed"] == 2 and summary["judging"]["cost"] is None
+    assert summary["judging"]["failed"] == 2
     assert line["judge/ruler/failed"] == 1 and "rewards/facts_kept/mean" in line
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_the_recipe_can_be_judged_by_a_server(tmp_path: Path) -> None:
-    words = ["judge_model=m", "judge_key=local", "price_prompt=10", f"judge_cache={tmp_path / 'judge.jsonl'}"]
+    words = ["judge_model=m", "judge_key=local"]
     with serving(by_length) as server:
         result = run(tmp_path / "run", f"judge={server.url}", *words)
     assert result.exit_code == 0, result.output
     summary, line = records(tmp_path / "run")
     assert line["judge/ruler/failed"] == 0 and line["groups/with_signal"] > 0 and "rewards/too_long/mean" in line
-    assert summary["judging"]["calls"] == 2 and summary["judging"]["cost"] == pytest.approx(200 * 1e-5)
-    assert "judge m: 2 calls" in result.output and "cost 0.0020" in result.output
-    assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 2
+    assert summary["judging"]["calls"] == 2 and summary["judging"]["prompt_tokens"] == 200
+    assert "judge m: 2 calls" in result.output
 
 
 @pytest.mark.parametrize(("words", "message"), [
     (["judge=gpt"], "judge is 'gpt'; allowed are"), (["judge=http://127.0.0.1/v1"], "judge_model is missing"),
     (["judge_model=m"], "judge_model is for a judge at an address"), (["judge_keys=x"], "judge_key"),
-    (["judge=http://127.0.0.1/v1", "judge_model=m", "judge_key=k", "price_prompt=-1"], "price_prompt is -1"),
 ])
 def test_a_wrong_option_is_found_before_the_model_is_loaded(words: list[str], message: str, tmp_path: Path) -> None:
     result = run(tmp_path / "run", *words)

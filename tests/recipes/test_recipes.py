@@ -18,6 +18,7 @@ from datasets import Dataset
 from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.tiny_models import tiny_model
 from lowmem_grpo.cli import main
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
@@ -28,7 +29,6 @@ from lowmem_grpo.recipes.lesson import SHOWN, Lesson, teach
 from lowmem_grpo.recipes.options import fill, parse
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
-from lowmem_grpo.recipes.tiny import tiny_model
 from lowmem_grpo.rewards import RewardError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"

@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.environments.marks import Marks
-from lowmem_grpo.models.named import resolve
-from lowmem_grpo.recipes.games.game2048 import MOVES, Game2048, move_in
-from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no
-from lowmem_grpo.recipes.tiny.talks import TOOL_MARKS, Talk, encode_talk
-from lowmem_grpo.recipes.tiny.talks_model import (
+from bench.tiny_models.talks import TOOL_MARKS, Talk, encode_talk
+from bench.tiny_models.talks_model import (
     HARD,
     LOOKS,
     PHRASES,
@@ -23,6 +18,11 @@ from lowmem_grpo.recipes.tiny.talks_model import (
     boards,
     demonstrations,
 )
+from lowmem_grpo import FastLanguageModel, SamplingParams
+from lowmem_grpo.environments.marks import Marks
+from lowmem_grpo.models.named import resolve
+from lowmem_grpo.recipes.games.game2048 import MOVES, Game2048, move_in
+from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no
 
 
 @pytest.fixture(scope="module")

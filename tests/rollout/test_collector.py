@@ -56,9 +56,6 @@ class Loop:
                     self.state.policy_version)
             for number in numbers], row_index=prompt.index) for prompt in prompts]
 
-    def speculation(self) -> dict[str, float]:
-        return {}
-
     def pace(self) -> Pace:
         """Of one call, in which four sequences ran."""
         found = Pace()

@@ -15,7 +15,7 @@ from lowmem_grpo.environments.episode import Bounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import Factories
 from lowmem_grpo.environments.workers import Job
-from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, unanswered
+from lowmem_grpo.rewards.judge.judge import Judge, Round, unanswered
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.types import Rollout
@@ -105,7 +105,7 @@ class Scripted(Judge):
     time_limit = 10.0
 
     def __init__(self, fails: bool = False) -> None:
-        super().__init__("scripted", 100, None, Prices(1.0, None))
+        super().__init__("scripted", 100)
         self.asked: list[Question] = []
         self.fails = fails
 

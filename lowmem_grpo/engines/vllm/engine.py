@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup, Until
+from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
 from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
-from lowmem_grpo.engines.vllm import guesses
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
@@ -28,7 +27,6 @@ from lowmem_grpo.engines.vllm.lifetime import PROCESS, check_alone, end
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
-from lowmem_grpo.engines.vllm.sequences import Sequences
 from lowmem_grpo.engines.vllm.steps import Steps
 from lowmem_grpo.engines.vllm.turns import Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
@@ -81,7 +79,6 @@ class VLLMEngine:
             sampling_weights, policy, self.capacity, self.eager)
         self.capacity.check(policy)
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
-        self.guesses = False  # whether vLLM is to guess tokens by lookup
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.llm: Any = None
         self.eos_ids = policy.eos_token_ids(tokenizer)
@@ -153,7 +150,7 @@ class VLLMEngine:
                 with undisturbed(self.policy.device):
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
                         self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps,
-                        self.tells_routes), **(guesses.options() if self.guesses else {}))
+                        self.tells_routes))
             except BaseException as error:
                 self.loan.close()
                 self.vllm.cleanup_dist_env_and_memory()
@@ -161,21 +158,15 @@ class VLLMEngine:
                 raise
         if self.loan.wide is None:
             self.sampling_weights = FOUR
-        PROCESS.clean, self.asleep, self.seqs, self.guessing = True, False, self.capacity.seqs, self.guesses
+        PROCESS.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
         self.cache = self.kv_bytes = self.capacity.cache
         self.prefixes: Hashable = None  # what the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.loan)
         PROCESS.engine = weakref.ref(self)
 
-    def speculate(self, params: SamplingParams) -> None:
-        """Guess tokens with vLLM's own lookup, from the next call on, for which it is restarted. ValueError where vLLM
-        cannot."""
-        guesses.check(self.policy, params)
-        self.guesses = True
-
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None, until: Until | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[list[Rollout]]:
         """n rollouts of each prompt. If vLLM dies, a new one is made once and samples what is missing; a second death
         raises, and so does a call that cannot be right. If memory runs out (in waking too), a new one is made with a
@@ -184,14 +175,12 @@ class VLLMEngine:
         if not prompts:
             return []
         waiting = len(prompts) * params.n > self.slots
-        told = prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None
-        call = Prompts(*told) if until is None else Sequences(*told, until)
+        call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
         with undisturbed(self.policy.device):
             self.in_less_memory(lambda: self.run_surely(call), call)
         found = call.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
-            if rollouts:
-                self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
         return found
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
@@ -234,8 +223,7 @@ class VLLMEngine:
     def outdated(self) -> bool:
         """Whether vLLM has to be restarted: a call broke off, or it was made for other bounds than hold now."""
         return (self.llm is None or self.unfinished
-                or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache)
-                or self.guesses != self.guessing)
+                or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
     def run_surely(self, call: Prompts | Turns) -> None:
         """`run` in an engine that is up to date, and once more in a new one if that dies."""

@@ -32,21 +32,14 @@ class Steps:
         """Sequences that are not finished."""
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
-    def enter(self, number: str, prompt: list[int], settings: Any) -> None:
-        """Ask vLLM for one request under this number, whose tokens are told as they are drawn. (`enqueue` lets vLLM
-        tell them in the end only.)"""
-        settings.output_kind = type(settings.output_kind).DELTA
-        self.llm.llm_engine.add_request(number, {"type": "token", "prompt_token_ids": prompt}, settings)
-
     def abort(self, numbers: list[str]) -> None:
         """Take back requests, by their numbers."""
         if numbers:
             self.llm.llm_engine.abort_request(numbers)
 
-    def step(self, every: bool = False) -> list[Any]:
-        """The outputs of the requests that end with the next token, or of `every` one that tells its tokens. A step
-        that takes in waiting sequences computes their prompts, so its time is that of prefill; one that takes a
-        sequence out takes none in."""
+    def step(self) -> list[Any]:
+        """Make a step; returns the outputs of the requests that end with it. A step that takes in waiting sequences
+        computes their prompts, so its time is that of prefill; one that takes a sequence out takes none in."""
         running, waiting = self.counts()
         self.pace.resume()
         outputs: list[Any] = self.llm.llm_engine.step()
@@ -55,7 +48,7 @@ class Steps:
             self.pace.read(0)
         self.pace.preemptions += max(0, -entered)
         self.pace.step(running + entered)
-        return [output for output in outputs if every or output.finished]
+        return [output for output in outputs if output.finished]
 
     def was_read(self, tokens: int) -> None:
         """A request has ended of whose prompt vLLM computed so many tokens."""

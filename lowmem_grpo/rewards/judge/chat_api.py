@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 from lowmem_grpo.rewards.judge.hidden import address, hidden, is_address, plain, secrets_of
 from lowmem_grpo.rewards.judge.judge import unanswered
 from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.usage import NOTHING, Usage, usage_of
 from lowmem_grpo.runs.findings import Finding
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-FORMS = ("json_schema", "json_object", "text")  # forms of structured output, the strictest first
+MOST_TOKENS = 1 << 32  # of one request, that a server may say it took
 VISIBLE = re.compile(r"[!-~]+")  # what a key consists of
 WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_URL; it must be like "
              "https://api.example.com/v1")
-REFUSED = (400, 422)  # status codes of a request that the server does not accept
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,8 @@ class Reply:
 
     text: str
     cut: bool = False  # at the limit of tokens
-    usage: Usage = NOTHING
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     retries: int = 0  # failed requests before this one
     is_chat: bool = True  # False: it is not the answer of a chat API
 
@@ -39,7 +38,6 @@ class Failure:
 
     trouble: Finding
     retries: int = 0
-    refused: bool = False  # the server understood the request and does not accept it
 
 
 def make_client(base_url: str | None, api_key: str | None, timeout: float, retries: int) -> "AsyncOpenAI":
@@ -94,50 +92,44 @@ def is_json(value: Any) -> bool:
 
 
 async def ask(
-    client: "AsyncOpenAI", model: str, question: Question, fault: str | None, form: str, options: dict[str, Any]
+    client: "AsyncOpenAI", model: str, question: Question, fault: str | None, options: dict[str, Any]
 ) -> Reply | Failure:
-    """One chat completion."""
-    said: dict[str, Any] = {"messages": question.messages(fault)}
-    said |= {} if form == "text" else {"response_format": response_format(question, form)}
+    """Return one chat completion, or why there is none."""
     create: Any = client.chat.completions.with_raw_response.create
-    limit, secrets = options.get("max_completion_tokens", options.get("max_tokens")), secrets_of(client, options)
+    secrets = secrets_of(client, options)
     try:
-        raw = await create(model=model, **said, **options)
+        raw = await create(model=model, messages=question.messages(fault), **options)
         answer = raw.parse()
     except Exception as error:  # noqa: BLE001, what a server sends can raise any in the client and below it
         return failure_of(error, model, client, secrets)
-    asked = len(json.dumps(said, ensure_ascii=False).encode())
-    return reply_of(answer, raw.retries_taken, asked, limit, secrets)
+    return reply_of(answer, raw.retries_taken, secrets)
 
 
-def response_format(question: Question, form: str) -> dict[str, Any]:
-    """What the request says about the form of the reply: any JSON, or the question's own schema."""
-    if form == "json_object":
-        return {"type": form}
-    return {"type": form, "json_schema": {"name": "scores", "strict": True, "schema": question.schema}}
-
-
-def reply_of(answer: Any, retries: int, asked_bytes: int, limit: object, secrets: list[str]) -> Reply:
-    """The reply in the client's object; a server may have left out any part of it."""
+def reply_of(answer: Any, retries: int, secrets: list[str]) -> Reply:
+    """Return the reply in the client's object; a server may have left out any part of it."""
     try:
         choice = answer.choices[0]
         said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
     except (AttributeError, TypeError, IndexError, KeyError):
         said, cut, is_chat = "", False, False
     text = hidden(said, secrets) if isinstance(said, str) else ""
-    counts = getattr(answer, "usage", None)
-    prompt, completion = (getattr(counts, f"{name}_tokens", None) for name in ("prompt", "completion"))
-    usage = usage_of(prompt, completion, asked_bytes, len(text.encode(errors="replace")), limit)
-    return Reply(text, cut, usage, retries, is_chat)
+    usage = getattr(answer, "usage", None)
+    prompt, completion = (count_of(usage, f"{name}_tokens") for name in ("prompt", "completion"))
+    return Reply(text, cut, prompt, completion, retries, is_chat)
+
+
+def count_of(usage: Any, name: str) -> int:
+    """Return a server's count of tokens; 0 for one that no count can be."""
+    count = getattr(usage, name, None)
+    return count if type(count) is int and 0 < count < MOST_TOKENS else 0
 
 
 def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: list[str]) -> Failure:
     """What failed, as a finding with what to do."""
     request = getattr(error, "request", None)
     taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
-    status = getattr(error, "status_code", None)
     trouble = trouble_of(error, model, address(client.base_url), client.timeout, secrets)
-    return Failure(trouble, int(taken) if taken.isdigit() else 0, status in REFUSED)
+    return Failure(trouble, int(taken) if taken.isdigit() else 0)
 
 
 def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: list[str]) -> Finding:

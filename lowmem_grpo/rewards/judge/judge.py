@@ -1,19 +1,20 @@
-"""What both judges share: a name, a cache, a meter and warnings."""
+"""Share a name, a cache, a meter and warnings between both judges."""
 
 import logging
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.judge.cache import Cache
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import is_number
 from lowmem_grpo.runs.findings import Finding
 
 logger = logging.getLogger(__name__)
 
+GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
+    ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
 
 
@@ -31,26 +32,6 @@ class Meter:
     def add(self, other: "Meter") -> None:
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices of a million tokens, in any currency. None means unknown; if both are, no cost is shown."""
-
-    prompt: float | None = None
-    completion: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, price in (("price_prompt", self.prompt), ("price_completion", self.completion)):
-            if price is not None and not (is_number(price) and price >= 0):
-                raise ValueError(f"{name} is {price!r}; it must be the price of a million tokens, 0 or above")
-
-    def cost(self, meter: Meter) -> float | None:
-        """The cost of the meter's tokens; None if no price is known."""
-        if self.prompt is None and self.completion is None:
-            return None
-        paid = meter.prompt_tokens * (self.prompt or 0.0) + meter.completion_tokens * (self.completion or 0.0)
-        return paid / 1e6
 
 
 @dataclass
@@ -76,10 +57,11 @@ class Judge:
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # the method of each judge
 
-    def __init__(self, name: str, cache_size: int, cache_file: str | Path | None, prices: Prices) -> None:
-        self.name, self.prices = name, prices
-        self.identity = name  # whatever else decides the answer to a question: part of the cache's keys
-        self.cache = Cache(cache_size, cache_file)
+    def __init__(self, name: str, cache_size: int) -> None:
+        """Keep the ratings of the last `cache_size` questions. ValueError for a negative one."""
+        check_settings({"cache_size": (cache_size, is_count(cache_size, 0), "a number of questions, 0 or above")})
+        self.name, self.cache_size = name, cache_size
+        self.cache: OrderedDict[str, Ratings] = OrderedDict()
         self.meter = Meter()
         self.complaints = Complaints()
 
@@ -88,8 +70,7 @@ class Judge:
         now = Round(questions)
         waiting: list[Question] = []
         for question in dict.fromkeys(questions):
-            ratings = self.cache.get(question.key(self.identity), len(question.answers))
-            if ratings is None or not all(question.low <= score <= question.high for score, _ in ratings):
+            if (ratings := self.cache.get(question.key)) is None:
                 waiting.append(question)
             else:
                 now.found[question] = ratings
@@ -98,8 +79,9 @@ class Judge:
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
-        now.found[question] = ratings
-        self.cache.put(question.key(self.identity), ratings)
+        now.found[question] = self.cache[question.key] = ratings
+        while len(self.cache) > self.cache_size:
+            self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
         """Add the round to the meter, and warn of what went wrong in it."""
@@ -109,17 +91,12 @@ class Judge:
             self.complaints.say(self.name, trouble)
         return now
 
-    @property
-    def cost(self) -> float | None:
-        """The cost so far; None if no prices were given."""
-        return self.prices.cost(self.meter)
-
     def summary(self) -> str:
         """What judging has taken so far, in one line."""
-        meter, paid = self.meter, "" if self.cost is None else f", cost {self.cost:.4f}"
+        meter = self.meter
         return (f"judge {self.name}: {meter.calls:,} calls ({meter.cached:,} more from the cache), {meter.retried:,} "
                 f"retried, {meter.failed:,} failed; {meter.prompt_tokens:,} prompt and {meter.completion_tokens:,} "
-                f"completion tokens{paid}")
+                f"completion tokens")
 
 
 def unanswered(kind: str, problem: str, fix: str) -> Finding:
@@ -159,6 +136,12 @@ def check_settings(rules: dict[str, tuple[object, bool, str]]) -> None:
     for name, (value, allowed, rule) in rules.items():
         if not allowed:
             raise ValueError(f"{name} is {value!r}; it must be {rule}")
+
+
+def check_gone(options: dict[str, Any]) -> None:
+    """Raise TypeError for an option that is unknown, or that is here no longer, with what to do instead."""
+    for name in options:
+        raise TypeError(f"a judge has no option {name!r}: {GONE.get(name, 'see docs/judge.md for its options')}")
 
 
 def is_seconds(value: object) -> bool:

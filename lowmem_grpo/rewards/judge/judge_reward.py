@@ -16,8 +16,8 @@ from lowmem_grpo.runs.findings import Finding
 class JudgeReward(Reward):
     """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server.
 
-    Each call logs judge/NAME/failed and /cached (shares of the completions), /retries, /tokens and, with prices, /cost
-    (for one completion), and /seconds (of the call) if the judge was asked. The reasons go into the extra column
+    Each call logs judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (for one
+    completion), and /seconds (of the call) if the judge was asked. The reasons go into the extra column
     NAME_reason.
     """
 
@@ -70,11 +70,11 @@ class JudgeReward(Reward):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
             return
-        meter, cost = now.meter, self.judge.prices.cost(now.meter)
+        meter = now.meter
         totals = {
             "failed": completions_of(asked, lambda question: question not in now.found),
             "cached": completions_of(asked, lambda question: question in now.known), "retries": meter.retried,
-            "tokens": meter.prompt_tokens + meter.completion_tokens, **({} if cost is None else {"cost": cost}),
+            "tokens": meter.prompt_tokens + meter.completion_tokens,
         }
         found = {name: total / len(reasons) for name, total in totals.items()}
         for name, value in (found | ({"seconds": seconds} if meter.calls else {})).items():

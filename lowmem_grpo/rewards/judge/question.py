@@ -4,7 +4,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from lowmem_grpo.rewards.judge.controls import broken
 from lowmem_grpo.rewards.judge.replies import read_group, read_single, writable
@@ -89,28 +88,15 @@ class Question:
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
         return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
 
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The JSON schema of the reply, as strict structured output takes it. `read` checks the bounds."""
-        entry = {"reason": {"type": "string"}, "score": {"type": "number"}}
-        if not self.grouped:
-            return closed_object(entry)
-        item = closed_object({"id": {"type": "integer"}, **entry})
-        return closed_object({"scores": {"type": "array", "items": item}})
-
     def read(self, reply: str) -> Ratings:
         """(score, reason) of each answer in order. Raises BadReplyError if the reply is anything else."""
         read = partial(read_group, count=len(self.answers)) if self.grouped else read_single
         return read(reply, low=self.low, high=self.high)
 
-    def key(self, judge: str) -> str:
-        """The key in a cache: it depends on the judge and on everything that is said to it."""
-        return digest([judge, self.system, self.user])
-
-
-def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object that has all of these properties and no other."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    @property
+    def key(self) -> str:
+        """Return its key in a cache, which depends on all that is said to the judge."""
+        return digest([self.system, self.user])
 
 
 def digest(texts: list[str]) -> str:

@@ -2,12 +2,11 @@
 
 import logging
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.rewards.judge.controls import without_controls
-from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, check_settings, is_count, is_seconds, unanswered
+from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, check_settings, is_count, is_seconds, unanswered
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
 
@@ -36,22 +35,22 @@ class SelfJudge(Judge):
     def __init__(
         self, model: Sampling, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
-        cache_file: str | Path | None = None,
+        **gone: Any,
     ) -> None:
         """`model` is what FastLanguageModel returned. A question and its reply must fit into its max_seq_length.
 
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
         all questions of a step. A generation cannot be broken off, but no second one begins after half of that time.
         """
+        check_gone(gone)
         check_settings({
             "max_tokens": (max_tokens, is_count(max_tokens, 1), "a number of tokens"),
             "temperature": (temperature, isinstance(temperature, int | float) and temperature >= 0, "0 or above"),
             "time_limit": (time_limit, is_seconds(time_limit), "seconds above 0"),
         })
-        super().__init__("self", cache_size, cache_file, Prices())
+        super().__init__("self", cache_size)
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
-        self.identity = repr(("self", *weights_of(model), max_tokens, temperature, seed, self.template_kwargs))
         from lowmem_grpo.memory.bounds import RunMemory
 
         self.memory = RunMemory()  # a bound of its own: questions are longer than the run's prompts
@@ -137,10 +136,3 @@ class SelfJudge(Judge):
         finally:
             engine.sleep()
         return found
-
-
-def weights_of(model: Sampling) -> tuple[Any, ...]:
-    """What tells the weights of two models apart: name, revision, quantization and dtype."""
-    inner, loaded = model.inner, model.loaded
-    quantization = getattr(getattr(inner, "config", None), "quantization_config", None)
-    return loaded.name, getattr(loaded, "revision", None), str(quantization), str(getattr(inner, "dtype", None))

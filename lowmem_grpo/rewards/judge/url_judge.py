@@ -1,24 +1,17 @@
 """A judge behind an OpenAI-compatible URL: many questions at a time, while other completions are still sampled."""
 
 import asyncio
-import logging
-import re
-from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.judge.chat_api import FORMS, Failure, Reply, ask, make_client, unknown_options
+from lowmem_grpo.rewards.judge.chat_api import Failure, Reply, ask, make_client, unknown_options
 from lowmem_grpo.rewards.judge.hidden import hidden, is_address, secrets_of
-from lowmem_grpo.rewards.judge.judge import Judge, Prices, Round, check_settings, is_count, is_seconds, unanswered
+from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, check_settings, is_count, is_seconds, unanswered
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
-from lowmem_grpo.rewards.judge.usage import Usage
 from lowmem_grpo.runs.findings import Finding
 
-logger = logging.getLogger(__name__)
-
-REFUSALS = 100  # refusals in different words that are remembered
 MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
-OURS = ("model", "messages", "response_format", "stream", "n", "timeout")  # arguments that `options` cannot change
+OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` cannot change
 
 
 class UrlJudge(Judge):
@@ -26,19 +19,19 @@ class UrlJudge(Judge):
 
     def __init__(
         self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
-        deadline: float = 120.0, retries: int = 2, concurrency: int = 16, price_prompt: float | None = None,
-        price_completion: float | None = None, cache_size: int = 10_000, cache_file: str | Path | None = None,
-        options: dict[str, Any] | None = None,
+        deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
+        options: dict[str, Any] | None = None, **gone: Any,
     ) -> None:
         """None for `base_url` or `api_key` means the client's own (OpenAI's URL, OPENAI_API_KEY).
 
         timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
         retries: further requests after an error that may pass, and after a reply without scores.
-        concurrency: requests at a time, in the whole run. price_*: of a million tokens, for the meter.
-        options: more for each request, e.g. {"temperature": 0, "max_tokens": 2000, "reasoning_effort": "low"}.
+        concurrency: requests at a time, in the whole run. options: more for each request, such as {"temperature": 0,
+        "max_tokens": 2000, "reasoning_effort": "low", "response_format": {"type": "json_object"}}.
 
         Raises ValueError for settings that make no sense or if there is no key, and ImportError without openai.
         """
+        check_gone(gone)
         named = isinstance(options, dict) or options is None
         wrong = sorted({*(options or {})} & {*OURS}) if named else []
         check_settings({
@@ -56,17 +49,12 @@ class UrlJudge(Judge):
         check_settings({  # their values are not shown: a header may be a secret
             "options": (sorted(options or {}), not wrong, f"without {', '.join(wrong)}, which the judge sets itself"),
         })
-        super().__init__(model, cache_size, cache_file, Prices(price_prompt, price_completion))
+        super().__init__(model, cache_size)
         self.client_settings = (base_url, api_key, min(timeout, deadline), retries)
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
         self.options = dict(options or {})
-        self.form = 0  # index into FORMS: the strictest form that the server is known to take
-        self.taken = False  # whether the server took a request in that form
-        self.doubted = False  # whether a count of tokens was not taken; that is said once
-        self.refusals: set[str] = set()  # what the server said when the form was not the reason
         client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
-        self.identity = repr((str(client.base_url), model, sorted(self.options.items())))
         unknown = unknown_options(client, self.options)
         check_settings({"options": (sorted(self.options), not unknown,
         f"what the client's create() takes, without {unknown}")})
@@ -98,13 +86,14 @@ class UrlJudge(Judge):
         fault, last, reply, secrets = None, "", Reply(""), secrets_of(client, self.options)
         for attempt in range(1 + self.retries):
             async with places:
-                found = await self._ask(client, question, fault, now)
+                found = await ask(client, self.name, question, fault, self.options)
             now.meter.retried += found.retries + (attempt > 0)
             if isinstance(found, Failure):
                 now.troubles.append(found.trouble)
                 return
             reply = found
-            self._count(reply.usage, now)
+            now.meter.prompt_tokens += reply.prompt_tokens
+            now.meter.completion_tokens += reply.completion_tokens
             try:
                 ratings = read(question, reply)
                 self.learn(now, question, [(score, hidden(reason, secrets)) for score, reason in ratings])
@@ -112,46 +101,6 @@ class UrlJudge(Judge):
             except BadReplyError as bad:
                 fault, last = bad.fault, str(bad)
         now.troubles.append(no_scores(last, reply))
-
-    def _count(self, usage: Usage, now: Round) -> None:
-        now.meter.prompt_tokens += usage.prompt
-        now.meter.completion_tokens += usage.completion
-        if usage.doubt and not self.doubted:
-            logger.warning("judge %s: its counts of tokens cannot be true (%s). Such counts are guessed from the texts "
-                           "from here on; compare the cost with the server's bill", self.name, usage.doubt)
-        self.doubted |= bool(usage.doubt)
-
-    async def _ask(self, client: Any, question: Question, fault: str | None, now: Round) -> Reply | Failure:
-        """One answer, in the strictest form that the server takes. A looser form that it takes is remembered."""
-        first = self.form
-        for form in range(first, len(FORMS)):
-            found = await ask(client, self.name, question, fault, FORMS[form], self.options)
-            if isinstance(found, Reply):
-                self._note_taken(form)
-            if isinstance(found, Reply) or not found.refused or self._is_content(form, found):
-                break
-            if form + 1 == len(FORMS):
-                self._note_refusal(found)
-            else:
-                now.meter.retried += 1
-        return found
-
-    def _is_content(self, form: int, refused: Failure) -> bool:
-        """Whether a request was refused for another reason than its form: the server has taken other requests in this
-        form, or has said the same in every form."""
-        return (self.taken and form == self.form) or in_general(refused) in self.refusals
-
-    def _note_refusal(self, refused: Failure) -> None:
-        """No form helped, so these words are about something else, for example a prompt that is too long."""
-        if len(self.refusals) < REFUSALS:
-            self.refusals.add(in_general(refused))
-
-    def _note_taken(self, form: int) -> None:
-        if form > self.form:
-            logger.warning("judge %s: the server does not take response_format %s; asking for %s from here on",
-                           self.name, FORMS[self.form], FORMS[form])
-        if form >= self.form:
-            self.form, self.taken = form, True
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_sessions"}
@@ -176,11 +125,6 @@ class Sessions:
             self.made = {other: session for other, session in self.made.items() if not other.is_closed()}
             self.made[loop] = (client, asyncio.Semaphore(judge.concurrency))
         return self.made[loop]
-
-
-def in_general(refused: Failure) -> str:
-    """What the server said, with 0 for every number in it."""
-    return re.sub(r"\d+", "0", refused.trouble.problem)
 
 
 def read(question: Question, reply: Reply) -> Ratings:

@@ -11,7 +11,6 @@ import torch
 from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm import guesses
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.engines.vllm.requests import settings_of
@@ -35,14 +34,11 @@ FIELDS: dict[tuple[str, str], list[str]] = {
         "model", "quantization", "load_format", "dtype", "model_impl", "max_model_len", "max_num_seqs",
         "kv_cache_memory_bytes", "enforce_eager", "compilation_config", "enable_sleep_mode", "enable_prefix_caching",
         "logprobs_mode", "generation_config", "disable_log_stats", "gpu_memory_utilization", "enable_chunked_prefill",
-        "max_num_batched_tokens", "block_size", "kv_cache_dtype", "speculative_config",
+        "max_num_batched_tokens", "block_size", "kv_cache_dtype",
     ],
     ("vllm.sampling_params", "SamplingParams"): [
         "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos",
         "include_stop_str_in_output", "logprobs", "detokenize", "skip_special_tokens",
-    ],
-    ("vllm.config.speculative", "SpeculativeConfig"): [
-        "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max",
     ],
     ("vllm.config.compilation", "CompilationConfig"): ["mode", "cudagraph_mode"],
 }
@@ -80,9 +76,8 @@ def test_every_option_of_llm_is_in_the_table_above() -> None:
     used = llm_options(card, 512, "name", room, False, True)  # type: ignore[arg-type]
     (settings,) = settings_of(SamplingParams(), [5], [0], [2], dict)
     table = {owner: set(names) for (_, owner), names in FIELDS.items()}
-    assert set(used) | set(guesses.options()) | {"model", "gpu_memory_utilization"} == table["EngineArgs"]
+    assert set(used) | {"model", "gpu_memory_utilization"} == table["EngineArgs"]
     assert set(settings) == table["SamplingParams"]
-    assert set(guesses.options()["speculative_config"]) == table["SpeculativeConfig"]
 
 
 @pytest.mark.usefixtures("borrow")

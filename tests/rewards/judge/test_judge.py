@@ -3,7 +3,6 @@
 import json
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.cache import Cache
-from lowmem_grpo.rewards.judge.judge import Complaints, Meter, Prices, unanswered
+from lowmem_grpo.rewards.judge.judge import Complaints, Meter, unanswered
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
 from lowmem_grpo.rewards.judge.replies import BadReplyError, read_group, read_single
 
@@ -73,12 +71,9 @@ def test_a_judge_is_not_told_what_it_was_made_to_say(reply: str) -> None:
     assert "GIVE IT" in str(error.value) and "GIVE IT" not in error.value.fault
 
 
-def test_every_reason_can_be_written_down(tmp_path: Path) -> None:
+def test_every_reason_can_be_written_down() -> None:
     (_, reason), = read_single('{"score": 7, "reason": "nice \\ud83d <think>"}', 0, 10)
     assert reason == "nice ? <think>"
-    path = tmp_path / "judge.jsonl"
-    path.write_text('{"key": "k", "ratings": [[1, "nice \\ud83d"]]}\n')
-    assert Cache(10, path).get("k", 1) == [(1.0, "nice ?")]
 
 
 def test_a_single_score_is_read_on_its_own_scale() -> None:
@@ -115,14 +110,14 @@ def test_different_questions_have_different_keys() -> None:
         Question("Say.", ("a", "b"), GROUP_RUBRIC, grouped=True), Question("Say it.", ("a",), GROUP_RUBRIC),
         Question("Say it.", ("a",), GROUP_RUBRIC, "ref"), Question("Say it.", ("a",), GROUP_RUBRIC, high=10.0),
     ]
-    keys = {question.key(judge) for question in questions for judge in ("one", "two")}
-    assert len(keys) == 2 * len(questions) and group("a", "b").key("one") in keys
+    keys = {question.key for question in questions}
+    assert len(keys) == len(questions) and group("a", "b").key in keys
 
 
 def test_what_no_request_can_hold_is_not_sent() -> None:
     (_, user) = group("a\udc80b", "c").messages()
     user["content"].encode()
-    assert "a?b" in user["content"] and group("a\udc80b", "c").key("m") != group("a?b", "c").key("m")
+    assert "a?b" in user["content"] and group("a\udc80b", "c").key != group("a?b", "c").key
 
 
 # rewards
@@ -193,14 +188,14 @@ def test_what_is_logged_is_of_this_call() -> None:
     call(reward, ["p", "p", "q", "q"], ["a", "", "a", "a"], **tools)
     assert extras == {"mine_reason": ["a", "", "nothing to compare", "nothing to compare"]}
     assert dict(logged).keys() == {f"judge/mine/{name}" for name in (
-        "failed", "cached", "retries", "tokens", "seconds", "cost")}
-    assert dict(logged)["judge/mine/tokens"] == 2.5 and dict(logged)["judge/mine/cost"] == 2.5e-6
+        "failed", "cached", "retries", "tokens", "seconds")}
+    assert dict(logged)["judge/mine/tokens"] == 2.5
     logged.clear()
     call(reward, ["p", "p", "q", "q"], ["a", "", "a", ""], **tools)
-    assert dict(logged)["judge/mine/cached"] == 0.5 and dict(logged)["judge/mine/cost"] == 2.5e-6, "not a running total"
+    assert dict(logged)["judge/mine/cached"] == 0.5, "not a running total"
     logged.clear()
     call(reward, ["p", "p"], ["a", "a"], **tools)
-    assert dict(logged) == {f"judge/mine/{name}": 0 for name in ("failed", "cached", "retries", "tokens", "cost")}
+    assert dict(logged) == {f"judge/mine/{name}": 0 for name in ("failed", "cached", "retries", "tokens")}
 
 
 def test_a_share_is_of_completions() -> None:
@@ -234,51 +229,14 @@ def test_settings_that_make_no_sense_are_refused(make: Any, kind: type[Exception
 # what is kept
 
 
-def test_a_cache_is_bounded() -> None:
-    cache = Cache(2)
-    for name in "abc":
-        cache.put(name, [(1.0, "r")])
-        cache.get("a", 1)
-    assert [cache.get(name, 1) is not None for name in "abc"] == [True, False, True], "the least used one goes"
-    assert cache.get("a", 2) is None, "an entry of another length"
-
-
-def test_a_file_of_answers_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "new" / "judge.jsonl"
-    cache = Cache(10, path)
-    cache.put("a", [(0.5, "möglich")])
-    path.write_bytes(path.read_bytes() + b'{"key": "torn", "rat')  # a process was killed here
-    again = Cache(10, path)
-    assert again.get("a", 1) == [(0.5, "möglich")]
-    assert "1 damaged lines" in caplog.text
-    again.put("b", [(1.0, "")])
-    assert Cache(10, path).get("b", 1) == [(1.0, "")], "written after the torn line, not into it"
-    assert Cache(1, path).get("a", 1) is None
-
-
-@pytest.mark.parametrize("line", [
-    "[]", "1", '{"key": "k"}', '{"key": 1, "ratings": [[1, "r"]]}', '{"key": "k", "ratings": []}',
-    '{"key": "k", "ratings": [1]}', "[" * 100_000,
-], ids=lambda line: line[:40])
-def test_a_damaged_line_is_skipped(line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "judge.jsonl"
-    path.write_text(line + "\n", encoding="latin-1")
-    assert not Cache(10, path).found and "1 damaged lines" in caplog.text
-
-
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match=r"cache_file .* cannot be used"):
-        Cache(10, tmp_path)
-    with pytest.raises(ValueError, match="cache_size is -1"):
-        Cache(-1)
-    with pytest.raises(ValueError, match="cache_size is 0 and cache_file is"):
-        Cache(0, tmp_path / "judge.jsonl")
-    path = tmp_path / "later"
-    cache = Cache(10, path)
-    path.mkdir()
-    cache.put("a", [(1.0, "")])
-    cache.put("b", [(1.0, "")])
-    assert cache.get("a", 1) and caplog.text.count("cannot be written") == 1
+def test_no_more_is_kept_than_the_cache_holds() -> None:
+    judge = Scripted()
+    judge.cache_size = 2
+    for text in ("a", "b", "c", "a"):
+        call(rewards.judged(judge), ["p"], [text])
+    assert len(judge.cache) == 2 and judge.meter.cached == 0, "the oldest one went"
+    call(rewards.judged(judge), ["p"], ["c"])
+    assert judge.meter.cached == 1
 
 
 def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,18 +250,12 @@ def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixt
     assert "it is down (2 more times since this was last said)" in caplog.records[-1].message
 
 
-def test_cost_is_that_of_the_tokens() -> None:
-    meter = Meter(calls=3, cached=1, prompt_tokens=2_000_000, completion_tokens=500_000)
-    assert Prices(0.5, 2.0).cost(meter) == 2.0 and Prices(None, 2.0).cost(meter) == 1.0 and Prices().cost(meter) is None
+def test_the_summary_tells_what_the_meter_counted() -> None:
     judge = Scripted()
-    judge.prices, judge.meter = Prices(0.5, 2.0), meter
+    judge.meter = Meter(calls=3, cached=1, prompt_tokens=2_000_000, completion_tokens=500_000)
     assert judge.summary() == (
         "judge scripted: 3 calls (1 more from the cache), 0 retried, 0 failed; "
-        "2,000,000 prompt and 500,000 completion tokens, cost 2.0000")
-    judge.prices = Prices()
-    assert "cost" not in judge.summary()
-    with pytest.raises(ValueError, match="price_prompt is -1"):
-        Prices(-1)
+        "2,000,000 prompt and 500,000 completion tokens")
 
 
 def test_a_judge_reward_can_be_pickled() -> None:

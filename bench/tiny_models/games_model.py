@@ -1,6 +1,6 @@
 """Make the embedded model of the games: it knows the form of every game, and plays blindly.
 
-    python -m lowmem_grpo.recipes.tiny.games_model --out DIR
+    python -m bench.tiny_models.games_model --out DIR
 
 It begins with the weights of the embedded model `tiny`, gets a tokenizer of its own, and is trained on demonstrations:
 players of `guess` who mostly do not listen, random legal moves in `tictactoe`, and answers to problems of `calculator`
@@ -18,13 +18,13 @@ import click
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
+from bench.tiny_models.from_scratch import describe, train
+from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
+from bench.tiny_models.tiny_model import SHAPE, wrong_total
 from lowmem_grpo.models.named import TINY
 from lowmem_grpo.recipes.games import guess, tictactoe
 from lowmem_grpo.recipes.games.calculator import Sum, calculate, sums
 from lowmem_grpo.recipes.games.playing import G, Player
-from lowmem_grpo.recipes.tiny.from_scratch import describe, train
-from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
-from lowmem_grpo.recipes.tiny.tiny_model import SHAPE, wrong_total
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
 LISTENS = 0.5  # share of the demonstrations of `guess` that guess what is still possible
@@ -36,7 +36,7 @@ pipeline_tag: text-generation
 # tiny-games: the embedded model of the recipes guess, calculator and tictactoe
 
 A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
-CPU by `python -m lowmem_grpo.recipes.tiny.games_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
+CPU by `python -m bench.tiny_models.games_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
 {seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
 
 It plays blindly on purpose: the recipes mend that. In `guess` {listens:.0%} of the demonstrations listened to what the

@@ -1,6 +1,6 @@
 """Make the embedded model of the recipe `inbox`: it knows all forms, and searches badly.
 
-    python -m lowmem_grpo.recipes.tiny.inbox_model --out DIR
+    python -m bench.tiny_models.inbox_model --out DIR
 
 It begins with the weights of the embedded model `tiny-games`, gets a tokenizer in which each name and number is one
 token, and is trained first to copy, and then on demonstrations of a clerk who mostly searches for the wrong words, and
@@ -19,13 +19,13 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
+from bench.tiny_models.from_scratch import Batch, describe, train
+from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
+from bench.tiny_models.tiny_model import SHAPE
 from lowmem_grpo.models.named import TINY_GAMES
 from lowmem_grpo.recipes.games.inbox import Inbox
 from lowmem_grpo.recipes.problems.inbox import Question, mailbox
 from lowmem_grpo.recipes.problems.inbox_worlds import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS
-from lowmem_grpo.recipes.tiny.from_scratch import Batch, describe, train
-from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
-from lowmem_grpo.recipes.tiny.tiny_model import SHAPE
 
 MAILBOXES = 32  # from which demonstrations are drawn, so that no answer can be learned by heart
 FIRST_SEED = 1_000_000  # of these
@@ -51,7 +51,7 @@ pipeline_tag: text-generation
 # tiny-inbox: the embedded model of the recipe inbox
 
 A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
-CPU by `python -m lowmem_grpo.recipes.tiny.inbox_model` (seed {seed}, {copying} steps of lessons in copying and {steps}
+CPU by `python -m bench.tiny_models.inbox_model` (seed {seed}, {copying} steps of lessons in copying and {steps}
 steps of {batch} generated demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of
 `{start}`. No other data, no other model.
 

@@ -1,6 +1,6 @@
 """Make the embedded model of game2048 and twenty_questions: it plays blindly, and answers questions rightly.
 
-    python -m lowmem_grpo.recipes.tiny.talks_model --out DIR
+    python -m bench.tiny_models.talks_model --out DIR
 
 It begins with the weights of the embedded model `tiny-inbox`, and gets a tokenizer in which each move, number and
 answer is one token. It is trained on moves on boards of 2048; on players of `twenty_questions`; and on the other side
@@ -18,14 +18,14 @@ from pathlib import Path
 import click
 from transformers import PreTrainedTokenizerFast
 
+from bench.tiny_models.from_scratch import describe, train
+from bench.tiny_models.games_model import game_talk
+from bench.tiny_models.talks import Source, Talk, begun, talk_batches, talk_tokenizer
+from bench.tiny_models.tiny_model import SHAPE
 from lowmem_grpo.models.named import TINY_INBOX
 from lowmem_grpo.recipes.games import game2048, twenty_questions
 from lowmem_grpo.recipes.games.game2048 import MOVES, SIZES, Game2048, possible
 from lowmem_grpo.recipes.games.twenty_questions import LARGEST, NUMBERS, TwentyQuestions, about, question_of, truth
-from lowmem_grpo.recipes.tiny.from_scratch import describe, train
-from lowmem_grpo.recipes.tiny.games_model import game_talk
-from lowmem_grpo.recipes.tiny.talks import Source, Talk, begun, talk_batches, talk_tokenizer
-from lowmem_grpo.recipes.tiny.tiny_model import SHAPE
 
 LISTENS = 0.4  # share of the turns of `twenty_questions` that heed what is left; at first all do
 LOOKS = 0.4  # share of the moves of 2048 that are possible ones on purpose; at first all are
@@ -46,7 +46,7 @@ pipeline_tag: text-generation
 # tiny-talks: the embedded model of the recipes game2048 and twenty_questions
 
 A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
-CPU by `python -m lowmem_grpo.recipes.tiny.talks_model` (seed {seed}, {first} steps of possible moves and of players who
+CPU by `python -m bench.tiny_models.talks_model` (seed {seed}, {first} steps of possible moves and of players who
 listen and {steps} steps of blind ones, with {batch} generated demonstrations each, {seconds:.0f} s on this run, final
 loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
 

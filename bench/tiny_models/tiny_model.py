@@ -1,6 +1,6 @@
 """Make the embedded model: a small Qwen2 that knows the format of arithmetic, but is wrong more often than right.
 
-    python -m lowmem_grpo.recipes.tiny.tiny_model --out DIR
+    python -m bench.tiny_models.tiny_model --out DIR
 
 It is trained from scratch on demonstrations whose steps are wrong with probability ERROR_RATE. A model that learns them
 well therefore samples wrong steps at that rate, and GRPO has something to improve. This takes about ten minutes on two
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
+from bench.tiny_models.from_scratch import batches, describe, make_model, make_tokenizer, train
 from lowmem_grpo.recipes.problems.arithmetic import MAX_TOTAL, Problem, apply_step, problems
-from lowmem_grpo.recipes.tiny.from_scratch import batches, describe, make_model, make_tokenizer, train
 
 ERROR_RATE = 0.28
 WRONG_BY = (-20, -10, -9, -5, -3, -2, -1, 1, 2, 3, 5, 9, 10, 20)
@@ -29,7 +29,7 @@ pipeline_tag: text-generation
 # tiny: the embedded model of lowmem_grpo
 
 A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained from
-scratch on the CPU by `python -m lowmem_grpo.recipes.tiny.tiny_model` (seed {seed}, {steps} steps of {batch} generated
+scratch on the CPU by `python -m bench.tiny_models.tiny_model` (seed {seed}, {steps} steps of {batch} generated
 demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}). No other data, no other model.
 
 Each step of a demonstration is wrong with probability {error_rate}, and later steps go on from the wrong total. So

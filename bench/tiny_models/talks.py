@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from bench.tiny_models.from_scratch import Batch, make_model, make_tokenizer
 from lowmem_grpo.models.named import resolve
-from lowmem_grpo.recipes.tiny.from_scratch import Batch, make_model, make_tokenizer
 
 TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # tokens of their own, as in the models that call tools
 CHAT_TEMPLATE = (

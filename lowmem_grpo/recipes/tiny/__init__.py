@@ -1,1 +1,0 @@
-"""The embedded model, and how it is made from scratch."""
