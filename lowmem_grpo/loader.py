@@ -120,7 +120,8 @@ class FastLanguageModel:
         if keeper.choice.name == VLLM or is_quantized(model):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
-        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision)
+        rows = model.config.get_text_config().vocab_size
+        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=rows)
         return BareModel(model, loaded), tokenizer
 
     @classmethod
@@ -211,11 +212,11 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     from peft import set_peft_model_state_dict
 
     from lowmem_grpo.export.lora_pairs import check_settings
-    from lowmem_grpo.models.pretrained import Pretrained
+    from lowmem_grpo.models.pretrained import tokenizer_beside
     from lowmem_grpo.runs.adapter_file import AdapterError, check_for, read_adapter
     from lowmem_grpo.runs.saved_adapter import base_of_adapter
 
-    config, tensors = read_adapter(folder)
+    (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     check_settings(config, folder)
     record = base_of_adapter(folder)
     if record.model is None:
@@ -223,16 +224,15 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     own: dict[str, Any] = {"revision": given["revision"] or record.revision}
     if given["load_in_4bit"] is None and not given["load_in_16bit"] and not given["load_in_fp8"]:
         own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
-    model, tokenizer = cls.from_pretrained(record.model, **given | own)
+    model, _ = cls.from_pretrained(record.model, **given | own)
     settings = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform")}
     targets = config["target_modules"]
     targets = targets if isinstance(targets, str) else sorted(targets)
     adapted: FastPeftModel = cls.get_peft_model(model, target_modules=targets, **settings)
     check_for(adapted, folder)
     set_peft_model_state_dict(adapted, tensors)
-    if (folder / "tokenizer_config.json").is_file():
-        adapted.loaded.tokenizer = tokenizer = Pretrained(str(folder), str(folder), {}).tokenizer()
-    return adapted, tokenizer
+    adapted.take_up(folder, tokenizer)
+    return adapted, adapted.loaded.tokenizer
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[str, Fate]) -> None:

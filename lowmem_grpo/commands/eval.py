@@ -229,11 +229,13 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
     from lowmem_grpo.loader import FastLanguageModel
 
     engine: Any = chosen["engine"]
-    adapter = None
+    adapter = tokenizer = None
     if subject.adapter is not None:
         from lowmem_grpo.export.lora_pairs import read_pairs
+        from lowmem_grpo.models.pretrained import tokenizer_beside
 
-        adapter = read_pairs(subject.adapter)  # one that is broken is refused before anything is loaded
+        # what is broken is refused before anything is loaded
+        adapter, tokenizer = read_pairs(subject.adapter), tokenizer_beside(subject.adapter)
     model, _ = FastLanguageModel.from_pretrained(
         subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit, load_in_fp8=subject.load_in_fp8,
         revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
@@ -242,4 +244,5 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
         return model, None
     modules = sorted({name.rpartition(".")[2] for name in adapter})
     wrapped = FastLanguageModel.get_peft_model(model, target_modules=modules, use_gradient_checkpointing=False)
+    wrapped.take_up(subject.adapter, tokenizer)
     return wrapped, wrapped.load_lora(subject.adapter)
