@@ -92,7 +92,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         replace_text(folder / FILE, json.dumps(finite(result), indent=1, ensure_ascii=False) + "\n")
         numbers = {name: value for name, value in result.items() if name != "rows"}
         if as_json:
-            click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2, ensure_ascii=False))
+            click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2))
         else:
             from lowmem_grpo.views.eval_table import show_result
 
