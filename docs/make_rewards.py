@@ -169,8 +169,8 @@ root starts them:
 | environment | no variables; standard input holds what the test gives, else nothing | |
 | libraries | Python's standard library | |
 
-Code over a limit has failed its test. `code_passes_tests(limits=Limits(seconds=20, total_seconds=60))` changes them, with
-`from lowmem_grpo.sandbox.limits import Limits`; so does `python_tool(limits=...)`.
+Code over a limit has failed its test. `code_passes_tests(limits=Limits(seconds=20, total_seconds=60))` changes them,
+with `from lowmem_grpo.sandbox.limits import Limits`; so does `python_tool(limits=...)`.
 
 In bubblewrap and nsjail the code sees Python's and the C library's files, all read-only, and its own folder. With
 `isolation="process"` the same limits hold, but there is no such wall: where the kernel lacks Landlock 3 (Linux before

@@ -64,11 +64,12 @@ def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
             compare(live_logits(model), merge, temp, str(model.device), done)
 
 
-def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None) -> Exported:
+def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: str | None = None) -> Exported:
     """Write the adapter of a loaded PEFT model as `save_pretrained` does, and mark the folder as an export."""
     done = Exported(out, "adapter", "a loaded model", name)
     with new_folder(out, overwrite) as temp:
         model.save_pretrained(str(temp))
+        tokenizer.save_pretrained(temp)
         finish(temp, done)
     return done
 

@@ -18,6 +18,7 @@ from lowmem_grpo.commands import asked_model
 from lowmem_grpo.commands import eval as eval_command
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.preflight.before_run import PreflightError
+from lowmem_grpo.rewards import SelfJudge
 
 TEMPLATE = ("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
             "{% if add_generation_prompt %}{{ 'answer: <extra>' }}{% endif %}")
@@ -125,6 +126,22 @@ def test_a_merge_of_the_live_model_ends_where_its_sampler_did(tmp_path: Path, en
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "live")
     assert plain.generation_config.eos_token_id == sampled and len(sampled) > 1
     assert AutoTokenizer.from_pretrained(tmp_path / "live").chat_template == TEMPLATE
+
+
+def test_an_adapter_that_is_saved_with_a_tokenizer_has_that_one(tmp_path: Path) -> None:
+    model = make(tmp_path / "run").model
+    model.save_pretrained_merged(tmp_path / "out", changed(), save_method="lora")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+    model.save_lora(tmp_path / "own")
+    assert AutoTokenizer.from_pretrained(tmp_path / "own").chat_template != TEMPLATE
+
+
+def test_a_judge_keeps_the_base_models_tokenizer_when_a_training_brings_another(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    judge = SelfJudge(trainer.model)
+    make(tmp_path / "other", model=trainer.model, processing_class=changed())
+    assert trainer.model.loaded.tokenizer.chat_template == TEMPLATE
+    assert judge.tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY).chat_template
 
 
 def test_a_base_without_a_generation_config_gets_one_with_the_end_tokens(tmp_path: Path) -> None:
