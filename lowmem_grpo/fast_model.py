@@ -150,8 +150,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         self.save_pretrained(str(path))
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """PEFT's own method, with a record of the base model (an export needs to know how the weights were stored), the
-        tokenizer, and the end tokens of sampling beside the adapter."""
+        """Save as PEFT does, and beside it a record of the base model (an export needs to know how the weights were
+        stored), the tokenizer, and the end tokens of sampling."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -162,7 +162,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients have the base's
             self.loaded.tokenizer.save_pretrained(save_directory)
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
-            GenerationConfig(eos_token_id=sorted(ends)).save_pretrained(save_directory)
+            GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
 
     def take_up(self, folder: Path, tokenizer: Any) -> None:
         """Sample as in the training that left an adapter in `folder`: with its tokenizer (None: it left none) and with

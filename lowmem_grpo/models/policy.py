@@ -220,7 +220,7 @@ class Policy:
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Every end-of-sequence id that a tokenizer or a generation config names; each may be None."""
+    """Return every end-of-sequence id that a generation config or a tokenizer names; each may be None."""
     named = getattr(generation_config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [named]
     return sorted({token for token in [*ids, getattr(tokenizer, "eos_token_id", None)] if token is not None})

@@ -116,8 +116,7 @@ class Pretrained:
 
 
 def tokenizer_beside(adapter: Path) -> Any:
-    """The tokenizer of the training, which lies beside its adapter; None where there is none. ValueError for one that
-    is not whole."""
+    """Return the tokenizer that a training left beside its adapter, or None. ValueError for one that is not whole."""
     if not (adapter / "tokenizer_config.json").is_file():
         return None
     try:
@@ -131,7 +130,7 @@ def tokenizer_beside(adapter: Path) -> Any:
 
 
 def generation_of(path: str | Path) -> Any:
-    """The stored generation config; None if there is none."""
+    """Return the stored generation config; None if there is none."""
     return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 

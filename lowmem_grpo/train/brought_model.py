@@ -134,7 +134,7 @@ def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
 
 
 def stored_rows(name: str) -> int | None:
-    """Rows of the embedding of a stored model; None where it is not to be found."""
+    """Return the rows of a stored model's embedding; None where the model is not to be found."""
     try:
         return int(AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config().vocab_size)
     except (OSError, ValueError):
@@ -142,7 +142,7 @@ def stored_rows(name: str) -> int | None:
 
 
 def check_vocabulary(model: Any) -> None:
-    """ValueError where the embedding was resized: the new rows are no adapter's, and its folder would not load."""
+    """Raise ValueError where the embedding was resized: an adapter lacks its rows, and the folder would not load."""
     stored, rows = model.loaded.vocabulary, len(model.inner.get_input_embeddings().weight)
     if stored not in (None, rows):
         raise ValueError(f"the model's embedding was resized from {stored} to {rows} rows, which a LoRA adapter cannot "

@@ -7,22 +7,23 @@ from rich.console import Console
 
 
 class AnyText:
-    """Standard output as it is at the moment (a live view redirects it), for any text."""
+    """Stands for standard output, whatever that is at the moment, and takes any text."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.now(), name)
+        return getattr(self.find_stream(), name)
 
-    def now(self) -> Any:
-        """The stream itself: rich's own proxy of it would come back here."""
+    def find_stream(self) -> Any:
+        """Return standard output, or what rich's proxy of it hides: the proxy would come back here."""
         return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> Any:
         """Write what the encoding has of a text."""
-        encoding = getattr(self.now(), "encoding", None) or "utf-8"
-        return int(self.now().write(text.encode(encoding, "replace").decode(encoding)))
+        stream = self.find_stream()
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        return stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def any_console(**options: Any) -> Console:
-    """A console of rich over standard output."""
+    """Return a console of rich over standard output."""
     file: Any = AnyText()
     return Console(file=file, **options)
