@@ -120,8 +120,8 @@ class FastLanguageModel:
         if keeper.choice.name == VLLM or is_quantized(model):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
-        rows = model.config.get_text_config().vocab_size
-        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=rows)
+        embedding: Any = model.get_input_embeddings()
+        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=len(embedding.weight))
         return BareModel(model, loaded), tokenizer
 
     @classmethod
