@@ -147,10 +147,36 @@ run such a row gets None, `tests/no_verdict` counts it, and a warning gives each
 could decide is no verdict either: its objects compared with data, or two of them that say they are equal and hold
 different things. If another test of the row fails, the code is wrong.
 
-**Limits.** A test has 5 s, all tests of a completion 10 s; code has 512 MiB of memory, 16 MiB of files (64 at a time),
-256 KiB of output, one process, no thread and no network; `limits=Limits(...)` changes them. Only Python's standard
-library is there. A test that compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`)
-trusts these classes. Tests cannot derive a class from the code's, or read what an exception holds beside its arguments.
+**Trust.** A test that compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`) trusts
+these classes. Tests cannot derive a class from the code's, or read what an exception holds beside its arguments.
+
+## What code may use
+
+The code of a completion, and a program of `python_tool()`, run in a process of their own with these limits, also where
+root starts them:
+
+| of what | limit | field of `Limits` |
+|---|---|---|
+| time of one test, or of one program | 5 s | `seconds` |
+| time of all tests of a completion | 10 s by the clock, and as much of the processor | `total_seconds` |
+| memory | 512 MiB of addresses, of which Python itself takes about 30 MiB | `memory_bytes` |
+| files | 16 MiB, all together, in a folder that is empty at first | `scratch_bytes` |
+| number of files | 64 that are open, and 64 in the folder | `files` |
+| output | 256 KiB, of both streams together | `output_bytes` |
+| the code itself | 100000 bytes | `code_bytes` |
+| processes, threads | one process and one thread; no signal to another process | |
+| network | none: no socket can be made | |
+| environment | no variables; standard input holds what the test gives, else nothing | |
+| libraries | Python's standard library | |
+
+Code over a limit has failed its test. `code_passes_tests(limits=Limits(seconds=20, total_seconds=60))` changes them,
+with `from lowmem_grpo.sandbox.limits import Limits`; so does `python_tool(limits=...)`.
+
+In bubblewrap and nsjail the code sees Python's and the C library's files, all read-only, and its own folder. With
+`isolation="process"` the same limits hold, but there is no such wall: where the kernel lacks Landlock 3 (Linux before
+6.2), code can read and write your files, and on every kernel it sees which files there are, how large and how old.
+No sandbox keeps code from knowing the inputs of its tests and answering only those, and a hole in the kernel is a hole
+in it too.
 
 `ruler(judge)` and `judged(judge)` are rewards by a language model, which is a server's or the base model itself: see
 [judge.md](judge.md).

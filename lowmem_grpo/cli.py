@@ -1,5 +1,8 @@
 """The command `lowmem-grpo`: a group of the commands in commands/. Importing it loads no heavy library."""
 
+import io
+import sys
+
 import click
 
 from lowmem_grpo import __version__
@@ -27,6 +30,9 @@ class InOrder(click.Group):
 @click.version_option(__version__, prog_name="lowmem-grpo")
 def main() -> None:
     """Fine-tune language models with GRPO on one GPU, or try it on a CPU with the embedded tiny model."""
+    for stream in (sys.stdout, sys.stderr):  # text that the terminal's encoding lacks must not end a command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 for command in (

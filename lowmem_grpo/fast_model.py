@@ -8,7 +8,7 @@ from typing import Any
 
 from peft import PeftModelForCausalLM
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 from lowmem_grpo.engines.base import Engine
@@ -17,9 +17,10 @@ from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
-from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.pretrained import linears_in_4bit
+from lowmem_grpo.models.policy import Policy, end_ids
+from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit
 from lowmem_grpo.runs.adapter_file import check_for
+from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
@@ -43,6 +44,8 @@ class Loaded:
     keeper: EngineKeeper  # of the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
     revision: str | None = None  # of the stored model
+    vocabulary: int | None = None  # rows of its embedding, as it is stored
+    stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens
 
 
 class FastGeneration(Saving):
@@ -147,7 +150,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         self.save_pretrained(str(path))
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """PEFT's own method, and a record of the base model: an export needs to know how the weights were stored."""
+        """Save as PEFT does, and beside it a record of the base model (an export needs to know how the weights were
+        stored), the tokenizer, and the end tokens of sampling."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -155,6 +159,18 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         BaseRecord(
             self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8
         ).write(Path(save_directory))
+        if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients have the base's
+            self.loaded.tokenizer.save_pretrained(save_directory)
+            ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
+            GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
+
+    def take_up(self, folder: Path, tokenizer: Any) -> None:
+        """Sample as in the training that left an adapter in `folder`: with its tokenizer (None: it left none) and with
+        its end tokens, where they lie beside the adapter."""
+        base: Any = self.get_base_model()
+        self.loaded.tokenizer = tokenizer or self.loaded.tokenizer
+        if (kept := generation_of(folder)) is not None:
+            base.generation_config.eos_token_id = end_ids(kept, self.loaded.tokenizer)
 
     def load_lora(self, path: str | Path, any_base: bool = False) -> LoraRequest:
         """A saved adapter for `fast_generate(lora_request=...)`. The adapter in the model does not change.

@@ -121,7 +121,8 @@ class FastLanguageModel:
         if keeper.choice.name == VLLM or is_quantized(model):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
-        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision)
+        embedding: Any = model.get_input_embeddings()
+        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=len(embedding.weight))
         return BareModel(model, loaded), tokenizer
 
     @classmethod
@@ -222,7 +223,7 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     from peft import set_peft_model_state_dict
 
     from lowmem_grpo.models.lora_targets import check_targets
-    from lowmem_grpo.models.pretrained import Pretrained
+    from lowmem_grpo.models.pretrained import tokenizer_beside
     from lowmem_grpo.runs.adapter_file import (
         PREFIX,
         AdapterError,
@@ -233,7 +234,7 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     )
     from lowmem_grpo.runs.saved_adapter import base_of_adapter
 
-    config, tensors = read_adapter(folder)
+    (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
     if record.model is None:
@@ -241,15 +242,14 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     own: dict[str, Any] = {"revision": given["revision"] or record.revision}
     if given["load_in_4bit"] is None and not given["load_in_16bit"] and not given["load_in_fp8"]:
         own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
-    model, tokenizer = cls.from_pretrained(record.model, **given | own)
+    model, _ = cls.from_pretrained(record.model, **given | own)
     check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
     config.init_lora_weights, config.inference_mode, config.fan_in_fan_out = True, False, False
     adapted = with_lora(model, config, "offload", check_tile(None, "offload"), 0)
     check_for(adapted, folder)
     set_peft_model_state_dict(adapted, tensors)
-    if (folder / "tokenizer_config.json").is_file():
-        adapted.loaded.tokenizer = tokenizer = Pretrained(str(folder), str(folder), {}).tokenizer()
-    return adapted, tokenizer
+    adapted.take_up(folder, tokenizer)
+    return adapted, adapted.loaded.tokenizer
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[str, Fate]) -> None:

@@ -123,6 +123,26 @@ def test_a_report_is_remade_from_the_records(tmp_path: Path) -> None:
     assert "</html>" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "cp932"])  # click itself writes UTF-8 where it is ASCII
+def test_a_command_prints_in_any_encoding_of_the_terminal(encoding: str, tmp_path: Path) -> None:
+    run = tmp_path / "é あ ✓"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "elapsed": 1.0, "reward": 0.5}) + "\n")
+    result = CliRunner(charset=encoding).invoke(main, ["report", str(run)])
+    assert result.exit_code == 0, result.output
+    shown = run.name.encode(encoding, "backslashreplace").decode(encoding)
+    assert result.stdout == f"{tmp_path}/{shown}/report.html\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "cp932"])
+def test_a_run_comes_to_its_end_in_any_encoding_of_the_terminal(encoding: str, tmp_path: Path) -> None:
+    words = ["run", "arithmetic", "max_steps=1", "eval_problems=4", f"output_dir={tmp_path / 'run'}"]
+    result = CliRunner(charset=encoding).invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert "? wrong" in result.stdout and "report.html" in result.stdout  # the mark before it is not in these
+
+
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["generate", "hi", "--model", "./nowhere"], 1, "no model './nowhere': there is no such folder"),
     (["generate", "hi", "--model", "no-such-owner/no-such-model"], 1, "no model 'no-such-owner/no-such-model'"),

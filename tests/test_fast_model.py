@@ -221,7 +221,8 @@ def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: P
         torch.testing.assert_close(
             plain.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4
         )
-    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "base_model.json"]
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "base_model.json",
+             "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == names
     record = base_of_adapter(tmp_path / "adapter")
     assert (record.model, record.load_in_4bit, record.dtype, record.revision) == ("tiny", False, "float32", None)

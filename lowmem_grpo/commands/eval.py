@@ -92,7 +92,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         replace_text(folder / FILE, json.dumps(finite(result), indent=1, ensure_ascii=False) + "\n")
         numbers = {name: value for name, value in result.items() if name != "rows"}
         if as_json:
-            click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2, ensure_ascii=False))
+            click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2))
         else:
             from lowmem_grpo.views.eval_table import show_result
 
@@ -229,11 +229,13 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
     from lowmem_grpo.loader import FastLanguageModel
 
     engine: Any = chosen["engine"]
-    adapter = None
+    adapter = tokenizer = None
     if subject.adapter is not None:
+        from lowmem_grpo.models.pretrained import tokenizer_beside
         from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 
-        adapter = layers_of(read_adapter(subject.adapter)[1])  # a broken one is refused before anything is loaded
+        # what is broken is refused before anything is loaded
+        adapter, tokenizer = layers_of(read_adapter(subject.adapter)[1]), tokenizer_beside(subject.adapter)
     model, _ = FastLanguageModel.from_pretrained(
         subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit, load_in_fp8=subject.load_in_fp8,
         revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
@@ -242,4 +244,5 @@ def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any,
         return model, None
     modules = sorted({name.rpartition(".")[2] for name in adapter})
     wrapped = FastLanguageModel.get_peft_model(model, target_modules=modules, use_gradient_checkpointing=False)
+    wrapped.take_up(subject.adapter, tokenizer)
     return wrapped, wrapped.load_lora(subject.adapter)

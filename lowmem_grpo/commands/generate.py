@@ -85,4 +85,4 @@ def answer(
     (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
     for completion in output.outputs:
         record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
-        click.echo(json.dumps(record, ensure_ascii=False) if as_json else completion.text)
+        click.echo(json.dumps(record) if as_json else completion.text)

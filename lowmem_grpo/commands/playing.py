@@ -49,7 +49,7 @@ def play(
         click.echo(ended("you", *mine) + "\n\nnow the model, with the same task")
     rollout, right = played.episode(loaded, row, exam.right, params, tell, request, None, patient() if you else {})
     if as_json:
-        click.echo(json.dumps(record(rollout, right, seed), ensure_ascii=False))
+        click.echo(json.dumps(record(rollout, right, seed)))
     else:
         last = [reply for turn in rollout.turns[-1:] for reply in turn.replies]
         for reply in last:

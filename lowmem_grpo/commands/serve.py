@@ -43,7 +43,7 @@ def serve(
     """
     with plain_errors():
         one_process("the server")
-        check_loading(load_in_4bit, load_in_fp8, engine)
+        check_loading(load_in_4bit, load_in_fp8, engine, model)
         from lowmem_grpo.service.home import Address, Home
 
         try:
@@ -91,8 +91,11 @@ def serve(
                     served.close()
 
 
-def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str) -> None:
+def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, model: str | None = None) -> None:
     """ValueError for a model that is not served so. Nothing is loaded for it."""
+    if model is not None and (Path(model) / "adapter_config.json").is_file():
+        raise ValueError(f"--model {model} is an adapter, and clients train adapters of their own on a whole model: "
+                         f"lowmem-grpo export {model} --out FOLDER merges it with its base, then serve that FOLDER")
     if engine == "vllm":
         raise ValueError("--engine is 'vllm'; a served model samples with its clients' adapters between two of their "
                          "steps, and is tested with our own engine only: leave --engine out. A recipe takes vLLM: "

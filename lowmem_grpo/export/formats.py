@@ -12,7 +12,6 @@ import torch
 from peft import PeftConfig
 from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
-from transformers import GenerationConfig
 
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.export import gguf
@@ -33,14 +32,15 @@ from lowmem_grpo.export.merged import (
 from lowmem_grpo.hub import check_repo, model_folder, push
 from lowmem_grpo.memory.trim import freed_memory_returned
 from lowmem_grpo.models.named import resolve
-from lowmem_grpo.models.pretrained import Pretrained
+from lowmem_grpo.models.policy import end_ids
+from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE
 from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, base_of_adapter, find_adapter
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # what a run may have computed in
-ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md")
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
     for name in ADAPTER_FILES:
         if (adapter.folder / name).is_file():
             shutil.copyfile(adapter.folder / name, temp / name)
+    if tokenizer := tokenizer_beside(adapter.folder):
+        tokenizer.save_pretrained(temp)
     done.base = base_of_adapter(adapter.folder).model
     PeftConfig.from_pretrained(str(temp))
     found = load_peft_weights(str(temp), device="cpu")
@@ -118,12 +120,13 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
     with stored.naming_the_model():
-        (config, names), tokenizer = stored.parts(), stored.tokenizer()
+        (config, names), tokenizer = stored.parts(), tokenizer_beside(adapter.folder) or stored.tokenizer()
         form = stored.form(form)
     with freed_memory_returned():
         weights = stored_weights(Path(stored.path), config, form, computed, device, names)
         dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
-        merge = Merge(weights, pairs, dtype, config, generation, tokenizer)
+        ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
+        merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends)
         write_folder(merge, temp, done)
     if elements(weights) * 4 <= LARGEST:
         reference = adapter_logits(stored, adapter.folder, computed, device, form)
@@ -184,11 +187,6 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
         raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
     revision = None if settings.base else record.revision
     return BaseRecord(model, four_bit, record.dtype or "bfloat16", revision, in_fp8)
-
-
-def generation_of(path: str) -> Any:
-    """The stored generation config; None if there is none."""
-    return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 
 def matrix_elements(folder: Path) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from lowmem_grpo.export.base_weights import Weight, live_weights, tensor_files
 from lowmem_grpo.export.check import LARGEST, Logits, check_loads, compare_logits, live_logits
@@ -14,6 +15,7 @@ from lowmem_grpo.export.folder import Exported, ExportError, check_disk, finish,
 from lowmem_grpo.export.lora_pairs import LoraPair, live_pairs
 from lowmem_grpo.export.merge import check_merged, size_of, write_merged
 from lowmem_grpo.memory.trim import freed_memory_returned
+from lowmem_grpo.models.policy import end_ids
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class Merge:
     config: Any
     generation_config: Any
     tokenizer: Any
+    ends: list[int]  # ids that end a completion
 
 
 def save_merged(
@@ -49,7 +52,8 @@ def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
     pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
-    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer)
+    ends = {*end_ids(base.generation_config, tokenizer), *getattr(getattr(model, "loaded", None), "stop_ids", ())}
+    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer, sorted(ends))
 
 
 def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
@@ -60,11 +64,12 @@ def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
             compare(live_logits(model), merge, temp, str(model.device), done)
 
 
-def save_adapter(model: Any, out: Path, overwrite: bool, name: str | None = None) -> Exported:
+def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: str | None = None) -> Exported:
     """Write the adapter of a loaded PEFT model as `save_pretrained` does, and mark the folder as an export."""
     done = Exported(out, "adapter", "a loaded model", name)
     with new_folder(out, overwrite) as temp:
         model.save_pretrained(str(temp))
+        tokenizer.save_pretrained(temp)
         finish(temp, done)
     return done
 
@@ -78,7 +83,9 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
         del config.quantization_config
     config.dtype = merge.dtype
     config.save_pretrained(temp)
-    for part in (merge.generation_config, merge.tokenizer):
+    generation = copy.deepcopy(merge.generation_config) or GenerationConfig.from_model_config(config)
+    generation.eos_token_id = merge.ends[0] if len(merge.ends) == 1 else merge.ends or None
+    for part in (generation, merge.tokenizer):
         if part is not None:
             part.save_pretrained(temp)
     checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)

@@ -66,7 +66,7 @@ class Saving:
             raise UnsupportedError('save_method="lora" needs a model with LoRA')
         if dtype is not None:
             raise UnsupportedError(f'dtype is {dtype!r}; save_method="lora" keeps the adapter\'s own: leave it out')
-        return save_adapter(self.inner, folder, overwrite, name).folder
+        return save_adapter(self.inner, folder, tokenizer or self.loaded.tokenizer, overwrite, name).folder
 
     def save_pretrained_gguf(
         self, save_directory: str | Path, tokenizer: Any = None,

@@ -211,9 +211,7 @@ class Policy:
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Every end-of-sequence id that the tokenizer or the model's generation config names."""
-        named = getattr(getattr(self.base, "generation_config", None), "eos_token_id", None)
-        ids = named if isinstance(named, list) else [named]
-        return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
+        return end_ids(getattr(self.base, "generation_config", None), tokenizer)
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
@@ -249,3 +247,10 @@ class Policy:
             self.model.train(training)
             for name, data in live.items():
                 own[name].data = data
+
+
+def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:
+    """Return every end-of-sequence id that a generation config or a tokenizer names; each may be None."""
+    named = getattr(generation_config, "eos_token_id", None)
+    ids = named if isinstance(named, list) else [named]
+    return sorted({token for token in [*ids, getattr(tokenizer, "eos_token_id", None)] if token is not None})

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
@@ -112,6 +113,25 @@ class Pretrained:
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(OWN_CODE.format(self.name)) from error
+
+
+def tokenizer_beside(adapter: Path) -> Any:
+    """Return the tokenizer that a training left beside its adapter, or None. ValueError for one that is not whole."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return None
+    try:
+        tokenizer = Pretrained(str(adapter), str(adapter), {}).tokenizer()
+        if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
+            raise ValueError("it has no vocabulary")  # of a missing file, transformers makes an empty one
+        return tokenizer
+    except Exception as error:  # tokenizers knows nothing narrower
+        raise ValueError(f"the tokenizer beside the adapter in {adapter} cannot be read ({error!r}): save it again "
+                         "with tokenizer.save_pretrained, or take its files away for the base model's own") from error
+
+
+def generation_of(path: str | Path) -> Any:
+    """Return the stored generation config; None if there is none."""
+    return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 
 def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:

@@ -40,7 +40,8 @@ def other_end(subject: Subject) -> Iterator[Finding]:
 def unknown_ids(subject: Subject) -> Iterator[Finding]:
     """Ids without a row in the embedding: the model would fail on them, or never sample them."""
     rows, tokenizer = subject.embeddings, subject.tokenizer
-    fix = "use the model's own tokenizer; tokens that you add to it need an embedding in the model"
+    fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
+           "tokenizer in a folder, and load that")
     ends = sorted(end for end in subject.all_end_ids if end >= rows)
     if ends:
         severity = "error" if len(ends) == len(subject.all_end_ids) and not subject.end_texts else "warning"
@@ -49,8 +50,8 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
         yield Finding("error", "", f"the padding token {tokenizer.pad_token_id} is beyond the model's vocabulary of "
                       f"{rows}", fix)
-    unknown = (max(looked.prompt.ids) for looked in subject.sample.fitting
-               if looked.prompt and looked.prompt.ids and max(looked.prompt.ids) >= rows)
+    unknown = (token for looked in subject.sample.fitting if looked.prompt
+               for token in (*looked.prompt.ids, *getattr(looked.prompt, "completion_ids", ())) if token >= rows)
     for token in islice(unknown, 1):
-        yield Finding("error", "", f"a prompt contains the token {token} ({tokenizer.decode([token])!r}), but the "
+        yield Finding("error", "", f"a row contains the token {token} ({tokenizer.decode([token])!r}), but the "
                       f"model's vocabulary has {rows}", fix)

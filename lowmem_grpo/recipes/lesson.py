@@ -23,6 +23,7 @@ from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.train.play import Play, episode_settings
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.answers import print_accuracy, print_samples
+from lowmem_grpo.views.console import any_console
 
 SHOWN = 6  # samples in the report
 RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of callable is no list[Callable]
@@ -108,7 +109,7 @@ def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) ->
 
 def opened(lesson: Lesson, console: Console | None) -> Console:
     """The console, with the lesson's note on it."""
-    console = console or Console()
+    console = console or any_console()
     if lesson.note:
         console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
     return console

@@ -44,6 +44,7 @@ class Sampler:
         self.memory, self.state, self.clock = memory, state, clock
         self.engine, self.given = engine, given
         self.said = False  # that the engine reports no finished groups
+        self.said_padding = False  # that ids without a text were sampled
         self.player: Player | None = None  # where a prompt is answered in several turns
 
     def renew(self) -> None:
@@ -73,7 +74,24 @@ class Sampler:
             else:
                 completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
             self.engine.sleep()
+        self.say_padding([rollout.completion_ids for each in completions for rollout in each])
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
+
+    def say_padding(self, completions: list[list[int]]) -> None:
+        """Warn once of sampled ids for which the tokenizer has no token: those of rows that pad the model's vocabulary.
+        Leaving them out in the sampler alone would make its distribution another than the trained one."""
+        known = len(self.tokenizer)
+        if self.said_padding or all(max(ids, default=0) < known for ids in completions):
+            return
+        beyond = [token for ids in completions for token in ids
+                  if token >= known and self.tokenizer.convert_ids_to_tokens(token) is None]
+        if beyond:
+            self.said_padding = True
+            logger.warning(
+                "%d sampled tokens are ids without a text, %d among them: they pad the model's vocabulary, and the "
+                "tokenizer has none of them. They stand in no completion's text, no reward sees them, and they are "
+                "trained as all others. A trained model nearly never draws them: lower the temperature, or take "
+                "another model", len(beyond), beyond[0])
 
     def pace(self) -> Pace:
         """Where the engine's time went since this was asked last; nothing of an engine that does not measure it."""

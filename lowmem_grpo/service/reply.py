@@ -40,7 +40,7 @@ class TokenTexts:
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token, which may be a part of a letter."""
-        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # what pads a vocabulary has none
         if self.by_bytes and token not in self.added and all(letter in BYTES for letter in piece):
             return bytes(BYTES[letter] for letter in piece)
         found = ONE_BYTE.fullmatch(piece)

@@ -120,7 +120,7 @@ class Brought:
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
-        return BareModel(model, Loaded(name, tokenizer, context, keeper))
+        return BareModel(model, Loaded(name, tokenizer, context, keeper, vocabulary=stored_rows(name)))
 
 
 def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
@@ -131,6 +131,23 @@ def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
     if not isinstance(inside, PreTrainedTokenizerBase):
         raise TypeError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers")
     return inside
+
+
+def stored_rows(name: str) -> int | None:
+    """Return the rows of a stored model's embedding; None where the model is not to be found."""
+    try:
+        return int(AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config().vocab_size)
+    except (OSError, ValueError):
+        return None
+
+
+def check_vocabulary(model: Any) -> None:
+    """Raise ValueError where the embedding was resized: an adapter lacks its rows, and the folder would not load."""
+    stored, rows = model.loaded.vocabulary, len(model.inner.get_input_embeddings().weight)
+    if stored not in (None, rows):
+        raise ValueError(f"the model's embedding was resized from {stored} to {rows} rows, which a LoRA adapter cannot "
+                         "hold: save the resized model and its tokenizer in a folder (save_pretrained of both), load "
+                         "that as the model, and train it")
 
 
 def check_lora(config: Any) -> None:

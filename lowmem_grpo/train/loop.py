@@ -39,7 +39,7 @@ from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.outcome import TrainOutput, outcome
 from lowmem_grpo.runs.records import NoRecords, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
-from lowmem_grpo.train.brought_model import Brought, tokenizer_of
+from lowmem_grpo.train.brought_model import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.lifecycle import Lifecycle
 from lowmem_grpo.train.likeness import check_alike, check_settings
@@ -73,6 +73,9 @@ class Trainer(Lifecycle):
         model = str(model) if isinstance(model, Path) else model
         model = Brought(model, self.tokenizer, peft_config, quantization_config, args, tokens).trainable()
         self.model, self.tokenizer = model, self.tokenizer or model.loaded.tokenizer
+        check_vocabulary(model)
+        stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
+        model.loaded.tokenizer, model.loaded.stop_ids = self.tokenizer, tuple(stops or ())  # both are saved with it
         self.policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
         if args.gradient_checkpointing is not None:
             enable_checkpointing(self.policy.base, args.gradient_checkpointing)

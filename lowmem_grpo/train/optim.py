@@ -1,5 +1,6 @@
 """The optimizer and the learning-rate schedule of a run."""
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -67,9 +68,9 @@ def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, total_steps: int) -> LRScheduler:
-    """Warm-up, then linear, cosine or constant."""
-    warmup = config.warmup_steps if config.warmup_steps >= 1 else config.warmup_steps * total_steps
-    warmup = round(warmup or config.warmup_ratio * total_steps)
+    """Warm-up, then linear, cosine or constant. A share of the steps is rounded up, as in transformers."""
+    share = config.warmup_steps or config.warmup_ratio
+    warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
     return get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)

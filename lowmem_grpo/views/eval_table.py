@@ -3,13 +3,13 @@
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.views.answers import plain, shortened, verdict
+from lowmem_grpo.views.console import any_console
 
 MODELS = ("base", "adapter")
 OF_EPISODES = (  # metric, words, format
@@ -23,7 +23,7 @@ LONGEST = 600  # characters of an answer that are shown
 
 def show_result(result: dict[str, Any], note: str, shown: int, width: int | None = None) -> None:
     """Print the numbers, and the first answers to the first `shown` prompts side by side."""
-    console = Console(width=width, highlight=False)
+    console = any_console(width=width, highlight=False)
     named = [name for name in MODELS if name in result]
     console.print(Text(title(result, note)), soft_wrap=True)
     console.print(numbers_table(result, named))

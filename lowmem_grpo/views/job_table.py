@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.units import size_text, time_text
+from lowmem_grpo.views.console import any_console
 
 STYLES = {"running": "green", "stopping": "yellow", "done": "dim", "failed": "red", "waiting": "cyan"}
 
@@ -22,7 +23,7 @@ def show_jobs(jobs: list[dict[str, Any]], console: Console | None = None) -> Non
         state = Text(job["state"], style=STYLES.get(job["state"], ""))
         # what others wrote is text, and not markup
         table.add_row(str(job["id"]), state, Text(recipe), time_text(lasted(job)), needs(job), Text(job["why"]))
-    (console or Console()).print(table)
+    (console or any_console()).print(table)
 
 
 def lasted(job: dict[str, Any]) -> float:

@@ -24,6 +24,7 @@ from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text, time_text
 from lowmem_grpo.views.answers import episode_lines, plain, shortened
 from lowmem_grpo.views.cell import Cell
+from lowmem_grpo.views.console import any_console
 from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -77,7 +78,7 @@ class LiveView:
     """Listens to a run with the methods of transformers' TrainerCallback. Whoever makes one calls `close()`."""
 
     def __init__(self, console: Console | None = None, title: str = "GRPO") -> None:
-        self.console = console or Console()
+        self.console = console or any_console()
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.draws = terminal or self.console.is_jupyter
         self.title = title

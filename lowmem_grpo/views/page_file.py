@@ -19,10 +19,10 @@ def page(title: str, body: str, data: dict[str, Any]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
-<style>{style()}{(assets / "uplot" / "uPlot.min.css").read_text()}</style></head>
+<style>{style()}{(assets / "uplot" / "uPlot.min.css").read_text("utf-8")}</style></head>
 <body><main>{body}</main>
 <script type="application/json" id="data">{held}</script>
-<script>{drawing_script()}{(assets / "page" / "run.js").read_text()}</script></body></html>
+<script>{drawing_script()}{(assets / "page" / "run.js").read_text("utf-8")}</script></body></html>
 """
 
 
@@ -35,7 +35,7 @@ def drawing_script() -> str:
 
 def style() -> str:
     """The style sheet of the pages about runs."""
-    return css() + line_rules() + (files("lowmem_grpo") / "assets" / "page" / "run.css").read_text()
+    return css() + line_rules() + (files("lowmem_grpo") / "assets" / "page" / "run.css").read_text("utf-8")
 
 
 def line_rules() -> str:

@@ -1,11 +1,11 @@
 """A plan on the terminal: bytes of both phases, and the seconds of a step."""
 
-from rich.console import Console
 from rich.table import Table
 
 from lowmem_grpo.memory.plan import Choice, MemoryPlan
 from lowmem_grpo.planning.time_plan import TimePlan
 from lowmem_grpo.units import GIB, size_text
+from lowmem_grpo.views.console import any_console
 
 BYTES = ("kv_bytes",)  # choices whose value is one
 
@@ -13,7 +13,7 @@ BYTES = ("kv_bytes",)  # choices whose value is one
 def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None) -> None:
     """Print rows, choices, a step's time and the verdict; `longest` is the longest context that fits, if it was asked
     for."""
-    console = Console(width=width, highlight=False)
+    console = any_console(width=width, highlight=False)
     console.print(rows_table(plan))
     if plan.choices:
         console.print(choices_table(plan))

@@ -55,7 +55,7 @@ def quiet() -> None:
     logging.basicConfig(format=form, level=logging.ERROR, handlers=[CurrentStderr()])
     logging.getLogger("lowmem_grpo").setLevel(logging.INFO if place.leads else logging.WARNING)
     if not place.leads:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -60,3 +60,13 @@ def test_a_model_that_cannot_be_served_so_is_refused_before_anything_is_made(
     asked = ["--model", "no/such", "--folder", str(tmp_path / "home"), *words]
     found = CliRunner().invoke(serve, asked, terminal_width=400)
     assert found.exit_code == 1 and told in found.output and not (tmp_path / "home").exists()
+
+
+def test_an_adapter_is_no_model_to_serve_and_the_message_says_how_to_make_one(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    asked = ["--model", str(adapter), "--folder", str(tmp_path / "home")]
+    found = CliRunner().invoke(serve, asked, terminal_width=400)
+    assert found.exit_code == 1 and f"lowmem-grpo export {adapter} --out FOLDER" in found.output
+    assert not (tmp_path / "home").exists()

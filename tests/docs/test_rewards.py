@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
+from lowmem_grpo.sandbox.limits import Limits
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
@@ -79,3 +81,12 @@ def test_the_three_lists_of_names_are_the_same() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'proximty'; it has .*proximity"):
         rewards.proximty  # noqa: B018
+
+
+def test_the_page_says_every_limit_of_the_sandbox_and_its_number() -> None:
+    units = {"s": 1, "MiB": 1 << 20, "KiB": 1 << 10, "bytes": 1, "that": 1}
+    table = PAGE.partition("## What code may use")[2].partition("| processes")[0]
+    said = {}
+    for row in re.findall(r"^\| [^|]+ \| (\d+) (\w+)[^|]* \| `(\w+)` \|$", table, re.MULTILINE):
+        said[row[2]] = int(row[0]) * units[row[1]]
+    assert said == asdict(Limits())

@@ -176,7 +176,7 @@ def one_end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("unknown tokens", "error", r"^a prompt contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
+@case("unknown tokens", "error", r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
                                   r"384")
 def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
     model = load()

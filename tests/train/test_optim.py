@@ -1,9 +1,14 @@
-"""The optimizer's numbers: the norms of gradients by group."""
+"""The optimizer's numbers: the norms of gradients by group, and the learning rate of each step."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from lowmem_grpo.train.optim import gradient_norms
+from lowmem_grpo import GRPOConfig
+from lowmem_grpo.train.optim import gradient_norms, make_scheduler
 
 
 def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
@@ -15,3 +20,33 @@ def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
     expected = {"grad_norm": 42**0.5, "grad_norm/q_proj": 15**0.5, "grad_norm/other": 27**0.5}
     assert metrics == pytest.approx(expected, rel=1e-3)
     assert total.item() == pytest.approx(42**0.5, rel=1e-3)
+
+
+def rates(scheduler: Any, steps: int) -> list[float]:
+    """The learning rate of each step."""
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.get_last_lr()[0])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+def adamw() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+@pytest.mark.parametrize("total", [1, 9, 10, 12, 25, 30])
+@pytest.mark.parametrize("warmup", [0, 0.05, 0.1, 0.34, 1, 2.7, 3])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+def test_every_learning_rate_is_the_one_that_transformers_trainer_has(
+    kind: str, warmup: float, total: int, tmp_path: Path
+) -> None:
+    theirs = transformers.TrainingArguments(str(tmp_path), warmup_steps=warmup, use_cpu=True)
+    expected = transformers.get_scheduler(
+        kind, adamw(), num_warmup_steps=theirs.get_warmup_steps(total), num_training_steps=total)
+    wanted = rates(expected, total)
+    names = ["warmup_steps", "warmup_ratio"] if warmup < 1 else ["warmup_steps"]
+    for name in names:
+        config = GRPOConfig(output_dir=str(tmp_path), lr_scheduler_type=kind, **{name: warmup})
+        assert rates(make_scheduler(adamw(), config, total), total) == wanted

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lowmem_grpo.rewards.checking.result import RewardCheck, Trial
 from lowmem_grpo.views.answers import plain, shortened
+from lowmem_grpo.views.console import any_console
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # whose best and worst completions are shown
@@ -19,7 +20,7 @@ LONGEST = 300  # characters of a prompt or completion: its beginning and its end
 
 def print_check(result: RewardCheck, console: Console | None = None) -> None:
     """Print what each function paid, a few completions with their pay, the signal, and the findings."""
-    console = console or Console()
+    console = console or any_console()
     console.print(fitting_table(result, console))
     console.print(samples_table(result, console.width))
     low, high = result.signal_interval

@@ -50,6 +50,7 @@ class SelfJudge(Judge):
         })
         super().__init__("self", cache_size)
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
+        self.tokenizer = model.loaded.tokenizer  # the base model's: a training may bring one of its own
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
         from lowmem_grpo.memory.bounds import RunMemory
 
@@ -79,7 +80,7 @@ class SelfJudge(Judge):
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
         """Token ids of a question as one user turn (some templates have no system turn); None if it is too long."""
-        tokenizer = self.model.loaded.tokenizer
+        tokenizer = self.tokenizer
         text = "\n\n".join(message["content"] for message in question.messages(fault))
         text = without_controls(text, tokenizer)
         if tokenizer.chat_template:

@@ -1,0 +1,32 @@
+"""What a run samples: ids without a text are said."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import TINY
+from trainer_runs import make
+from transformers import AutoModelForCausalLM
+
+
+def test_sampled_ids_that_pad_the_vocabulary_are_said_once_and_have_plain_transformers_probabilities(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make(tmp_path, temperature=20.0)
+    groups = [*trainer.next_groups(), *trainer.next_groups()]
+    said = [record.message for record in caplog.records if "pad the model's vocabulary" in record.message]
+    assert len(said) == 1
+    drawn = [(group, rollout) for group in groups for rollout in group.rollouts if max(rollout.completion_ids) >= 322]
+    assert drawn  # the tokenizer has 322 tokens, and the model 384 rows
+    group, rollout = drawn[0]
+    ids = torch.tensor([[*group.prompt_ids, *rollout.completion_ids]])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(TINY)(ids).logits[0, len(group.prompt_ids) - 1 : -1] / 20.0
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+    assert rollout.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_nothing_is_said_where_every_sampled_id_has_a_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(tmp_path)
+    trainer.next_groups()
+    assert "pad the model's vocabulary" not in caplog.text
