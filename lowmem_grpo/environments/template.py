@@ -48,15 +48,20 @@ class ChatTemplate:
         return str(found)
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """The same of messages that hold tool calls, whose arguments some templates want as text."""
+        """Return the same of messages that hold tool calls, whose arguments some templates want as text. RendererError
+        where the template leaves a call out."""
         numbered = with_call_ids(messages)
         try:
-            return self.text(numbered, generation)
+            text = self.text(numbered, generation)
         except RendererError:
             as_text = [with_arguments(one, json.dumps) for one in numbered]
             if as_text == numbered:
                 raise
-            return self.text(as_text, generation)
+            text = self.text(as_text, generation)
+        names = (call["function"]["name"] for one in numbered for call in one.get("tool_calls") or [])
+        if lost := next((name for name in names if name not in text), None):
+            raise refusal(messages, f"it leaves out the call of {lost}")
+        return text
 
 
 def thought_apart(message: Message, source: str) -> Message:
