@@ -68,11 +68,32 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
     if len(prompt) == 0:
         raise ValueError("fast_generate got no prompt, or an empty one")
     if isinstance(prompt, str):
-        return prompt, tokenizer(prompt).input_ids
+        return prompt, text_ids(tokenizer, prompt)
     if isinstance(prompt[0], int):
         return tokenizer.decode(prompt), list(prompt)
-    text = tokenizer.apply_chat_template([in_text(each) for each in prompt], tokenize=False, add_generation_prompt=True)
+    text = chat_text(tokenizer, [in_text(each) for each in prompt])
     return text, tokenizer(text, add_special_tokens=False).input_ids
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text that a model goes on from: what the tokenizer writes before a text stands there once,
+    also where the text brings it (a chat template's does), and what it writes behind a text is left out."""
+    plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
+    places = range(len(around) - len(plain) + 1)
+    begin = next((around[:at] for at in places if around[at : at + len(plain)] == plain), [])
+    if not text:
+        return begin
+    return plain if plain[: len(begin)] == begin else begin + plain
+
+
+def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | None = None) -> str:
+    """Return the chat template's text of messages, up to where the model goes on: a new turn of the assistant, or the
+    last message where that is the assistant's, which is not closed. ValueError for one that calls tools."""
+    begun = messages[-1]["role"] == "assistant"
+    ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
+    if ways["continue_final_message"] and messages[-1].get("tool_calls"):
+        raise ValueError("a prompt ends with tool calls; add a message of the role tool with their result")
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **ways))
 
 
 def of_vllm(prompt: Mapping[str, Any]) -> Any:
