@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
+from lowmem_grpo.engines.prompt_inputs import chat_text
 
 SHOWN = 60  # characters of a text in a message
 NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # also behind a turn of the assistant
@@ -88,7 +89,7 @@ class ExampleEncoder(PromptEncoder):
     def whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
         """Return the template's text of messages to which nothing is added."""
         self.need_template()
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **(self.options(row) | CLOSED)))
+        return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
         """Return what the template puts after the rendered prompt; DataError if it then renders the prompt differently.

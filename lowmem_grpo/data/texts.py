@@ -8,13 +8,14 @@ import re
 from bisect import bisect_left
 from typing import Any
 
-from lowmem_grpo.data.examples import CLOSED, NEW_TURN, Example, ExampleEncoder
+from lowmem_grpo.data.examples import CLOSED, Example, ExampleEncoder
 from lowmem_grpo.data.prompts import DataError, is_chat
-from lowmem_grpo.engines.prompt_inputs import text_ids
+from lowmem_grpo.engines.prompt_inputs import text_ids, with_texts
 
 IGNORED = -100  # a label that is not trained
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the assistant says
 WORD = "Zq7answer"  # stands for a message while a template renders the others
+THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # marks, and fields of messages
 
 
 class TextEncoder(ExampleEncoder):
@@ -66,7 +67,8 @@ class ConversationEncoder(ExampleEncoder):
         messages, options = row["messages"], self.options(row) | CLOSED
         if MARKED.search(self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))):
             marked: Any = self.tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, **options)
+                with_texts(self.tokenizer, messages, options), return_dict=True, return_assistant_tokens_mask=True,
+                **options)
             return [bool(counts) for counts in marked["assistant_masks"]]
         trained = [False] * len(ids)
         for place in (place for place, one in enumerate(messages) if one["role"] == "assistant"):
@@ -80,30 +82,33 @@ class ConversationEncoder(ExampleEncoder):
         DataError where that cannot be told."""
         messages = row["messages"]
         try:
-            before = self.render(messages[:place], self.options(row)) if place else None
-            after = self.whole(messages[: place + 1], row)
+            before, after = self.render(messages[:place], self.options(row)), self.whole(messages[: place + 1], row)
         except Exception:  # noqa: BLE001 - a template may raise anything where messages are left out
-            before = None
-        if before is None:
             return self.span_of_word(row, place, text)
-        ends = (after.find(str(self.tokenizer.decode([end])), len(before)) for end in self.end_ids)
-        said = after[: min((at for at in ends if at >= 0), default=None)].rstrip()
-        if not (text.startswith(before) and text.startswith(said)):
+        said = after[: self.end_of_text(after, len(before))].rstrip()
+        if text.startswith(before) and text.startswith(said):
+            return len(before), max(len(said), len(before))
+        if place == len(messages) - 1:
             raise untold(place)
-        return len(before), max(len(said), len(before))
+        return self.span_of_word(row, place, text)
 
     def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return the same where the template refuses a part of the conversation: a word in place of the message says
-        where that stands, behind the last head of an answer."""
+        """Return the same where the template refuses a part of the conversation, or leaves out of earlier answers the
+        thought that opens a prompt: a word in place of the message says where that stands, behind an answer's head."""
         messages = list(row["messages"])
-        ready = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **(self.options(row) | NEW_TURN)))
-        messages[place] = {**messages[place], "content": WORD}
+        head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
+        said, messages[place] = messages[place], {**messages[place], "content": WORD}
         told, word, rest = self.whole(messages, row).partition(WORD)
-        head = ready[len(text) :]
         first = told.rfind(head) + len(head)
-        if not (word and head and head in told and text[:first] == told[:first]) or messages[place].get("tool_calls"):
+        thought = THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS)
+        if thought or not (word and head and head in told and text[:first] == told[:first]):
             raise untold(place)
-        return first, len(text.removesuffix(rest))
+        return first, self.end_of_text(text, first) if said.get("tool_calls") else len(text.removesuffix(rest))
+
+    def end_of_text(self, text: str, first: int) -> int:
+        """Return where the first end token stands behind a place, or the length of the text where none does."""
+        places = (text.find(str(self.tokenizer.decode([end])), first) for end in self.end_ids)
+        return min((at for at in places if at >= 0), default=len(text))
 
 
 def untold(place: int) -> DataError:

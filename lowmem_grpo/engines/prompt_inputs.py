@@ -93,7 +93,19 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
     ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
     if ways["continue_final_message"] and messages[-1].get("tool_calls"):
         raise ValueError("a prompt ends with tool calls; add a message of the role tool with their result")
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, **ways))
+    return str(tokenizer.apply_chat_template(with_texts(tokenizer, messages, ways), tokenize=False, **ways))
+
+
+def with_texts(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
+    """Return the messages, with an empty text where tool calls stand beside None, which some templates would write out.
+    It stays None where the template then leaves the calls out, as DeepSeek's."""
+    texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
+    if texts == messages:
+        return messages
+    names = [call["function"]["name"] for one in messages for call in one.get("tool_calls") or []]
+    rendered = str(tokenizer.apply_chat_template(texts, tokenize=False, **ways))
+    return texts if all(name in rendered for name in names) else [
+        {**one, "content": one.get("content")} for one in messages]
 
 
 def of_vllm(prompt: Mapping[str, Any]) -> Any:
