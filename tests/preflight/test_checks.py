@@ -150,7 +150,7 @@ ENDS_OUTSIDE = NO_HEADER.replace("{{ m['content'] }}", "{% if m['role'] == 'assi
 
 
 @case("answers without an end", "error", r"^no answer of all 4 rows is trained with a token that ends a completion "
-                                         r"\('<\|im_end\|>'\), so a model does not learn to stop there\. What to do: let")
+                                         r"\('<\|im_end\|>'\), so a model does not learn to stop there\. What to do: ")
 def ends_outside(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = ENDS_OUTSIDE
     return fine_tuned(make(), [TALK] * 4, assistant_only_loss=True)

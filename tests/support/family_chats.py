@@ -44,12 +44,14 @@ FAMILY_CHATS = {
         ("<|start_header_id|>", "<|end_header_id|>")),
     "mistral": FamilyChat(
         "{{ bos_token }}" + TURNS.format(
-            turn="{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}", head=""),
+            turn="{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}",
+            head=""),
         ("</s>",), (" 3.</s>", " 7.</s>"), ("[INST]", "[/INST]")),
     "qwen2": CHATML, "qwen3_moe": CHATML, "smollm3": CHATML,
     "gemma3_text": FamilyChat(
         "{{ bos_token }}" + TURNS.format(
-            turn="<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n",
+            turn="<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+                 "<end_of_turn>\n",
             head="<start_of_turn>model\n"),
         ("<eos>", "<end_of_turn>"), ("3.<end_of_turn>", "7.<end_of_turn>"), ("<start_of_turn>",)),
     "gemma4_text": FamilyChat(
@@ -81,8 +83,8 @@ FAMILY_CHATS = {
         ("[gMASK]", "<sop>", "<|assistant|>", "<|system|>")),
     "ministral3": FamilyChat(
         "{{ bos_token }}" + TURNS.format(
-            turn="{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}",
-            head=""),
+            turn="{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}{{ eos_token }}"
+                 "{% endif %}", head=""),
         ("</s>",), ("3.</s>", "7.</s>"), ("[INST]", "[/INST]")),
     "exaone4": FamilyChat(
         TURNS.format(turn="[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n", head="[|assistant|]\n"),
