@@ -129,7 +129,7 @@ def parts_of(tokenizer: Any) -> tuple[str, str]:
         asked = tokenizer.apply_chat_template(chat[:1], tokenize=False)
         prompted = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         raise ValueError("no usable chat template; pass instruction_part and response_part") from error
     first, between = asked.partition(QUESTION)[0], whole.partition(ANSWER)[2].partition(NEXT)[0]
     behind = [text.partition(QUESTION)[2] for text in (asked, prompted, whole)]
