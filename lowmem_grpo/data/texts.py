@@ -101,7 +101,8 @@ class ConversationEncoder(ExampleEncoder):
         told, word, rest = self.whole(messages, row).partition(WORD)
         first = told.rfind(head) + len(head)
         thought = THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS)
-        if thought or not (word and head and head in told and text[:first] == told[:first]):
+        between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # of an empty thought nothing
+        if thought or between or not (word and head and head in told and text[:first] == told[:first]):
             raise untold(place)
         return first, self.end_of_text(text, first) if said.get("tool_calls") else len(text.removesuffix(rest))
 
