@@ -108,7 +108,7 @@ class ConversationEncoder(ExampleEncoder):
 
     def end_of_text(self, text: str, first: int) -> int:
         """Return where the first end token stands behind a place, or the length of the text where none does."""
-        places = (text.find(str(self.tokenizer.decode([end])), first) for end in self.end_ids)
+        places = (text.find(word, first) for end in self.end_ids if (word := str(self.tokenizer.decode([end]))))
         return min((at for at in places if at >= 0), default=len(text))
 
 
