@@ -12,11 +12,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
-from lowmem_grpo.engines.prompt_inputs import chat_text
+from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
 
 SHOWN = 60  # characters of a text in a message
 NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # also behind a turn of the assistant
-CLOSED = {"add_generation_prompt": False, "continue_final_message": False}
 
 
 @dataclass

@@ -8,9 +8,9 @@ import re
 from bisect import bisect_left
 from typing import Any
 
-from lowmem_grpo.data.examples import CLOSED, Example, ExampleEncoder
+from lowmem_grpo.data.examples import Example, ExampleEncoder
 from lowmem_grpo.data.prompts import DataError, is_chat
-from lowmem_grpo.engines.prompt_inputs import text_ids, with_texts
+from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 IGNORED = -100  # a label that is not trained
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the assistant says
@@ -67,7 +67,7 @@ class ConversationEncoder(ExampleEncoder):
         messages, options = row["messages"], self.options(row) | CLOSED
         if MARKED.search(self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))):
             marked: Any = self.tokenizer.apply_chat_template(
-                with_texts(self.tokenizer, messages, options), return_dict=True, return_assistant_tokens_mask=True,
+                readable(self.tokenizer, messages, options), return_dict=True, return_assistant_tokens_mask=True,
                 **options)
             return [bool(counts) for counts in marked["assistant_masks"]]
         trained = [False] * len(ids)

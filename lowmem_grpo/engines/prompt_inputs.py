@@ -1,11 +1,14 @@
 """What people pass to `fast_generate`, as text and token ids: strings, chats, ids, tensors, a tokenizer's encoding, and
 vLLM's dictionaries."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
+CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # nothing is added to a conversation
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
@@ -93,19 +96,41 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
     ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
     if ways["continue_final_message"] and messages[-1].get("tool_calls"):
         raise ValueError("a prompt ends with tool calls; add a message of the role tool with their result")
-    return str(tokenizer.apply_chat_template(with_texts(tokenizer, messages, ways), tokenize=False, **ways))
+    return str(tokenizer.apply_chat_template(readable(tokenizer, messages, ways), tokenize=False, **ways))
 
 
-def with_texts(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages, with an empty text where tool calls stand beside None, which some templates would write out.
-    It stays None where the template then leaves the calls out, as DeepSeek's."""
-    texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
-    if texts == messages:
+def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
+    """Return the messages in the first form in which the template writes their tool calls: with an empty text where
+    None stands beside calls, which some templates would write out; with arguments that are JSON as objects; or as they
+    are, as DeepSeek's wants None. ValueError where it leaves a call out."""
+    calls = [call.get("function") or call for one in messages for call in one.get("tool_calls") or []]
+    if not calls:
         return messages
-    names = [call["function"]["name"] for one in messages for call in one.get("tool_calls") or []]
-    rendered = str(tokenizer.apply_chat_template(texts, tokenize=False, **ways))
-    return texts if all(name in rendered for name in names) else [
-        {**one, "content": one.get("content")} for one in messages]
+    texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
+    lost = ""
+    for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages]):
+        try:
+            text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
+        except Exception:  # noqa: BLE001 - templates raise what they like, and it is raised again below
+            continue
+        lost = next((call["name"] for call in calls if call["name"] not in text), "")
+        if not lost:
+            return form
+    if lost:
+        raise ValueError(f"the chat template leaves out the call of {lost}; set tokenizer.chat_template to one that "
+                         "writes tool calls, or write the call into the content of its message")
+    return messages
+
+
+def with_objects(message: Any) -> Any:
+    """Return a message whose calls have objects as arguments, where these are JSON in a text."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call
+        with suppress(TypeError, ValueError):  # an object already, or no JSON
+            function = {**function, "arguments": json.loads(function.get("arguments") or "{}")}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def of_vllm(prompt: Mapping[str, Any]) -> Any:

@@ -116,3 +116,25 @@ def test_a_prompt_that_ends_with_tool_calls_is_refused() -> None:
     for door, error in (("fast_generate", ValueError), ("environments and chats of a server", RendererError)):
         with pytest.raises(error, match="ends with tool calls; add a message of the role tool"):
             DOORS_OF_CHATS[door](tokenizer_of("qwen2_5"), asked)
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "sun"}]
+
+
+@every_row("template", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "lfm2_v2", "glm4moe"])
+def test_a_history_of_calls_is_what_transformers_writes_of_objects_and_empty_texts(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    plain = called({"city": "Rome"})
+    plain[1]["content"] = ""
+    wanted = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    assert encode(tokenizer, called({"city": "Rome"}))[0] == wanted
+    if template in ("qwen3_5_think", "lfm2_v2", "glm4moe"):  # which refuse arguments that are JSON in a text
+        assert encode(tokenizer, called('{"city": "Rome"}'))[0] == wanted
+
+
+def test_a_history_of_calls_that_a_template_leaves_out_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"leaves out the call of weather; set tokenizer\.chat_template"):
+        encode(tokenizer_of("lfm2"), called({"city": "Rome"}))
