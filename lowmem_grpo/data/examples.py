@@ -5,14 +5,17 @@ the assistant's turn, then what the model should say, including the token that e
 are in texts.py, and shapes.py says what the columns of a dataset mean.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
+from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
 
 SHOWN = 60  # characters of a text in a message
+NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # also behind a turn of the assistant
 
 
 @dataclass
@@ -28,7 +31,10 @@ class ExampleEncoder(PromptEncoder):
 
     `end_ids` are the tokens that end a sampled completion. `truncation` is what is cut off a row of more than
     `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out.
+    The columns `tools` (a list, or its JSON) and `chat_template_kwargs` are for the chat template, as in TRL.
     """
+
+    continues = True  # whether a completion goes on with a prompt's last message, where that is the assistant's
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, end_ids: list[int],
@@ -47,7 +53,7 @@ class ExampleEncoder(PromptEncoder):
         if reason := unusable(row["prompt"], completion):
             return reason
         chat = not isinstance(row["prompt"], str)
-        ids = self.ended(self.chat_text(row["prompt"], completion, prompt.text) if chat else str(completion))
+        ids = self.ended(self.behind(prompt.text, row) if chat else str(completion))
         if ids is None:
             return "completion goes on after an end token"
         trained = [self.prompt_too] * len(prompt.ids) + [True] * len(ids)
@@ -69,19 +75,41 @@ class ExampleEncoder(PromptEncoder):
         mask = trained[first:end]
         return Example(row, ids[:first], text, completion_ids=ids[first:end], trained=None if all(mask) else mask)
 
-    def chat_text(self, prompt: list[dict[str, str]], completion: Any, rendered: str) -> str:
-        """What the template puts after the rendered prompt; DataError if it then renders the prompt differently."""
-        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        whole: Any = self.tokenizer.apply_chat_template([*prompt, *answer], tokenize=False, **self.template_kwargs)
+    def options(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the run's options of the chat template, with the row's own."""
+        tools, own = row.get("tools"), row.get("chat_template_kwargs") or {}
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+        except ValueError as error:
+            raise DataError(f"tools is a text that is no JSON ({error}): make it a list of schemas, or JSON") from error
+        own = {name: value for name, value in own.items() if value is not None} | ({"tools": tools} if tools else {})
+        return {**self.template_kwargs, **own, **({} if self.continues else NEW_TURN)}
+
+    def whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
+        """Return the template's text of messages to which nothing is added."""
+        self.need_template()
+        return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
+
+    def behind(self, rendered: str, row: dict[str, Any]) -> str:
+        """Return what the template puts after the rendered prompt; DataError if it then renders the prompt differently.
+        """
+        *prompt, last = row["prompt"]
+        said = row["completion"]
+        answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]
+        if self.continues and last["role"] == "assistant":
+            answer = {**last, **answer, "content": last["content"] + (answer.get("content") or "")}
+        else:
+            prompt = row["prompt"]
+        whole = self.whole([*prompt, answer], row)
         if not whole.startswith(rendered):
-            at = next((i for i, (a, b) in enumerate(zip(whole, rendered, strict=False)) if a != b), len(whole))
+            at = len(shared_start(whole, rendered))
             raise DataError(
                 "the chat template renders a prompt differently once its answer follows: "
                 f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. "
                 "The model would be trained on other text than it samples from: change tokenizer.chat_template or "
                 "chat_template_kwargs, or make prompt and completion plain strings"
             )
-        return str(whole[len(rendered) :])
+        return whole[len(rendered) :]
 
     def ended(self, text: str) -> list[int] | None:
         """The text's ids up to its end token, which is added if it has none; None if text follows the end token."""
@@ -92,6 +120,19 @@ class ExampleEncoder(PromptEncoder):
         rest: Any = self.tokenizer.decode([token for token in ids[ends[0] :] if token not in self.end_ids])
         return None if rest.strip() else ids[: ends[0] + 1]
 
+    def through_end(self, ids: list[int], at: int) -> int:
+        """Return where an answer whose text is ids[:at] ends: behind the end token that follows it, or behind the white
+        space with which the text ends. Where another token follows, nothing of it belongs to the answer."""
+        seen = (place for place in range(at, len(ids)) if str(self.tokenizer.decode([ids[place]])).strip())
+        stop = next(seen, len(ids))
+        return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop
+
+    def with_end(self, ids: list[int]) -> list[int]:
+        """Return the ids, with the tokenizer's end token behind them unless their last token is an end token; white
+        space may follow that."""
+        last = next((token for token in reversed(ids) if str(self.tokenizer.decode([token])).strip()), None)
+        return ids if last in self.end_ids else [*ids, self.end_id]
+
     @property
     def end_id(self) -> int:
         """The tokenizer's end token; DataError if it has none."""
@@ -100,6 +141,12 @@ class ExampleEncoder(PromptEncoder):
             raise DataError("the tokenizer has no end token, so a model would never learn to stop; set "
                             "tokenizer.eos_token")
         return int(found)
+
+
+def shared_start(text: str, other: str) -> str:
+    """Return the longest text with which both begin."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return text[: next((at for at, (letter, another) in pairs if letter != another), min(len(text), len(other)))]
 
 
 def unusable(prompt: Any, completion: Any) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.difficulty import DifficultyPools
+from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -66,34 +67,44 @@ class PromptEncoder:
         if isinstance(prompt, str):
             if not prompt.strip():
                 return "empty prompt"
-            text, ids = prompt, self.tokenizer(prompt).input_ids
+            text, ids = prompt, text_ids(self.tokenizer, prompt)
         elif is_chat(prompt):
-            text = self.render(prompt)
+            text = self.render(prompt, self.options(row))
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             return "empty prompt" if prompt in (None, []) else f"prompt is {type(prompt).__name__}, not text or chat"
         return Prompt(row, ids, text)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """The chat template's text of the messages, ready for the assistant's turn."""
+    def options(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what the chat template is given for a row beside its messages."""
+        return self.template_kwargs
+
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Return the chat template's text of the messages, ready for what the assistant says next."""
+        self.need_template()
+        return chat_text(self.tokenizer, messages, options)
+
+    def need_template(self) -> None:
+        """Raise DataError where the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise DataError(
                 "the dataset holds chat messages, and the tokenizer has no chat template: set tokenizer.chat_template, "
                 "load an instruct model, or make `prompt` a plain string"
             )
-        text: Any = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-        )
-        return text
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether `prompt` is a non-empty list of messages with a role and text."""
+    """Return whether `prompt` is a non-empty list of messages with a role and text, or with tool calls."""
     return (
-        isinstance(prompt, list) and len(prompt) > 0
-        and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
-        and any(m["content"].strip() for m in prompt)
+        isinstance(prompt, list) and len(prompt) > 0 and all(map(is_message, prompt))
+        and any(m.get("tool_calls") or m["content"].strip() for m in prompt)
     )
+
+
+def is_message(message: Any) -> bool:
+    """Return whether it is a message with a role and text; beside tool calls the text may be None or missing."""
+    said = message.get("content") if isinstance(message, dict) and "role" in message else 0
+    return isinstance(said, str) or (said is None and bool(message.get("tool_calls")))
 
 
 def longest_prompt(prompt: int | None, completion: int, context: int) -> int:

@@ -111,11 +111,14 @@ class Shapes:
     def conversations(self, rows: Any, column: str) -> tuple[Any, ExampleEncoder]:
         """Rows with chat messages: of the last one, of the assistant's, or of all tokens."""
         if self.config.assistant_only_loss is None:
-            split = changed(rows, lambda row: last_message(messages_of(row, column)), ["prompt", "completion"])
-            return split, self.encoder(ExampleEncoder)
+            columns = ["prompt", "completion"]
+            split = changed(rows, lambda row: kept(row) | last_message(messages_of(row, column)), columns)
+            turns = self.encoder(ExampleEncoder)
+            turns.continues = False  # two messages of the assistant are two turns
+            return split, turns
         encoder = self.encoder(ConversationEncoder)
         encoder.assistant_only = self.config.assistant_only_loss
-        return changed(rows, lambda row: {"messages": messages_of(row, column)}, ["messages"]), encoder
+        return changed(rows, lambda row: kept(row) | {"messages": messages_of(row, column)}, ["messages"]), encoder
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """What makes a row of one text, by `formatting_func`, whether it takes one row or a batch of columns."""
@@ -151,6 +154,11 @@ def changed(rows: Any, change: Callable[[dict[str, Any]], dict[str, Any]], colum
         return Changed(rows, change, columns)
     rows.change_each(change)
     return rows
+
+
+def kept(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that are for the chat template."""
+    return {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
 
 
 def messages_of(row: dict[str, Any], column: str) -> Any:

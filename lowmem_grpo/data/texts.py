@@ -5,13 +5,17 @@ assistant; of token ids those that the row's own columns say.
 """
 
 import re
+from bisect import bisect_left
 from typing import Any
 
 from lowmem_grpo.data.examples import Example, ExampleEncoder
 from lowmem_grpo.data.prompts import DataError, is_chat
+from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 IGNORED = -100  # a label that is not trained
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the assistant says
+WORD = "Zq7answer"  # stands for a message while a template renders the others
+THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # marks, and fields of messages
 
 
 class TextEncoder(ExampleEncoder):
@@ -26,54 +30,95 @@ class TextEncoder(ExampleEncoder):
             return f"{self.column} is {type(text).__name__}, not text"
         if not text.strip():
             return f"empty {self.column}"
-        start, end = self.tokenizer.bos_token, self.tokenizer.eos_token
-        whole = text if end is None or text.rstrip().endswith(str(end)) else text + str(end)
-        ids: list[int] = self.tokenizer(
-            whole, add_special_tokens=start is None or not whole.startswith(str(start))
-        ).input_ids
+        ids = self.with_end(text_ids(self.tokenizer, text))
         return self.example(row, text, ids, [True] * len(ids), self.column)
 
 
 class ConversationEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages."""
+    """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages.
+
+    What the assistant says begins where a prompt of the messages before it ends, and ends with the token that ends a
+    sampled answer, also where the template writes that at the beginning of the next message, as GLM 4. Where a template
+    has {% generation %} marks, they say what is trained.
+    """
 
     column = "messages"
-    assistant_only = False
+    assistant_only = continues = False
 
     def encode(self, row: dict[str, Any]) -> Example | str:
-        """The example, or the reason for leaving the row out."""
+        """Return the example, or the reason for leaving the row out."""
         messages = row.get("messages")
         if not is_chat(messages):
             return "empty messages" if messages in (None, []) else "messages are not chat messages with text"
         assert messages is not None
-        text = self.whole(messages)
-        spans = self.spans(messages, text) if self.assistant_only else [(0, len(text))]
+        text = self.whole(messages, row)
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        trained = [any(begin <= at < end for begin, end in spans) for at, _ in encoded["offset_mapping"]]
-        return self.example(row, text, encoded["input_ids"], trained, "messages")
+        ids = list(encoded["input_ids"])
+        trained = self.mask(row, text, ids, [start for start, _ in encoded["offset_mapping"]])
+        if messages[-1]["role"] == "assistant" and trained[-1]:
+            ids = self.with_end(ids)
+            trained += [True] * (len(ids) - len(trained))
+        return self.example(row, text, ids, trained, "messages")
 
-    def whole(self, messages: list[dict[str, Any]]) -> str:
-        """The template's text of the messages; DataError without a template."""
-        self.render(messages[:1])
-        text: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
-        return str(text)
+    def mask(self, row: dict[str, Any], text: str, ids: list[int], starts: list[int]) -> list[bool]:
+        """Return which tokens are trained; `starts` are their first characters in the text."""
+        if not self.assistant_only:
+            return [True] * len(ids)
+        messages, options = row["messages"], self.options(row) | CLOSED
+        if MARKED.search(self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))):
+            marked: Any = self.tokenizer.apply_chat_template(
+                readable(self.tokenizer, messages, options), return_dict=True, return_assistant_tokens_mask=True,
+                **options)
+            return [bool(counts) for counts in marked["assistant_masks"]]
+        trained = [False] * len(ids)
+        for place in (place for place, one in enumerate(messages) if one["role"] == "assistant"):
+            first, last = (bisect_left(starts, at) for at in self.span(row, place, text))
+            last = self.through_end(ids, last)
+            trained[first:last] = [True] * (last - first)
+        return trained
 
-    def spans(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-        """(first, end) of what the assistant says in the text, as characters, each with what ends its turn."""
-        found = []
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, after = self.render(messages[:place]), self.whole(messages[: place + 1])
-            if not (text.startswith(before) and text.startswith(after.rstrip())):
-                raise DataError(
-                    f"the chat template renders message {place + 1} of a conversation differently once others follow, "
-                    "so it cannot be told which tokens are the assistant's. Leave assistant_only_loss out (the last "
-                    "message is trained), split conversations into one row for each answer, or change "
-                    "tokenizer.chat_template"
-                )
-            found.append((len(before), len(after.rstrip())))
-        return found
+    def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
+        """Return (first, end) of what the assistant says in a message, as characters, without what ends its turn.
+        DataError where that cannot be told."""
+        messages = row["messages"]
+        try:
+            before, after = self.render(messages[:place], self.options(row)), self.whole(messages[: place + 1], row)
+        except Exception:  # noqa: BLE001 - a template may raise anything where messages are left out
+            return self.span_of_word(row, place, text)
+        said = after[: self.end_of_text(after, len(before))].rstrip()
+        if text.startswith(before) and text.startswith(said):
+            return len(before), max(len(said), len(before))
+        if place == len(messages) - 1:
+            raise untold(place)
+        return self.span_of_word(row, place, text)
+
+    def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
+        """Return the same where the template refuses a part of the conversation, or leaves out of earlier answers the
+        thought that opens a prompt: a word in place of the message says where that stands, behind an answer's head."""
+        messages = list(row["messages"])
+        head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
+        said, messages[place] = messages[place], {**messages[place], "content": WORD}
+        told, word, rest = self.whole(messages, row).partition(WORD)
+        first = told.rfind(head) + len(head)
+        thought = THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS)
+        between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # of an empty thought nothing
+        if thought or between or not (word and head and head in told and text[:first] == told[:first]):
+            raise untold(place)
+        return first, self.end_of_text(text, first) if said.get("tool_calls") else len(text.removesuffix(rest))
+
+    def end_of_text(self, text: str, first: int) -> int:
+        """Return where the first end token stands behind a place, or the length of the text where none does."""
+        places = (text.find(word, first) for end in self.end_ids if (word := str(self.tokenizer.decode([end]))))
+        return min((at for at in places if at >= 0), default=len(text))
+
+
+def untold(place: int) -> DataError:
+    """Return the error of a message of which it cannot be told where it stands."""
+    return DataError(
+        f"the chat template renders message {place + 1} of a conversation differently once others follow, "
+        "so it cannot be told which tokens are the assistant's. Leave assistant_only_loss out (the last message is "
+        "trained), split conversations into one row for each answer, or change tokenizer.chat_template"
+    )
 
 
 class TokenEncoder(ExampleEncoder):

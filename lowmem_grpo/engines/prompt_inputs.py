@@ -1,11 +1,14 @@
 """What people pass to `fast_generate`, as text and token ids: strings, chats, ids, tensors, a tokenizer's encoding, and
 vLLM's dictionaries."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
+CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # nothing is added to a conversation
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
@@ -68,11 +71,66 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
     if len(prompt) == 0:
         raise ValueError("fast_generate got no prompt, or an empty one")
     if isinstance(prompt, str):
-        return prompt, tokenizer(prompt).input_ids
+        return prompt, text_ids(tokenizer, prompt)
     if isinstance(prompt[0], int):
         return tokenizer.decode(prompt), list(prompt)
-    text = tokenizer.apply_chat_template([in_text(each) for each in prompt], tokenize=False, add_generation_prompt=True)
+    text = chat_text(tokenizer, [in_text(each) for each in prompt])
     return text, tokenizer(text, add_special_tokens=False).input_ids
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text that a model goes on from: what the tokenizer writes before a text stands there once,
+    also where the text brings it (a chat template's does), and what it writes behind a text is left out."""
+    plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
+    places = range(len(around) - len(plain) + 1)
+    begin = next((around[:at] for at in places if around[at : at + len(plain)] == plain), [])
+    if not text:
+        return begin
+    return plain if plain[: len(begin)] == begin else begin + plain
+
+
+def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | None = None) -> str:
+    """Return the chat template's text of messages, up to where the model goes on: a new turn of the assistant, or the
+    last message where that is the assistant's, which is not closed. ValueError for one that calls tools."""
+    begun = messages[-1]["role"] == "assistant"
+    ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
+    if ways["continue_final_message"] and messages[-1].get("tool_calls"):
+        raise ValueError("a prompt ends with tool calls; add a message of the role tool with their result")
+    return str(tokenizer.apply_chat_template(readable(tokenizer, messages, ways), tokenize=False, **ways))
+
+
+def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
+    """Return the messages in the first form in which the template writes their tool calls: with an empty text where
+    None stands beside calls, which some templates would write out; with arguments that are JSON as objects; or as they
+    are, as DeepSeek's wants None. ValueError where it leaves a call out."""
+    calls = [call.get("function") or call for one in messages for call in one.get("tool_calls") or []]
+    if not calls:
+        return messages
+    texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
+    lost = ""
+    for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages]):
+        try:
+            text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
+        except Exception:  # noqa: BLE001 - templates raise what they like, and it is raised again below
+            continue
+        lost = next((call["name"] for call in calls if call["name"] not in text), "")
+        if not lost:
+            return form
+    if lost:
+        raise ValueError(f"the chat template leaves out the call of {lost}; set tokenizer.chat_template to one that "
+                         "writes tool calls, or write the call into the content of its message")
+    return messages
+
+
+def with_objects(message: Any) -> Any:
+    """Return a message whose calls have objects as arguments, where these are JSON in a text."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call
+        with suppress(TypeError, ValueError):  # an object already, or no JSON
+            function = {**function, "arguments": json.loads(function.get("arguments") or "{}")}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def of_vllm(prompt: Mapping[str, Any]) -> Any:

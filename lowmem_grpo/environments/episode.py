@@ -273,8 +273,11 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """The prompt with the first observation: a text is added to the last message, as in TRL; other messages follow."""
-    if len(observation) != 1 or observation[0].get("role") != "user" or not prompt:
-        return [*(one for one in prompt if one["content"] or not observation), *observation]
+    """Return the prompt with the first observation: a text is added to the last message, as in TRL, unless that is the
+    assistant's; other messages follow."""
+    begun = bool(prompt) and prompt[-1]["role"] == "assistant"
+    if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
+        said = (one for one in prompt if one.get("content") or one.get("tool_calls") or not observation)
+        return [*said, *observation]
     last = prompt[-1]
     return [*prompt[:-1], last | {"content": last["content"] + observation[0]["content"]}]

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message
 from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
 from lowmem_grpo.environments.renderer import Renderer
@@ -108,9 +108,9 @@ class EpisodeEncoder(PromptEncoder):
         if self.kits.factories is not None and (problem := self.kits.factories.lacking(row)):
             raise DataError(problem)
         messages = messages_of(row)
-        if not all(isinstance(one, dict) and isinstance(one.get("content"), str) and "role" in one for one in messages):
+        if not all(map(is_message, messages)):
             return f"prompt is {type(row.get('prompt')).__name__}, not text or chat"
-        if self.kits.factories is None and not any(one["content"].strip() for one in messages):
+        if self.kits.factories is None and not is_chat(messages):
             return "empty prompt"
         try:
             ids = kit.renderer(row).first(messages)

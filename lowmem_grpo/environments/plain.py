@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.environments.marks import Marks, StandIns
 from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import FAMILIES, RendererError, checked
@@ -23,8 +24,7 @@ class PlainRenderer:
     def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
         """The prompt of the first turn, (P,): a text, or the texts of messages."""
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
-        ids: list[int] = self.tokenizer(text).input_ids
-        return ids
+        return text_ids(self.tokenizer, text)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """What comes between a sampled completion and the next one, (B,), whether it `ended` or was cut."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
 from lowmem_grpo.environments.marks import Marks
 from lowmem_grpo.types import Message
 
@@ -39,16 +40,16 @@ class ChatTemplate:
         self.marks = Marks(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """The messages as text, with the head of the next answer or without. RendererError where it refuses them."""
+        """Return the messages as text, up to where the policy goes on or to their end. RendererError where the template
+        refuses them."""
         try:
-            found: Any = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation, **self.kwargs)
+            return chat_text(self.tokenizer, list(messages), self.kwargs | ({} if generation else CLOSED))
         except Exception as error:  # templates raise what they like: TemplateError, TypeError, KeyError
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
-        return str(found)
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """The same of messages that hold tool calls, whose arguments some templates want as text."""
+        """Return the same of messages that hold tool calls, whose arguments some templates want as text. RendererError
+        where the template leaves a call out."""
         numbered = with_call_ids(messages)
         try:
             return self.text(numbered, generation)

@@ -38,7 +38,8 @@ CHECKS = (
     Check("generation prompt", "warning", "a chat template that adds nothing for the assistant's turn",
           prompts.no_generation_prompt),
     Check("dropped messages", "warning", "a chat template that leaves out system or user messages", prompts.left_out),
-    Check("two start tokens", "warning", "prompts that begin with the start token twice", prompts.two_starts),
+    Check("answers without an end", "error", "rows of fine-tuning of which no trained token ends a completion; a "
+          "warning where only some answers of a row have no end, and for rows of token ids", tokens.endless),
     Check("no end token", "warning", "neither the tokenizer nor the generation config names a token that ends a "
           "completion", tokens.no_end, with_sft=False),
     Check("another end token", "warning", "the chat template ends an answer with a token that does not end a "

@@ -160,17 +160,6 @@ def left_out(subject: Subject) -> Iterator[Finding]:
                       "or set another tokenizer.chat_template")
 
 
-def two_starts(subject: Subject) -> Iterator[Finding]:
-    """A start token in the text, and a second one from the tokenizer."""
-    start = subject.tokenizer.bos_token_id
-    if start is None:
-        return
-    doubled = sum(looked.prompt.ids[:2] == [start, start] for looked in subject.sample.usable if looked.prompt)
-    if doubled:
-        yield Finding("warning", "", f"the prompts of {subject.sample.share(doubled)} begin with two start tokens",
-                      "give chat messages as `prompt`, or remove the start token from the text: the tokenizer adds one")
-
-
 def answered(subject: Subject, messages: Messages) -> str | None:
     """The text of the messages followed by an answer; None where the template does not allow that."""
     try:

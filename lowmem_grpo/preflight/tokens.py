@@ -4,8 +4,9 @@ Padding and end may be the same token: masks come from lengths, never from compa
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
 
+from lowmem_grpo.data.examples import Example
 from lowmem_grpo.preflight.prompts import ANSWER, answered
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.findings import Finding
@@ -35,6 +36,29 @@ def other_end(subject: Subject) -> Iterator[Finding]:
         yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only {ends} ends a "
                       "completion, so answers may go on to their longest length", f"set tokenizer.eos_token to the "
                       f"template's, or give {STOP}" if subject.scorer else "set tokenizer.eos_token to the template's")
+
+
+def endless(subject: Subject) -> Iterator[Finding]:
+    """Rows of fine-tuning with trained answers that hold no token that ends a completion."""
+    ends = subject.all_end_ids
+    ended = [[bool(ends & {*answer}) for answer in answers(looked.prompt)] for looked in subject.sample.fitting
+             if isinstance(looked.prompt, Example)]
+    names = " or ".join(repr(subject.tokenizer.decode([end])) for end in sorted(ends))
+    never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
+    for which, severity, count in (("no answer of", never, sum(not any(row) for row in ended)),
+                                   ("not every answer of", "warning", sum(any(row) > all(row) for row in ended))):
+        if count and ends:
+            yield Finding(severity, "", f"{which} {subject.sample.share(count)} is trained with a token that ends a "
+                          f"completion ({names}), so a model does not learn to stop there", "let what is trained hold "
+                          "the end token ({% generation %} marks in a chat template, labels, the parts of "
+                          "train_on_responses_only), or set tokenizer.eos_token to what the chat template writes there")
+
+
+def answers(example: Example) -> list[list[int]]:
+    """Return the runs of trained tokens of an example."""
+    trained = example.trained or [True] * len(example.completion_ids)
+    runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
+    return [[token for _, token in run] for counts, run in runs if counts]
 
 
 def unknown_ids(subject: Subject) -> Iterator[Finding]:

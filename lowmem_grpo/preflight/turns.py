@@ -39,7 +39,8 @@ def rewritten(subject: Subject) -> Iterator[Finding]:
         renderer = renderer_of(subject)
     except RendererError:
         return  # `not_rendered` says so
-    changed = [one.transition.name for one in tried(subject, renderer) if not one.appends and not one.refused]
+    changed = [one.transition.name for one in tried(subject, renderer)
+               if not (one.appends or one.refused or one.never_anew)]
     if not changed:
         return
     problem = f"the chat template rewrites what was sampled before {', '.join(changed)}"

@@ -15,7 +15,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.engines.prompt_inputs import encode, is_message, plain
+from lowmem_grpo.engines.prompt_inputs import chat_text, encode, is_message, plain
 from lowmem_grpo.types import Rollout, Split
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -112,13 +112,10 @@ class RolloutFunction:
         if as_chat is not None and as_chat != chat:
             raise ValueError(f"as_chat={as_chat}, and the prompt is a {type(prompt).__name__} "
                              f"{'of messages' if chat else 'without messages'}; leave as_chat out")
-        if chat:
-            options = self.trainer.args.chat_template_kwargs or {}
-            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
-        begins = tokenizer.bos_token or tokenizer.eos_token
-        if chat or (isinstance(prompt, str) and prompt.startswith(begins)):  # rendered: it has its special tokens
-            return list(tokenizer(prompt, add_special_tokens=False).input_ids)
-        return encode(tokenizer, prompt)[1]
+        if not chat:
+            return encode(tokenizer, prompt)[1]
+        text = chat_text(tokenizer, prompt, self.trainer.args.chat_template_kwargs)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def generate_rollout_completions(

@@ -26,8 +26,8 @@ REFUSED: dict[str, Fixed] = {
     **only("Nothing is moderated; leave it out.", moderation=None),
     **only("What was computed of a conversation is always kept while memory allows; leave it out.",
            prompt_cache_options=None, prompt_cache_retention=None),
-    **only("The model's answer begins a turn of its own; leave it out.", add_generation_prompt=(None, True),
-           continue_final_message=(None, False), echo=(None, False)),
+    **only("The answer continues a last message of the assistant, and else begins a turn; leave it out.",
+           add_generation_prompt=(None, True), continue_final_message=(None, False), echo=(None, False)),
     **only("Every end token ends a completion; leave it out.", min_tokens=(None, 0)),
     **only("Log-probabilities of the prompt are not computed.", prompt_logprobs=None),
 }

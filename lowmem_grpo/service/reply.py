@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.service.messages import message_of
@@ -33,10 +34,9 @@ class TokenTexts:
         self.lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer puts around it."""
+        """Return the tokens of a text that is to be continued."""
         with self.lock:
-            ids: list[int] = self.tokenizer(text).input_ids
-        return ids
+            return text_ids(self.tokenizer, text)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token, which may be a part of a letter."""

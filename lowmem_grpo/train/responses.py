@@ -1,9 +1,10 @@
 """`train_on_responses_only`: of each text only what follows a marker of the answer is trained, under Unsloth's name."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.data.examples import Example
+from lowmem_grpo.data.examples import Example, shared_start
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.train.sft import SFTTrainer, as_groups
@@ -78,8 +79,13 @@ class ResponsesOnly:
         again: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if again["input_ids"] != ids:
             return None
-        spans = self.spans(text)
-        return [any(begin <= start < end for begin, end in spans) for start, _ in again["offset_mapping"]]
+        starts, trained = [start for start, _ in again["offset_mapping"]], [False] * len(ids)
+        for span in self.spans(text):
+            first, last = (bisect_left(starts, at) for at in span)
+            if not {*ids[first:last]} & {*self.inner.end_ids}:
+                last = self.inner.through_end(ids, last)  # the next part may begin with the end token, as GLM's
+            trained[first:last] = [True] * (last - first)
+        return trained
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """(first, end) of the answers, as characters."""
@@ -123,13 +129,15 @@ def parts_of(tokenizer: Any) -> tuple[str, str]:
         asked = tokenizer.apply_chat_template(chat[:1], tokenize=False)
         prompted = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
         whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         raise ValueError("no usable chat template; pass instruction_part and response_part") from error
     first, between = asked.partition(QUESTION)[0], whole.partition(ANSWER)[2].partition(NEXT)[0]
+    behind = [text.partition(QUESTION)[2] for text in (asked, prompted, whole)]
     shorter = min(len(first), len(between))
     same = next((count for count in range(shorter, 0, -1) if first[-count:] == between[-count:]), 0)
-    response = prompted[len(asked) :]
-    if not same or not response or response not in whole:
+    head = shared_start(behind[1], behind[2])  # without a thought that only a prompt opens
+    response = head.removeprefix(behind[0]) or head
+    if not same or not response:
         raise ValueError("the chat template does not show what stands before a message; pass instruction_part and "
                          "response_part")
     return between[-same:], response

@@ -131,7 +131,7 @@ def test_a_chat_is_rendered_for_the_assistants_turn(tokenizer: PreTrainedTokeniz
 def test_chat_template_kwargs_reach_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'think' if enable_thinking else 'answer' }}"
     kwargs = {"enable_thinking": False, "chat_template": template}
-    assert PromptEncoder(tokenizer, 100, kwargs).render(CHAT) == "Be brief.2 + 2?answer"
+    assert PromptEncoder(tokenizer, 100, kwargs).render(CHAT, kwargs) == "Be brief.2 + 2?answer"
 
 
 def test_chats_for_a_tokenizer_without_a_template_are_refused_with_what_to_do() -> None:

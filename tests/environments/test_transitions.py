@@ -19,9 +19,10 @@ from lowmem_grpo.environments.transitions import (
 )
 
 SPLITS = {  # the places in OF_TOOLS, and in OF_REPLIES, where a template rewrites
-    "tiny": ((), ()), "qwen2_5": ((), ()), "qwen3": ((), (1,)), "qwen3_training": ((), ()),
+    "tiny": ((0, 1, 2, 3), ()), "qwen2_5": ((), ()), "qwen3": ((), (1,)), "qwen3_training": ((), ()),
     "qwen3_instruct_2507": ((), ()), "qwen3_5_think": ((), (0, 1, 2)), "qwen3_8": ((), ()), "glm4moe": ((), (1,)),
-    "gptoss": ((), (0, 1)), "gemma4_v5": ((2,), (1,)), "lfm2": ((), ()), "lfm2_2_5": ((), (1,)), "llama3_2": ((1,), ()),
+    "gptoss": ((), (0, 1)), "gemma4_v5": ((2,), (1,)), "lfm2": ((0, 1, 2, 3), ()), "lfm2_2_5": ((), (1,)),
+    "llama3_2": ((1,), ()),
 }
 
 

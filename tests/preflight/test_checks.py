@@ -14,7 +14,7 @@ from preflight_runs import ROWS, TEXTS, WITH_SYSTEM, found, make, reads_answer
 from trainer_runs import digit_sum, load
 from transformers.utils import get_json_schema
 
-from lowmem_grpo import GRPOTrainer, SamplingParams
+from lowmem_grpo import GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.preflight import room
 from lowmem_grpo.preflight.checks import CHECKS
@@ -139,10 +139,33 @@ def users_alone(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make(WITH_SYSTEM)
 
 
-@case("two start tokens", "warning", r"^the prompts of all 12 rows begin with two start tokens\. What to do: give chat")
-def two_starts(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.bos_token = "<|endoftext|>"
-    return make([{"prompt": f"{2 * tokenizer.bos_token}{row['prompt']}"} for row in TEXTS])
+def fine_tuned(trainer: Any, rows: Any, **settings: Any) -> SFTTrainer:
+    """A trainer of these rows, of the model of another one."""
+    return SFTTrainer(trainer.model, rows, SFTConfig(output_dir=trainer.args.output_dir, max_steps=2, **settings))
+
+
+TALK = {"messages": [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}]}
+ENDS_OUTSIDE = NO_HEADER.replace("{{ m['content'] }}", "{% if m['role'] == 'assistant' %}{% generation %}"
+                                 "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}")
+
+
+@case("answers without an end", "error", r"^no answer of all 4 rows is trained with a token that ends a completion "
+                                         r"\('<\|im_end\|>'\), so a model does not learn to stop there\. What to do: ")
+def ends_outside(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = ENDS_OUTSIDE
+    return fine_tuned(make(), [TALK] * 4, assistant_only_loss=True)
+
+
+@case("answers without an end", "warning", r"^not every answer of all 4 rows is trained with a token that ends")
+def some_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")
+    return fine_tuned(make(), [{"messages": TALK["messages"] * 2}] * 4, assistant_only_loss=True)
+
+
+@case("answers without an end", "warning", r"^no answer of all 4 rows is trained with a token that ends a completion")
+def ids_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return fine_tuned(make(), [{"input_ids": [5, 6, 7]}] * 4)
 
 
 @case("no end token", "warning", r"^no token ends a completion: .*set tokenizer\.eos_token")

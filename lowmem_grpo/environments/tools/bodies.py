@@ -17,6 +17,7 @@ CONSTANTS = {"true": True, "false": False, "null": None}
 PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
 PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 ARGUMENTS = ("arguments", "parameters")
+NO_CALLS = "it is not a list of calls such as [name(key='value')]"
 
 
 class CallError(ValueError):
@@ -120,12 +121,27 @@ def python_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def call_of_node(node: ast.expr) -> ToolCall:
-    """The call that a piece of Python stands for. Nothing is run."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise CallError("it is not a list of calls such as [name(key='value')]")
+    """Return the call that a piece of Python stands for. Nothing is run."""
+    head = ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):  # the hyphens of a name stand before the call
+        head, node = f"{name_of(node.left)}-", node.right
+    if not isinstance(node, ast.Call):
+        raise CallError(NO_CALLS)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise CallError("each argument is written with its name, as in name(key='value')")
-    return ToolCall(node.func.id, writable({str(keyword.arg): literal(keyword.value) for keyword in node.keywords}))
+    arguments = {str(keyword.arg): literal(keyword.value) for keyword in node.keywords}
+    return ToolCall(head + name_of(node.func), writable(arguments))
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the name of a tool, which may have dots and hyphens; Python reads these as attributes and differences."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return f"{name_of(node.left)}-{name_of(node.right)}"
+    raise CallError(NO_CALLS)
 
 
 def literal(node: ast.expr) -> Any:
@@ -148,12 +164,13 @@ def literal(node: ast.expr) -> Any:
 
 
 def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """NAME[ARGS]{...}, or as older models write it a JSON list of calls."""
+    """NAME[ARGS]{...}, with [CALL_ID] and an id behind the name in some models, or as older models write it a JSON list
+    of calls."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
         return json_calls(body, schemas)
     try:
-        return [call_of({"name": name.strip(), "arguments": loads(arguments)})]
+        return [call_of({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": loads(arguments)})]
     except CallError:
         raise
     except ValueError as error:

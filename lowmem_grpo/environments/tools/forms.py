@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 OWN = "response_template"  # the form that the tokenizer itself can read
 CALL = ToolCall("look_up_weather", {"place": "New York", "days": 3})
-ASKED = "What is the weather there?"
+ASKED, ANSWER = "What is the weather there?", "Warm."
 SCHEMA: dict[str, Any] = {"type": "function", "function": {
     "name": CALL.name, "description": "Looks up the weather.", "parameters": {
         "type": "object", "required": ["place", "days"], "properties": {
@@ -87,7 +87,7 @@ class Template:
 
     def answer(self) -> str:
         """A turn without one."""
-        return self.turn({"role": "assistant", "content": "Warm."})
+        return self.turn({"role": "assistant", "content": ANSWER})
 
     def opens_thought(self) -> bool:
         """Whether a prompt ends inside of a thought."""
@@ -95,10 +95,21 @@ class Template:
         return THINK in scaffold and THOUGHT not in scaffold.rpartition(THINK)[2]
 
     def form(self) -> Form | None:
-        """The form that reads back what the template writes."""
+        """Return the form that reads back what the template writes; None where there is none."""
+        if not self.call():
+            return self.form_of_marks() if self.calls else None
         schemas = {CALL.name: SCHEMA["function"]["parameters"]}
+        end = self.answer().rpartition(ANSWER)[2].strip()  # what ends a turn is no part of a call
+        calls = [text.rstrip().removesuffix(end) for text in self.calls]
         return next((form for form in FORMS.values()
-                     if any(Parser(form, schemas).read([], text).calls == [CALL] for text in self.calls)), None)
+                     if any(Parser(form, schemas).read([], text).calls == [CALL] for text in calls)), None)
+
+    def form_of_marks(self) -> Form | None:
+        """Return the only form whose marks are tokens of the tokenizer, for a template that tells of tools and leaves
+        calls out, as LFM2's first one does; None where there are several, or none."""
+        known = self.tokenizer.get_added_vocab()
+        forms = [form for form in FORMS.values() if form.open in known and form.close in known]
+        return forms[0] if len(forms) == 1 and CALL.name in self.prompt() else None
 
     def has_response_template(self) -> bool:
         return getattr(self.tokenizer, OWN, None) is not None

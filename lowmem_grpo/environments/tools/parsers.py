@@ -30,7 +30,7 @@ from lowmem_grpo.types import Message, ToolCall
 THINK, THOUGHT = "<think>", "</think>"
 CALL_LIKE = re.compile(r'\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
 UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
-LISTED = re.compile(r"\s*\[(\w+)\(")
+LISTED = re.compile(r"\s*\[([\w.-]+)\(")
 MOST_FAULTS = 5  # of one completion that are told
 Piece = tuple[str, str]  # a mark and "", or "" and text
 
@@ -77,7 +77,8 @@ FORMS = {form.name: form for form in (
     Form("glm", "<tool_call>", "</tool_call>", glm_calls, GLM),
     Form("python", "<|tool_call_start|>", "<|tool_call_end|>", python_calls,
          "<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>"),
-    Form("mistral", "[TOOL_CALLS]", "", mistral_calls, '[TOOL_CALLS]NAME[ARGS]{"KEY": VALUE}', ("[ARGS]",)),
+    Form("mistral", "[TOOL_CALLS]", "", mistral_calls, '[TOOL_CALLS]NAME[ARGS]{"KEY": VALUE}',
+         ("[CALL_ID]", "[ARGS]")),
     Form("json", "", "", json_calls, '{"name": "NAME", "parameters": {"KEY": VALUE}}'),
 )}
 

@@ -5,6 +5,7 @@ import time
 from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, check_settings, is_count, is_seconds, unanswered
 from lowmem_grpo.rewards.judge.question import Question
@@ -84,11 +85,10 @@ class SelfJudge(Judge):
         text = "\n\n".join(message["content"] for message in question.messages(fault))
         text = without_controls(text, tokenizer)
         if tokenizer.chat_template:
-            turn = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(
-                turn, tokenize=False, add_generation_prompt=True, **self.template_kwargs
-            )
-        ids = list(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)
+            text = chat_text(tokenizer, [{"role": "user", "content": text}], self.template_kwargs)
+            ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+        else:
+            ids = text_ids(tokenizer, text)
         room = self.model.loaded.max_seq_length - len(ids)
         if room >= min(self.max_tokens, TOKENS_OF_A_RATING * len(question.answers)):
             return ids

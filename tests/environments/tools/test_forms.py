@@ -34,6 +34,39 @@ def test_the_form_of_each_template_that_trl_ships_is_found_or_refused_with_the_f
     assert parser.thinking == ("_think" in template or template.startswith(("nemotron", "qwen3_6", "qwen3_8")))
 
 
+MISTRAL = (  # what Mistral's own templates write, by their version of the tokenizer; calls end in the end token
+    "{% for m in messages %}{% if m.role == 'user' %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]"
+    "[INST]{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content or '' }}{% for tool in m.tool_calls or []"
+    " %}{% set arguments = tool.function.arguments %}{% if arguments is not string %}{% set arguments = arguments | "
+    "tojson | safe %}{% endif %}CALL{% endfor %}</s>{% endif %}{% endfor %}")
+CALLS_OF_MISTRAL = {  # Mistral 7B v0.3, Devstral 2507 and Mistral Small 3.2, Devstral 2 and Ministral 3
+    "v3": "[TOOL_CALLS] [{{ (tool.function | tojson)[:-1] + ', \"id\": \"' + tool.id + '\"}' }}]",
+    "v11": "[TOOL_CALLS]{{ tool.function.name + '[CALL_ID]' + tool.id + '[ARGS]' + arguments }}",
+    "v13": "[TOOL_CALLS]{{ tool.function.name + '[ARGS]' + arguments }}",
+}
+
+
+@pytest.mark.parametrize("special", [(), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "</s>")])
+@every_row("version", CALLS_OF_MISTRAL)
+def test_the_calls_of_devstral_and_ministral_are_read(version: str, special: tuple[str, ...]) -> None:
+    tokenizer = tiny_with("qwen3", *special)
+    tokenizer.chat_template = MISTRAL.replace("CALL{", CALLS_OF_MISTRAL[version] + "{")
+    parser = parser_of(tokenizer, [SCHEMA], None, {})
+    assert isinstance(parser, Parser) and parser.form.name == "mistral"
+    said = Template(tokenizer, {}).call().partition("[/INST]")[2].removesuffix("</s>")
+    ids = tokenizer.encode(said, add_special_tokens=False)
+    assert parser.read(ids, tokenizer.decode(ids, skip_special_tokens=True)).calls == [CALL]
+
+
+def test_the_calls_of_a_template_that_leaves_them_out_are_those_that_the_tokenizer_has_marks_for() -> None:
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    assert parser_of(tiny_with("lfm2", *marks), [SCHEMA], None, {}).form.name == "python"
+    with pytest.raises(ToolFormError, match="no tool calls"):  # of three forms with these marks none is likelier
+        parser_of(tiny_with("lfm2", "<tool_call>", "</tool_call>"), [SCHEMA], None, {})
+    with pytest.raises(ToolFormError, match="no tool calls"):  # it does not tell of tools
+        parser_of(tiny_with("gemma3", *marks), [SCHEMA], None, {})
+
+
 def test_without_a_template_or_with_an_unknown_name_it_says_what_is_allowed() -> None:
     tokenizer = tiny_with("qwen3")
     with pytest.raises(ToolFormError, match=r"'openai'; allowed are hermes, xml, .*response_template, or a function"):

@@ -1,0 +1,161 @@
+"""What is trained of conversations and texts: each answer through the token at which sampling stops, nothing else."""
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import pytest
+from family_chats import FAMILY_CHATS, TALK
+from tables import every_row
+from template_tokenizers import NAMES, tokenizer_of
+
+from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.texts import ConversationEncoder, TextEncoder
+from lowmem_grpo.memory.families import FAMILIES
+from lowmem_grpo.train.responses import ResponsesOnly, parts_of
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+EMPTY = "<think>\n\n</think>\n\n"
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "description": "Where."}}}}}
+CALLS = {"role": "assistant", "tool_calls": [
+    {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]}
+WITH_CALL = [SYSTEM, {"role": "user", "content": "Rome?"}, CALLS | {"content": None},
+             {"role": "tool", "content": "sun"}, {"role": "assistant", "content": "It is sunny."}]
+OWN_TEMPLATE = {"qwen3": "qwen3", "qwen3_5_text": "qwen3_5_think"}  # of TRL's, with which these two are tried
+
+
+def encoder_of(tokenizer: Any, ends: Sequence[str], kind: Any = ConversationEncoder) -> Any:
+    made = kind(tokenizer, 2000, tokenizer.convert_tokens_to_ids(list(ends)))
+    made.assistant_only = True
+    return made
+
+
+def trained(tokenizer: Any, found: Example | str) -> list[str]:
+    """The trained runs of an example as text."""
+    assert isinstance(found, Example), found
+    pairs = zip(found.trained or [True] * len(found.completion_ids), found.completion_ids, strict=True)
+    runs = [(counts, [token for _, token in run]) for counts, run in groupby(pairs, lambda pair: pair[0])]
+    return [tokenizer.decode(ids) for counts, ids in runs if counts]
+
+
+def test_every_family_that_trains_has_a_template_here() -> None:
+    assert {name for name, row in FAMILIES.items() if not row.refused} == {*FAMILY_CHATS, *OWN_TEMPLATE}
+
+
+@every_row("family", FAMILY_CHATS)
+def test_every_answer_of_every_family_is_trained_through_its_end_and_the_ids_are_those_of_transformers(
+    family: str
+) -> None:
+    chat = FAMILY_CHATS[family]
+    tokenizer = chat.tokenizer()
+    encoder = encoder_of(tokenizer, chat.ends)
+    found = encoder.encode({"messages": TALK})
+    assert trained(tokenizer, found) == list(chat.answers)
+    whole = tokenizer.apply_chat_template(TALK, return_dict=True)["input_ids"]
+    ids = [*found.ids, *found.completion_ids]
+    added = [] if chat.answers[1] in tokenizer.decode(whole) else [tokenizer.eos_token_id]
+    assert ids == [*whole, *added][:len(ids)] and ids[-1] in encoder.end_ids
+
+
+@every_row("family", FAMILY_CHATS)
+def test_responses_of_every_family_are_trained_through_their_end(family: str) -> None:
+    chat = FAMILY_CHATS[family]
+    tokenizer = chat.tokenizer()
+    inner = encoder_of(tokenizer, chat.ends, TextEncoder)
+    text = tokenizer.apply_chat_template(TALK, tokenize=False)
+    found = ResponsesOnly(inner, *parts_of(tokenizer)).encode({"text": text})
+    assert [text.partition("<|end|>")[0].strip() for text in trained(tokenizer, found)] == [
+        text.partition("<|end|>")[0].strip() for text in chat.answers]
+    assert all(any(end in text for end in chat.ends) for text in trained(tokenizer, found))
+
+
+QWENS = {"qwen3": ["3.<|im_end|>", EMPTY + "7.<|im_end|>"], "qwen3_5_nothink": ["3.<|im_end|>", "7.<|im_end|>"],
+         "qwen3_5_think": ["3.<|im_end|>", "</think>\n\n7.<|im_end|>"],
+         "qwen3_6": ["3.<|im_end|>", "</think>\n\n7.<|im_end|>"], "llama3_2": ["3.<|eot_id|>", "7.<|eot_id|>"]}
+
+
+@every_row("template", QWENS)
+@every_row("before", [[], [SYSTEM], [SYSTEM, {"role": "assistant", "content": "Ask."}],
+                      [{"role": "assistant", "content": "Ask."}]])
+def test_conversations_of_which_a_template_refuses_the_beginning_are_trained(template: str, before: Any) -> None:
+    tokenizer = tokenizer_of(template)
+    found = encoder_of(tokenizer, [tokenizer.eos_token]).encode({"messages": before + TALK})
+    greeting = [f"Ask.{tokenizer.eos_token}"] if before and before[-1]["role"] == "assistant" else []
+    assert trained(tokenizer, found) == greeting + QWENS[template]
+
+
+def test_an_earlier_answer_whose_thought_the_template_leaves_out_is_refused() -> None:
+    thought = [TALK[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\n3."}, *TALK[2:]]
+    with pytest.raises(DataError, match="message 2 of a conversation differently"):
+        encoder_of(tokenizer_of("qwen3"), ["<|im_end|>"]).encode({"messages": thought})
+
+
+MARKED = [name for name in NAMES if name.endswith("_training") and not name.startswith(("llava", "gptoss", "phi3"))]
+
+
+@every_row("template", MARKED)
+def test_the_marks_of_a_template_say_what_is_trained(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    ends = [tokenizer.eos_token, "<|user|>", "<|observation|>"]
+    found = encoder_of(tokenizer, ends).encode({"messages": TALK})
+    whole = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    mask = [bool(one) for one in whole["assistant_masks"]]
+    first, last = mask.index(True), len(mask) - mask[::-1].index(True)
+    assert found.ids == whole["input_ids"][:first] and found.completion_ids == whole["input_ids"][first:last]
+    assert (found.trained or [True] * len(found.completion_ids)) == mask[first:last]
+
+
+@every_row("template", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "lfm2_v2", "qwen3_training"])
+@every_row("tools", ["list", "json"])
+@every_row("shape", ["turns", "last"])
+def test_tools_reach_the_template_and_calls_without_a_text_are_read(template: str, tools: str, shape: str) -> None:
+
+
+    tokenizer = tokenizer_of(template)
+    ends = [tokenizer.eos_token, "<|user|>", "<|observation|>"]
+    column = json.dumps([WEATHER]) if tools == "json" else [WEATHER]
+    empty = [one | {"content": one["content"] or ""} for one in WITH_CALL]
+    wanted = tokenizer.apply_chat_template(empty, tools=[WEATHER], return_dict=True)["input_ids"]
+    row = {"tools": column, "messages": WITH_CALL, "prompt": WITH_CALL[:-1], "completion": WITH_CALL[-1:]}
+    found = encoder_of(tokenizer, ends, ConversationEncoder if shape == "turns" else ExampleEncoder).encode(row)
+    ids = [*found.ids, *found.completion_ids]
+    same = min(len(ids), len(wanted)) - 1
+    if shape == "turns":
+        assert ids[:same] == wanted[:same]
+    assert tokenizer.decode(ids).partition("It is sunny.")[0] == tokenizer.decode(wanted).partition("It is sunny.")[0]
+    said = trained(tokenizer, found)
+    assert "It is sunny." in said[-1] and (shape == "last" or ("weather" in said[0] and "Rome" in said[0]))
+
+
+def test_options_of_a_row_reach_the_template() -> None:
+    tokenizer = tokenizer_of("qwen3_5_think")
+    row = {"prompt": TALK[:1], "completion": "3.", "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    found = ExampleEncoder(tokenizer, 200, [tokenizer.eos_token_id]).encode(row)
+    assert isinstance(found, Example) and found.text == tokenizer.apply_chat_template(
+        TALK[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    with pytest.raises(DataError, match="tools is a text that is no JSON"):
+        ExampleEncoder(tokenizer, 200, [tokenizer.eos_token_id]).encode(row | {"tools": "["})
+
+
+@every_row(("text", "ending"), [
+    ("a b", ["<|im_end|>"]), ("a b<|im_end|>", ["<|im_end|>"]), ("a b<|im_end|>\n", ["<|im_end|>", "\n"]),
+    ("a b<|endoftext|>", ["<|endoftext|>"]),
+])
+def test_a_text_ends_in_one_end_token_of_those_that_sampling_stops_at(text: str, ending: list[str]) -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    encoder = encoder_of(tokenizer, ["<|im_end|>", "<|endoftext|>"], TextEncoder)
+    found = encoder.encode({"text": text})
+    assert [*found.ids, *found.completion_ids] == [
+        *tokenizer("a b", add_special_tokens=False).input_ids, *map(tokenizer.convert_tokens_to_ids, ending[:1]),
+        *(tokenizer("\n", add_special_tokens=False).input_ids if ending[1:] else [])]
+
+
+def test_answers_between_parts_of_the_users_own_are_trained_through_an_end_behind_white_space() -> None:
+    tokenizer = FAMILY_CHATS["glm4"].tokenizer()
+    inner = encoder_of(tokenizer, FAMILY_CHATS["glm4"].ends, TextEncoder)
+    text = "<|user|>\n1 + 2?<|assistant|>\n3.\n<|user|>\n3 + 4?<|assistant|>\n7."
+    found = ResponsesOnly(inner, "\n<|user|>\n", "<|assistant|>\n").encode({"text": text})
+    assert trained(tokenizer, found)[1:] == ["7.<|endoftext|>"] and trained(tokenizer, found)[0].endswith("<|user|>")

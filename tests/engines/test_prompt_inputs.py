@@ -1,0 +1,140 @@
+"""Every door for prompts reads a text alike: one begin token, no end, and what the assistant began is continued."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from family_chats import FAMILY_CHATS, TALK
+from small_models import TINY
+from tables import every_row
+from template_tokenizers import tokenizer_of
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+from trl.data_utils import apply_chat_template
+
+from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.prompts import PromptEncoder
+from lowmem_grpo.data.texts import TextEncoder
+from lowmem_grpo.engines.prompt_inputs import encode
+from lowmem_grpo.environments.plain import PlainRenderer
+from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.rollout.rollout_func import RolloutFunction
+from lowmem_grpo.service.reply import TokenTexts
+
+AROUND = {  # what a tokenizer writes around a text
+    "nothing": ("", ""), "Llama 3": ("<s>", ""), "add_eos_token": ("<s>", "</s>"), "an end alone": ("", "</s>"),
+    "GLM-4": ("[gMASK]<sop>", ""),
+}
+
+
+def with_around(name: str) -> Any:
+    """The embedded tokenizer that writes this around a text."""
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY))
+    marks = ["<s>", "</s>", "[gMASK]", "<sop>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<s>", "eos_token": "</s>"})
+    before, after = ([mark for mark in marks if mark in part] for part in AROUND[name])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after], pair=None,
+        special_tokens=[(mark, tokenizer.convert_tokens_to_ids(mark)) for mark in marks])
+    return tokenizer
+
+
+def begin_of(tokenizer: Any, name: str) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(mark) for mark in ("<s>", "[gMASK]", "<sop>") if mark in AROUND[name][0]]
+
+
+def of_rollout_function(tokenizer: Any, prompt: Any) -> list[int]:
+    trainer = SimpleNamespace(tokenizer=tokenizer, args=SimpleNamespace(chat_template_kwargs=None))
+    return RolloutFunction(lambda prompts, trainer: {}, trainer).encoded(prompt, None)
+
+
+DOORS: dict[str, Callable[[Any, Any], list[int]]] = {
+    "fast_generate": lambda tokenizer, prompt: encode(tokenizer, prompt)[1],
+    "GRPO and its evaluation": lambda tokenizer, prompt: PromptEncoder(tokenizer, 999).of_any_length(
+        {"prompt": prompt}).ids,  # type: ignore[union-attr]
+    "rollout_func": of_rollout_function,
+}
+DOORS_OF_TEXTS = DOORS | {
+    "environments": lambda tokenizer, prompt: PlainRenderer(tokenizer).first(prompt),
+    "text completions of a server": lambda tokenizer, prompt: TokenTexts(tokenizer).encode(prompt),
+}
+DOORS_OF_CHATS = DOORS | {
+    "environments and chats of a server": lambda tokenizer, prompt: Renderer(tokenizer).first(prompt)}
+
+
+@every_row("door", DOORS_OF_TEXTS)
+@every_row("around", AROUND)
+def test_a_text_gets_one_begin_and_no_end_also_where_a_template_rendered_it(door: str, around: str) -> None:
+    tokenizer = with_around(around)
+    before = begin_of(tokenizer, around)
+    wanted = [*before, *tokenizer("1 + 1 = ", add_special_tokens=False).input_ids]
+    assert DOORS_OF_TEXTS[door](tokenizer, "1 + 1 = ") == wanted
+    assert DOORS_OF_TEXTS[door](tokenizer, AROUND[around][0] + "1 + 1 = ") == wanted
+
+
+@every_row("around", AROUND)
+def test_texts_of_fine_tuning_begin_once_and_end_once(around: str) -> None:
+    tokenizer = with_around(around)
+    before = begin_of(tokenizer, around)
+    end = tokenizer.convert_tokens_to_ids("</s>")
+    wanted = [*before, *tokenizer("a b", add_special_tokens=False).input_ids, end]
+    for kind, row in ((TextEncoder, {"text": "a b"}), (TextEncoder, {"text": AROUND[around][0] + "a b</s>"}),
+                      (ExampleEncoder, {"prompt": "a", "completion": " b"})):
+        found = kind(tokenizer, 99, [end]).encode(row)
+        assert isinstance(found, Example) and [*found.ids, *found.completion_ids] == wanted
+
+
+PREFILLED = [*TALK[:3], {"role": "assistant", "content": "The sum is"}]
+CHATS = {"qwen2_5": None, "llama3_2": None, "gemma3": None, "qwen3": None, "glm4": FAMILY_CHATS["glm4"],
+         "mistral": FAMILY_CHATS["mistral"]}
+
+
+@every_row("name", CHATS)
+@every_row("door", DOORS_OF_CHATS)
+def test_what_the_assistant_began_is_continued_as_transformers_and_trl_do(name: str, door: str) -> None:
+    chat = CHATS[name]
+    tokenizer = copy.deepcopy(tokenizer_of(name)) if chat is None else chat.tokenizer()
+    text = tokenizer.apply_chat_template(PREFILLED, tokenize=False, continue_final_message=True)
+    assert text.endswith("The sum is") and apply_chat_template({"prompt": PREFILLED}, tokenizer)["prompt"] == text
+    assert DOORS_OF_CHATS[door](tokenizer, PREFILLED) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_a_completion_goes_on_with_what_the_assistant_began() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    for completion in (" 7.", [{"role": "assistant", "content": " 7."}]):
+        found = ExampleEncoder(tokenizer, 999, [tokenizer.eos_token_id]).encode(
+            {"prompt": PREFILLED, "completion": completion})
+        assert isinstance(found, Example) and tokenizer.decode(found.completion_ids) == " 7.<|im_end|>"
+        assert tokenizer.decode(found.ids).endswith("assistant\nThe sum is")
+
+
+def test_a_prompt_that_ends_with_tool_calls_is_refused() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    asked = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for door, error in (("fast_generate", ValueError), ("environments and chats of a server", RendererError)):
+        with pytest.raises(error, match="ends with tool calls; add a message of the role tool"):
+            DOORS_OF_CHATS[door](tokenizer_of("qwen2_5"), asked)
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "sun"}]
+
+
+@every_row("template", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "lfm2_v2", "glm4moe"])
+def test_a_history_of_calls_is_what_transformers_writes_of_objects_and_empty_texts(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    plain = called({"city": "Rome"})
+    plain[1]["content"] = ""
+    wanted = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    assert encode(tokenizer, called({"city": "Rome"}))[0] == wanted
+    if template in ("qwen3_5_think", "lfm2_v2", "glm4moe"):  # which refuse arguments that are JSON in a text
+        assert encode(tokenizer, called('{"city": "Rome"}'))[0] == wanted
+
+
+def test_a_history_of_calls_that_a_template_leaves_out_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"leaves out the call of weather; set tokenizer\.chat_template"):
+        encode(tokenizer_of("lfm2"), called({"city": "Rome"}))
