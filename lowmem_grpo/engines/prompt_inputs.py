@@ -4,6 +4,8 @@ vLLM's dictionaries."""
 from collections.abc import Mapping
 from typing import Any
 
+from lowmem_grpo.messages import plain_message
+
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
@@ -90,6 +92,7 @@ def in_text(message: Any) -> Any:
     """A chat message whose content is one string. ValueError for parts that are no text."""
     if not is_message(message):
         raise TypeError(f"a prompt is a list with a {type(message).__name__}; pass {KINDS}")
+    message = plain_message(message)
     parts = message.get("content")
     if not isinstance(parts, list):
         return message

@@ -16,6 +16,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.prompt_inputs import encode, is_message, plain
+from lowmem_grpo.messages import plain_message
 from lowmem_grpo.types import Rollout, Split
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -114,6 +115,7 @@ class RolloutFunction:
                              f"{'of messages' if chat else 'without messages'}; leave as_chat out")
         if chat:
             options = self.trainer.args.chat_template_kwargs or {}
+            prompt = [plain_message(each) for each in prompt]
             prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
         begins = tokenizer.bos_token or tokenizer.eos_token
         if chat or (isinstance(prompt, str) and prompt.startswith(begins)):  # rendered: it has its special tokens
