@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Template
 
 from lowmem_grpo.data.files import listed
-from lowmem_grpo.recipes.new.columns import CHOICES, Columns
+from lowmem_grpo.data.layouts import CHOICES, Columns
 from lowmem_grpo.recipes.new.kinds import EXAMPLE, KINDS, Kind, math_verifier
 
 TEMPLATES = Path(__file__).parents[2] / "assets" / "new_recipe"
@@ -63,7 +63,8 @@ def recipe_text(wanted: Wanted) -> str:
         names_of_own_data="" if wanted.example else "KNOWS_ARITHMETIC_ALONE, ",
         question_text="from lowmem_grpo.recipes.question_text import question_text\n" if wanted.columns.more else "",
         asked=asked_code(wanted), columns=columns_code(wanted), system=system_code(wanted, kind),
-        label=kind.label if wanted.columns.answer is not None else "None",
+        system_text=f"row[{literal(wanted.columns.system)}] or SYSTEM_PROMPT" if wanted.columns.system
+        else "SYSTEM_PROMPT", readers="" if wanted.columns.answer is None else "answer_of, ", label=label_code(wanted),
         data=f"DATA = OwnData({', '.join(data_arguments(wanted))})",
         rewards=rewards_code(wanted, kind), cpu=EXAMPLE_CPU if wanted.example else LOOK_CPU,
         exam="EXAM = DATA.exam(CORRECT, max_tokens=512)  # for `lowmem-grpo eval`\n" if has_right(kind) else "",
@@ -110,10 +111,19 @@ def columns_code(wanted: Wanted) -> str:
 
 def asked_code(wanted: Wanted) -> str:
     """The expression for the user's message."""
+    prompt = "value_at(row, PROMPT_COLUMN)" if "." in wanted.columns.prompt else "row[PROMPT_COLUMN]"
     if not wanted.columns.more:
-        return "row[PROMPT_COLUMN]"
-    return ("question_text(row[PROMPT_COLUMN], *(row[name] for name in MORE_COLUMNS)"
+        return prompt
+    return (f"question_text({prompt}, *(row[name] for name in MORE_COLUMNS)"
             + (", marks=MARKS)" if marked(wanted) else ")"))
+
+
+def label_code(wanted: Wanted) -> str:
+    """Return the expression for the answer; tests stand with the name of what they test."""
+    columns = wanted.columns
+    if len(columns.tests) > 1:
+        return f"{{name: row[name] for name in ({', '.join(map(literal, columns.tests))})}}"
+    return KINDS[wanted.kind].label if columns.answer is not None else "None"
 
 
 def marked(wanted: Wanted) -> bool:
