@@ -46,16 +46,13 @@ def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None
             continue
         value = getattr(settings, name) if values is None else values[name]
         if not (value is None and optional) and not holds(value):
-            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' if optional else ''}{of_yaml(value)}")
+            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}")
 
 
 def of_yaml(value: Any) -> str:
     """Return what to write for a number that YAML takes for text: 1e-6 needs a point and a sign there, as 1.0e-6."""
-    read = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.strip().lower()) if isinstance(value, str) else None
-    if read is None:
-        return ""
-    number, rest, sign, power = read.groups()
-    return f". YAML reads it as text; write {number}{rest or '.0'}e{sign or '+'}{power}"
+    read = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.lower()) if isinstance(value, str) else None
+    return f". YAML reads it as text; write {read[1]}{read[2] or '.0'}e{read[3] or '+'}{read[4]}" if read else ""
 
 
 def check_value(cls: Any, name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ LOOKED = 1000  # rows that are looked at
 LONGEST = 100  # characters of a name
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 EXAMPLES = 256  # rows that are written where there is no data yet
-KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # new_recipe.kinds.CHOICES, without its imports
+KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # kinds.CHOICES, without imports
 
 
 @click.command(short_help="Write a recipe for your own data.")
@@ -163,7 +163,8 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
     else:
         marks = ""
         kind = chosen["answers"] or ("none" if columns.answer is None else "text")
-    others = [column for column in rows[0] if column not in (columns.prompt, columns.answer, *columns.more)]
+    used = {columns.prompt, (columns.answer or "").partition(".")[0], columns.system, *columns.more, *columns.tests}
+    others = [column for column in rows[0] if column not in used]
     return Wanted(name, out, data, is_file, columns, others, kind, bool(columns.answer != "" or chosen["answers"]),
                   marks, split=chosen["split"])
 

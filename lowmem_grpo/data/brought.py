@@ -4,9 +4,8 @@
     a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
-Whatever the format of a dataset, its rows are read as plain values, and chat messages without the keys that Arrow filled
-with None (`lowmem_grpo.messages`): the same rows train the same as a list, a Dataset, a DataFrame and a stream. Other
-libraries' classes are known by the names of their modules, so that none of them is imported.
+Whatever holds them, rows are read as plain values, and their chat messages without the keys that Arrow filled with None
+(`lowmem_grpo.messages`). Other libraries' classes are known by the names of their modules: none of them is imported.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,6 @@ from lowmem_grpo.messages import plain_message, without_none
 
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns that are read here
-NOTHING = ("NAType", "NaTType")  # empty cells of pandas, beside NaN
 
 
 class PlainRows:
@@ -61,12 +59,6 @@ def plain(value: Any, arrays: bool) -> Any:
     return {key: plain(part, arrays) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-def plain_cell(value: Any) -> Any:
-    """Return a cell of a DataFrame, None for an empty one."""
-    empty = type(value).__name__ in NOTHING or (isinstance(value, float) and value != value)
-    return None if empty else plain(value, True)
-
-
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     """The dataset as rows by index, or as a Stream; DataError, with what to pass instead, where it is neither."""
     if dataset is None:
@@ -77,8 +69,8 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     if isinstance(dataset, (PlainRows, Stream)):
         return dataset
     if comes_from(dataset, "pandas", "DataFrame"):
-        dataset = [dict(zip(dataset.columns, map(plain_cell, row), strict=True))
-                   for row in dataset.itertuples(index=False, name=None)]
+        cells = dataset.astype(object).where(dataset.notna(), None)  # None for an empty one
+        dataset = [plain_row(row, arrays=True) for row in cells.to_dict("records")]
     if isinstance(dataset, Mapping):
         raise DataError(f"{parameter} is a {type(dataset).__name__}{of_several(dataset, parameter)}")
     if isinstance(dataset, (list, tuple)) and dataset and not isinstance(dataset[0], Mapping):

@@ -22,9 +22,9 @@ from lowmem_grpo.sandbox.layouts import parsed
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "puzzle", "question_content",
            "ctx", "text", "user", "messages", "conversations", "conversation", "description")
 ANSWERS = ("reward_model.ground_truth", "answer", "final_answer", "expected_answer", "answers.text",
-           "answer.normalized_value", "answers", "answerkey", "correct_option", "solution", "label", "target", "expected",
-           "ground_truth", "correct_answer", "correct", "gold", "output", "response", "completion", "result", "ideal",
-           "reference")
+           "answer.normalized_value", "answers", "answerkey", "correct_option", "solution", "label", "target",
+           "expected", "ground_truth", "correct_answer", "correct", "gold", "output", "response", "completion",
+           "result", "ideal", "reference")
 TESTS = ("test_list", "tests", "test", "test_cases", "unit_tests", "input_output", "verification_info",
          "private_test_cases", "private_tests", "public_test_cases", "public_tests")  # of code
 FUNCTIONS = ("entry_point", "fn_name", "metadata")  # name what these test
@@ -145,43 +145,35 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
     if len(names) > MOST:
         raise ValueError(f"{source} has {len(names)} columns, too many to guess from: name two with --prompt-column "
                          f"and --answer-column. The first are {listed(names)}")
-    refuse(rows, {name.strip().lower(): name for name in names}, prompt, source)
+    refuse(rows, {name.strip().lower(): name for name in names}, source)
     return with_more(rows, checked(rows, guess(rows, names, prompt, answer), source))
 
 
-def refuse(rows: list[dict[str, Any]], names: dict[str, str], prompt: str | None, source: str) -> None:
+def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> None:
     """ValueError for layouts whose prompt or answer cannot be told from columns."""
     truth = value_at(rows[0], "reward_model.ground_truth") if "reward_model" in rows[0] else None
+    keys = [f"reward_model.ground_truth.{key}" for key in truth] if isinstance(truth, dict) else []
     options = [name for name in names.values() if OPTION.fullmatch(name if len(name) == 1 else name.lower())]
-    asked = [name for name in names.values() if is_asked(rows, name)]
-    chats = [name for name in asked if any(chat_in(row[name]) for row in rows)]
+    chats = [name for name in names.values() if any(chat_in(row[name]) for row in rows)]
+    prompts = [names[name] for name in PROMPTS if name in names]
+    asked = any(is_asked(rows, name) for name in prompts)
+    lists = [name for name in prompts if isinstance(rows[0][name], list) and not asked]
+    tools = "tools" in names or any(each.get("tool_calls") or each.get("role", each.get("from")) in TOOLS
+                                    for row in rows for name in chats for each in parsed(row[name]) or ())
     both = "name both with --prompt-column and --answer-column"
-    why = ""
-    if {"chosen", "rejected"} <= {*names}:
-        why = (f"chosen and rejected are preference pairs, in which no answer is right; {both}, or train them with a "
-               "reward of your own")
-    elif isinstance(truth, dict):
-        why = (f"reward_model.ground_truth is an object with {listed(list(truth))}; {both}, for example "
-               f"--answer-column reward_model.ground_truth.{next(iter(truth), 'KEY')}")
-    elif {"nums", "numbers"} & {*names} and "target" in names and not {*asked} & {names.get(n) for n in PROMPTS}:
-        why = ("its numbers and target are puzzles without a question; add a column that asks it, or train on puzzles of "
-               "the same kind: lowmem-grpo run countdown")
-    elif (lists := [names[name] for name in PROMPTS if name in names and isinstance(rows[0][names[name]], list)]) and (
-            not {*asked} & {names.get(name) for name in PROMPTS}):
-        why = f"{lists[0]} holds lists that are no chat messages; prompts are texts, or lists of chat messages; {both}"
-    elif len(options) > 1:
-        why = f"{listed(options)} are choices in columns of their own; put them into one list, in a column `choices`"
-    elif chats and ("tools" in names or any(with_tools(row[name]) for row in rows for name in chats)):
-        why = (f"the chats in {listed(chats)} use tools, and a recipe for answers has none: see docs/environments.md for "
-               f"GRPOTrainer(tools=...), or {both} to leave them out")
-    if why:
-        raise ValueError(f"{source} has {listed(list(names.values()))}: {why}")
-
-
-def with_tools(value: Any) -> bool:
-    """Return whether a chat calls tools."""
-    return chat_in(value) is not None and any(
-        each.get("tool_calls") or each.get("role", each.get("from")) in TOOLS for each in parsed(value))
+    for applies, why in (
+        ({"chosen", "rejected"} <= {*names}, "chosen and rejected are pairs of preference, of which none is right: "
+         f"{both}, or write a reward of your own"),
+        (keys, f"the answer is an object with {listed(keys)}: {both}"),
+        ({"nums", "numbers"} & {*names} and "target" in names and not asked, "puzzles of numbers and a target without "
+         "a question: add a column that asks it, or train on puzzles of the same kind with lowmem-grpo run countdown"),
+        (lists, f"{listed(lists)} holds lists that are no chat messages, and prompts are texts or chats: {both}"),
+        (options[1:], f"{listed(options)} are choices in columns of their own: put them into one list, `choices`"),
+        (chats and tools, f"the chats in {listed(chats)} use tools, and a recipe for answers has none: {both} to leave "
+         "them out, or see docs/environments.md for GRPOTrainer(tools=...)"),
+    ):
+        if applies:
+            raise ValueError(f"{source} has {listed(list(names.values()))}; {why}")
 
 
 def is_asked(rows: list[dict[str, Any]], name: str) -> bool:
@@ -222,18 +214,16 @@ def separated(name: str) -> str:
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
     """A guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
     why_prompt = why_answer = "named"
-    tests = next((name for usual in TESTS for name in names if name.lower() == usual and any(
-        holds_tests(row[name]) for row in rows)), None) if answer is None else None
+    tests = [usual for usual in TESTS for name in names if name.lower() == usual and any(
+        holds_tests(row[name]) for row in rows)]
     if prompt is None:
         prompt, why_prompt = by_name(("query", *PROMPTS) if tests else PROMPTS,
                                      [name for name in names if name != answer and is_asked(rows, name)])
-    if tests and prompt:
-        return Columns(prompt, tests, why_prompt, "tests of code")
     if answer is None and names == [prompt] and not answered(rows, prompt):
         return Columns(prompt, None, why_prompt, "none: there is no other column")
     if answer is None:
         inner = [f"{name}.{key}" for name in names if isinstance(rows[0][name], dict) for key in rows[0][name]]
-        answer, why_answer = by_name(ANSWERS, [name for name in (*names, *inner) if name != prompt])
+        answer, why_answer = by_name((*tests, *ANSWERS), [name for name in (*names, *inner) if name != prompt])
         chats = [name for name in (prompt, *names) if name and answered(rows, name)]
         if chats and not answer and (why_prompt != "named" or prompt in chats):
             prompt = answer = chats[0]
@@ -252,8 +242,9 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
     """Of two columns, the one with clearly longer texts, else the first; and how it was found."""
-    longer, shorter = sorted(names, key=lambda name: letters(rows, name), reverse=True)
-    if letters(rows, longer) > CLEARLY * letters(rows, shorter):
+    letters = {name: sum(len(row[name]) for row in rows if isinstance(row[name], str)) for name in names}
+    longer, shorter = sorted(names, key=lambda name: letters[name], reverse=True)
+    if letters[longer] > CLEARLY * letters[shorter]:
         return longer, "guessed: its texts are longer"
     return names[0], "guessed: the first of two columns"
 
@@ -267,11 +258,6 @@ def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
     if not found and len(part) == 1:
         found = part[0]
     return found, "guessed from its name" if found else ""
-
-
-def letters(rows: list[dict[str, Any]], name: str) -> int:
-    """The number of characters in a column's texts."""
-    return sum(len(row[name]) if isinstance(row[name], str) else 0 for row in rows)
 
 
 def checked(rows: list[dict[str, Any]], found: Columns, source: str) -> Columns:

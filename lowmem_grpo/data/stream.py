@@ -45,14 +45,12 @@ class Stream:
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
         """The rows as they are drawn; DataError for one that is no dict."""
         for row in rows:
-            if hasattr(row, "to_pylist"):  # a table of one row: the dataset's format is Arrow
-                row = row.to_pylist()[0]
-            elif hasattr(row, "to_dict"):  # or pandas
+            if not isinstance(row, dict) and hasattr(row, "to_dict"):  # a table of one row
                 row = row.to_dict("records")[0]
+            row = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
             if not isinstance(row, dict):
                 raise DataError(f"the stream gave a {type(row).__name__}; each row must be a dict of columns")
-            plain = self.plain(row)
-            yield plain if self.change is None else self.change(plain)
+            yield self.plain(row) if self.change is None else self.change(self.plain(row))
 
     def change_each(self, change: Callable[[Row], Row]) -> None:
         """Make a change to every row that was not drawn yet."""

@@ -45,15 +45,10 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
     lines = [rewards.last_line(text) or "" for text in completion_texts(completions)]
     return [0.1 if re.fullmatch(r"Answer: {pattern}", line) else 0.0 for line in lines]
 '''
-BOXED_ONCE = '''
-def boxed_once(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 if the completion has exactly one boxed answer."""
-    return [0.1 if len(re.findall(r"\\\\boxed", text)) == 1 else 0.0 for text in completion_texts(completions)]
-'''
-ONE_BLOCK = '''
-def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 if the completion has exactly one block of Python."""
-    return [0.1 if len(re.findall("```python", text)) == 1 else 0.0 for text in completion_texts(completions)]
+ONCE = '''
+def {name}(completions: list[Any], **kwargs: Any) -> list[float]:
+    """0.1 if the completion has exactly one {what}."""
+    return [0.1 if len(re.findall(r"{pattern}", text)) == 1 else 0.0 for text in completion_texts(completions)]
 '''
 SAME_JSON = '''
 def same_json(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
@@ -139,12 +134,12 @@ KINDS = {
     "math": Kind(
         "LaTeX", "Think step by step. Then give the final answer in \\boxed{}.", "rewards.math_match()",
         "What is in the last \\boxed{} must equal the answer as mathematics.",
-        BOXED_ONCE, "[CORRECT, boxed_once]",
+        ONCE.format(name="boxed_once", what="boxed answer", pattern=r"\\boxed"), "[CORRECT, boxed_once]",
     ),
     "code": Kind(
         "tests of code", "Write Python code that solves the task, in one ```python block.",
-        "rewards.code_passes_tests(\"answer\")", "The code must pass the tests, which run in a sandbox (docs/rewards.md).",
-        ONE_BLOCK, "[CORRECT, one_block]",
+        "rewards.code_passes_tests(\"answer\")", "The code must pass the tests, which run in a sandbox.",
+        ONCE.format(name="one_block", what="block of Python", pattern="```python"), "[CORRECT, one_block]",
     ),
     "json": Kind(
         "JSON", "Reply with JSON and nothing else.", "",
