@@ -1,8 +1,7 @@
 """Chat messages as people's rows hold them, in the form that chat templates are written for.
 
-Arrow (datasets, parquet) gives all dicts of a column the same keys, and None to those that a dict did not have. To a
-template a key with None is there: some write "None", some refuse the message. So these keys are left out, at any depth
-of tool calls, parts of a content and schemas of tools, as `remove_none_values` of TRL does.
+Arrow (datasets, parquet) gives all dicts of a column the same keys, and None to those that a dict did not have, which
+templates write or refuse. So these keys are left out, at any depth, as `remove_none_values` of TRL does.
 """
 
 from collections.abc import Mapping

@@ -17,14 +17,15 @@ from typing import Any
 
 from lowmem_grpo.data.conversations import ALIASES, message_of
 from lowmem_grpo.data.files import cell_text, listed
+from lowmem_grpo.engines.prompt_inputs import in_text
 from lowmem_grpo.sandbox.layouts import parsed
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "puzzle", "question_content",
            "ctx", "text", "user", "messages", "conversations", "conversation", "description")
-ANSWERS = ("reward_model.ground_truth", "answer", "final_answer", "expected_answer", "answers.text",
-           "answer.normalized_value", "answers", "answerkey", "correct_option", "solution", "label", "target",
-           "expected", "ground_truth", "correct_answer", "correct", "gold", "output", "response", "completion",
-           "result", "ideal", "reference")
+ANSWERS = ("reward_model.ground_truth", "answer.normalized_value", "answers_spans.spans", "answer_number", "answer",
+           "final_answer", "expected_answer", "reference_answer", "answers.text", "answers", "answerkey",
+           "correct_option", "solution", "label", "target", "expected", "ground_truth", "correct_answer", "correct",
+           "gold", "output", "response", "completion", "result", "ideal", "reference")
 TESTS = ("test_list", "tests", "test", "test_cases", "unit_tests", "input_output", "verification_info",
          "private_test_cases", "private_tests", "public_test_cases", "public_tests")  # of code
 FUNCTIONS = ("entry_point", "fn_name", "metadata")  # name what these test
@@ -71,18 +72,11 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
     if not isinstance(said, list) or not said or not all(
             isinstance(each, dict) and {"role", "from"} & {*each} and {"content", "value"} & {*each} for each in said):
         return None
-    texts = [joined(each.get("content", each.get("value"))) for each in said]
-    if any(text is None for text in texts):
+    try:
+        return [message_of(in_text({**each, "role": each.get("role", each.get("from")), "content": each.get(
+            "content", each.get("value")) or ""}), ROLES) for each in said]
+    except (ValueError, TypeError, KeyError):  # parts that are no text
         return None
-    return [message_of({**each, "content": text}, ROLES) for each, text in zip(said, texts, strict=True)]
-
-
-def joined(content: Any) -> str | None:
-    """Return a message's content as one text; None for parts that are no text."""
-    if not isinstance(content, list):
-        return "" if content is None else str(content)
-    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return "".join(texts) if len(texts) == len(content) else None
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
@@ -156,17 +150,16 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
     options = [name for name in names.values() if OPTION.fullmatch(name if len(name) == 1 else name.lower())]
     chats = [name for name in names.values() if any(chat_in(row[name]) for row in rows)]
     prompts = [names[name] for name in PROMPTS if name in names]
-    asked = any(is_asked(rows, name) for name in prompts)
-    lists = [name for name in prompts if isinstance(rows[0][name], list) and not asked]
+    lists = [name for name in prompts if isinstance(rows[0][name], list) and not is_asked(rows, *prompts)]
     tools = "tools" in names or any(each.get("tool_calls") or each.get("role", each.get("from")) in TOOLS
                                     for row in rows for name in chats for each in parsed(row[name]) or ())
     both = "name both with --prompt-column and --answer-column"
     for applies, why in (
-        ({"chosen", "rejected"} <= {*names}, "chosen and rejected are pairs of preference, of which none is right: "
-         f"{both}, or write a reward of your own"),
+        ({"chosen", "rejected"} <= {*names} or {"completion", "label"} <= {*names}, "these are preferences, of which "
+         f"none is right: {both}, or write a reward of your own"),
         (keys, f"the answer is an object with {listed(keys)}: {both}"),
-        ({"nums", "numbers"} & {*names} and "target" in names and not asked, "puzzles of numbers and a target without "
-         "a question: add a column that asks it, or train on puzzles of the same kind with lowmem-grpo run countdown"),
+        ({"nums", "numbers"} & {*names} and "target" in names, "these are puzzles, whose target is no answer: train on "
+         f"puzzles of the same kind with lowmem-grpo run countdown, or {both}"),
         (lists, f"{listed(lists)} holds lists that are no chat messages, and prompts are texts or chats: {both}"),
         (options[1:], f"{listed(options)} are choices in columns of their own: put them into one list, `choices`"),
         (chats and tools, f"the chats in {listed(chats)} use tools, and a recipe for answers has none: {both} to leave "
@@ -176,9 +169,9 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
             raise ValueError(f"{source} has {listed(list(names.values()))}; {why}")
 
 
-def is_asked(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a column holds texts or chats."""
-    return any(isinstance(value_at(row, name), str) or chat_in(value_at(row, name)) for row in rows)
+def is_asked(rows: list[dict[str, Any]], *names: str) -> bool:
+    """Return whether one of the columns holds texts or chats."""
+    return any(isinstance(cell := value_at(row, name), str) or chat_in(cell) for row in rows for name in names)
 
 
 def answered(rows: list[dict[str, Any]], name: str) -> bool:
@@ -228,7 +221,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
         if chats and not answer and (why_prompt != "named" or prompt in chats):
             prompt = answer = chats[0]
             why_answer = "the last message"
-    names = [name for name in names if name in (prompt, answer) or name.strip().lower() not in NUMBERING]
+    names = [name for name in names if name in (prompt, answer) or name.strip().lower() not in (*NUMBERING, *SYSTEM)]
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
             prompt, why_prompt = longer_or_first(rows, names)
@@ -267,7 +260,7 @@ def checked(rows: list[dict[str, Any]], found: Columns, source: str) -> Columns:
             raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "
                              "another one with --prompt-column or --answer-column")
     asked = [found.prompt] if found.prompt else list(rows[0])
-    if not any(is_asked(rows, name) for name in asked):
+    if not is_asked(rows, *asked):
         raise ValueError(f"{source} has no texts in {listed(asked)}: prompts are texts, or lists of chat messages; "
                          "name their column with --prompt-column")
     return found

@@ -53,6 +53,7 @@ SKYWORK = {"data_source": "train-math", "prompt": [user("Find #1# + 1.")], "abil
            "reward_model": {"ground_truth": '["#1#4"]', "style": "rule"}, "extra_info": {"index": 1}}
 MATH = ["\\frac{1}{2}", "34", "\\left( 3, \\frac{\\pi}{2} \\right)", "p - q", "\\text{Evelyn}", "2\\sqrt{3}", "(3,5]",
         "east", "6 - 5i", "x^2 + 1", "\\frac{\\sqrt{2}}{2}", "12\\pi", "-50", "\\$18", "90^\\circ"]
+CHECK = "def check(candidate):\n    assert candidate(1) == 1"
 STDIN = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
 LAYOUTS: dict[str, Layout] = {
     "alpaca": Layout(several({"instruction": "Translate #1#.", "input": "Hund", "output": "dog", "text": "Below ..."}),
@@ -102,11 +103,29 @@ LAYOUTS: dict[str, Layout] = {
     "verl code": Layout(several({"data_source": "apps", "prompt": [user("Add #1#.")], "ability": "code",
                                  "reward_model": {"ground_truth": STDIN, "style": "rule"}}), "Add 1.", STDIN, "code"),
     "countdown": Layout(several({"target": 98, "nums": [44, 19, 35]}),
-                        refused="target, nums; puzzles of numbers and a target"),
+                        refused="target, nums; these are puzzles, whose target is no answer"),
     "verl countdown": Layout(several({"target": 98, "nums": [44, 19, 35], "prompt": [user("Make #1#.")],
                                       "reward_model": {"ground_truth": {"numbers": [44, 19, 35], "target": 98},
                                                        "style": "rule"}}),
                              refused="the answer is an object with reward_model.ground_truth.numbers, reward_model"),
+    "countdown with a question": Layout(several({"question": "Make 98 of #1#.", "nums": [44, 19], "target": 98}),
+                                        refused="these are puzzles"),
+    "kto": Layout(several({"prompt": "Why #1#?", "completion": "So.", "label": True}), refused="these are preferences"),
+    "triviaqa": Layout(several({"question": "Who #1#?", "answer": {
+        "aliases": ["Ada", "A. L."], "normalized_value": "ada", "value": "Ada"}}), "Who 1?", "ada", "text"),
+    "drop": Layout(several({"passage": "Rome won.", "question": "How many #1#?",
+                            "answers_spans": {"spans": ["3"], "types": ["number"]}}), "How many 1?\n\nRome won.", "3",
+                   "number"),
+    "mgsm": Layout(several({"question": "Q #1#", "answer": "So the answer is 11.", "answer_number": 11,
+                            "equation_solution": "5+6=11."}), "Q 1", "11", "number"),
+    "leetcode": Layout(several({
+        "task_id": "two-sum", "problem_description": "Given #1#", "prompt": "import random",
+        "completion": "class Solution", "entry_point": "f", "test": CHECK,
+        "query": "Write #1#."}), "Write 1.", {"test": CHECK, "entry_point": "f"}, "code"),
+    "medqa": Layout(several({"question": "Which #1#?", "answer": "Nitro", "options": {"A": "Amp", "B": "Nitro"},
+                             "answer_idx": "B"}), "Which 1?\n\nA. Amp\nB. Nitro", "Nitro", "text"),
+    "nemotron": Layout(several({"input": [user("Q #1#")], "output": LONG, "category": "math",
+                                "system_prompt": "Think."}), [("system", "Think."), ("user", "Q 1")], LONG, "long"),
     "gsm8k": Layout(several({"question": "How many #1#?", "answer": "Half.\n#### 1,072"}), "How many 1?", "1,072",
                     "marked"),
     "math": Layout(several({"problem": "What is $#1#$?", "level": "Level 5", "type": "Algebra",
@@ -136,8 +155,8 @@ LAYOUTS: dict[str, Layout] = {
         ["assert f(1) == 1", "assert f(2) == 2"], "code"),
     "humaneval": Layout(several({
         "task_id": "HumanEval/#1#", "prompt": "def f#1#(x):\n    ...", "canonical_solution": "    return x",
-        "test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "f#1#"}),
-        "def f1(x):\n    ...", {"test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "f1"},
+        "test": CHECK, "entry_point": "f#1#"}),
+        "def f1(x):\n    ...", {"test": CHECK, "entry_point": "f1"},
         "code"),
     "apps": Layout(several({
         "problem_id": 1, "question": "Add numbers #1#.", "solutions": '["print(3)"]', "input_output": STDIN,
@@ -158,10 +177,10 @@ LAYOUTS: dict[str, Layout] = {
         user("Weather #1#?"), {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "Sun", "tool_call_id": "call_1"}, said("Sun.")]}),
         refused="the chats in messages use tools"),
-    "dpo": Layout(several({"prompt": "Why #1#?", "chosen": "So.", "rejected": "No."}), refused="pairs of preference"),
+    "dpo": Layout(several({"prompt": "Why #1#?", "chosen": "So.", "rejected": "No."}), refused="these are preferences"),
     "ultrafeedback": Layout(several({
         "prompt": "Why #1#?", "chosen": [user("Why #1#?"), said("So.")], "rejected": [user("Why #1#?"), said("No.")],
-        "score_chosen": 8.5}), refused="chosen and rejected are pairs of preference"),
+        "score_chosen": 8.5}), refused="these are preferences"),
     "mmlu": Layout(LETTERS, "Which is 0?\n\n0. no\n1. yes\n2. both\n3. none", "0", "number"),
     "arc": Layout(several({"id": "Mercury_#1#", "question": "Which #1#?", "answerKey": "B",
                            "choices": {"text": ["no", "yes"], "label": ["A", "B"]}}), "Which 1?\n\nA. no\nB. yes", "B",
