@@ -32,6 +32,7 @@ POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
 DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
+NUMBERS: Rule = ("a list of numbers", lambda value: all(isinstance(each, Real) for each in value))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 
 
@@ -51,7 +52,7 @@ def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None
 
 def of_yaml(value: Any) -> str:
     """Return what to write for a number that YAML takes for text: 1e-6 needs a point and a sign there, as 1.0e-6."""
-    read = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", value.lower()) if isinstance(value, str) else None
+    read = re.search(r"'([-+]?\d+)(\.\d*)?e([-+]?)(\d+)'", repr(value).lower())
     return f". YAML reads it as text; write {read[1]}{read[2] or '.0'}e{read[3] or '+'}{read[4]}" if read else ""
 
 

@@ -26,6 +26,14 @@ def test_a_number_that_yaml_reads_as_text_is_refused_with_what_yaml_reads_as_tha
     assert yaml.safe_load(f"learning_rate: {to_write}") == {"learning_rate": float(written)}
 
 
+@pytest.mark.parametrize(("option", "to_write"), [("reward_weights: [1e-1, 1.0]", "1.0e-1"), ("seed: 1e3", "1.0e+3"),
+                                                  ("beta: 4e-2", "4.0e-2"), ("max_steps: 2e2", "2.0e+2")])
+def test_every_option_that_wants_a_number_says_so(option: str, to_write: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a.*\. YAML reads it as text; write |must be.* YAML") as refused:
+        GRPOConfig(**yaml.safe_load(option))
+    assert str(refused.value).endswith(f"write {to_write}")
+
+
 def test_other_texts_are_refused_without_a_word_of_yaml() -> None:
     with pytest.raises(ValueError, match=r"^learning_rate is 'fast'; it must be 0 or above$"):
         GRPOConfig(learning_rate="fast")  # type: ignore[arg-type]

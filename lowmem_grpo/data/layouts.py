@@ -219,8 +219,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
         answer, why_answer = by_name((*tests, *ANSWERS), [name for name in (*names, *inner) if name != prompt])
         chats = [name for name in (prompt, *names) if name and answered(rows, name)]
         if chats and not answer and (why_prompt != "named" or prompt in chats):
-            prompt = answer = chats[0]
-            why_answer = "the last message"
+            prompt, answer, why_answer = chats[0], chats[0], "its last message"
     names = [name for name in names if name in (prompt, answer) or name.strip().lower() not in (*NUMBERING, *SYSTEM)]
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
