@@ -1,6 +1,6 @@
 """The kinds of datasets that people bring, as rows by index or as a stream.
 
-    rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a pandas DataFrame
+    rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a DataFrame or Arrow table
     a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
@@ -69,8 +69,9 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     if isinstance(dataset, (PlainRows, Stream)):
         return dataset
     if comes_from(dataset, "pandas", "DataFrame"):
-        cells = dataset.astype(object).where(dataset.notna(), None)  # None for an empty one
-        dataset = [plain_row(row, arrays=True) for row in cells.to_dict("records")]
+        rows = dataset.astype(object).where(dataset.notna(), None).to_dict("records")  # None for an empty cell
+        dataset = [plain_row(row, arrays=True) for row in rows]
+    dataset = dataset.to_pylist() if comes_from(dataset, "pyarrow", "Table") else dataset
     if isinstance(dataset, Mapping):
         raise DataError(f"{parameter} is a {type(dataset).__name__}{of_several(dataset, parameter)}")
     if isinstance(dataset, (list, tuple)) and dataset and not isinstance(dataset[0], Mapping):

@@ -45,9 +45,8 @@ class Stream:
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
         """The rows as they are drawn; DataError for one that is no dict."""
         for row in rows:
-            if not isinstance(row, dict) and hasattr(row, "to_dict"):  # a table of one row
-                row = row.to_dict("records")[0]
-            row = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
+            if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
+                row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
             if not isinstance(row, dict):
                 raise DataError(f"the stream gave a {type(row).__name__}; each row must be a dict of columns")
             yield self.plain(row) if self.change is None else self.change(self.plain(row))

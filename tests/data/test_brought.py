@@ -46,6 +46,7 @@ HOLDERS: dict[str, Callable[[Path], Any]] = {
     **{f"stream as {name}": lambda _, name=name: Dataset.from_list(ROWS).to_iterable_dataset().with_format(name)
        for name in (None, "numpy", "torch", "pandas", "arrow")},
     "DataFrame of parquet": lambda folder: frame(folder),
+    "table of pyarrow": lambda _: Dataset.from_list(ROWS).data.table,
     "records of a DataFrame": lambda folder: frame(folder).to_dict("records"),
     "generator": lambda _: (dict(row) for row in Dataset.from_list(ROWS)),
 }
