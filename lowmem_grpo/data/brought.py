@@ -21,7 +21,7 @@ TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant
 
 
 class PlainRows:
-    """Rows by index, each in plain values when it is read."""
+    """Gives rows by index, each in plain values when it is read."""
 
     def __init__(self, rows: Any) -> None:
         shape = getattr(rows, "format", None) if comes_from(rows, "datasets", "Dataset") else None
@@ -38,7 +38,7 @@ class PlainRows:
 
     @property
     def column_names(self) -> list[str] | None:
-        """The names of the columns; those of all rows of a list, None where nothing says them."""
+        """Return the names of the columns: those of all rows of a list, and None where nothing says them."""
         if isinstance(self.rows, (list, tuple)):
             return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
         return getattr(self.rows, "column_names", None)

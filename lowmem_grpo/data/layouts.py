@@ -1,4 +1,4 @@
-"""Which columns of a dataset are prompts and answers: known from the layouts that public datasets have, else guessed.
+"""Tells which columns of a dataset are prompts and answers, by the layouts that public datasets have, or guesses.
 
     question or problem, answer or solution           GSM8K, MATH, NuminaMath; with choices (MMLU, ARC) or a context
     instruction, input, output; body, question        Alpaca; ASDiv, SVAMP
@@ -26,6 +26,7 @@ ANSWERS = ("reward_model.ground_truth", "answer.normalized_value", "answers_span
            "final_answer", "expected_answer", "reference_answer", "answers.text", "answers", "answerkey",
            "correct_option", "solution", "label", "target", "expected", "ground_truth", "correct_answer", "correct",
            "gold", "output", "response", "completion", "result", "ideal", "reference")
+TESTED = re.compile(r'\bassert\b|def (check|test)\w*\(|"inputs?":.*"outputs?":|"outputs?":.*"inputs?":', re.DOTALL)
 TESTS = ("test_list", "tests", "test", "test_cases", "unit_tests", "input_output", "verification_info",
          "private_test_cases", "private_tests", "public_test_cases", "public_tests")  # of code
 FUNCTIONS = ("entry_point", "fn_name", "metadata")  # name what these test
@@ -85,7 +86,7 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()
-    begun = bool(said) and said[0]["role"] == "system" and bool(said[0]["content"])
+    begun = not said or (said[0]["role"] == "system" and said[0]["content"])
     return said if begun else [{"role": "system", "content": system}, *said]
 
 
@@ -118,13 +119,11 @@ def value_at(row: dict[str, Any], column: str) -> Any:
 def holds_tests(value: Any) -> bool:
     """Return whether a cell holds tests of code, in a layout that `sandbox.layouts` reads."""
     text = cell_text(parsed(value)) or ""
-    return re.search(r"\bassert\b|def (check|test)\w*\(", text) is not None or (
-        re.search(r'"inputs?":', text) is not None and re.search(r'"outputs?":', text) is not None)
+    return TESTED.search(text) is not None
 
 
 def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
-    """Return the columns that the user named, or those of a layout, or a guess from names and first rows. ValueError,
-    with the names of the columns, where they do not hold what can be asked and rewarded."""
+    """Return the columns that the user named, or a guess. ValueError names those that cannot be asked or rewarded."""
     names = list(rows[0])
     for name in (prompt, answer):
         if name is not None and name.partition(".")[0] not in names and name not in names:
@@ -151,8 +150,9 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
     chats = [name for name in names.values() if any(chat_in(row[name]) for row in rows)]
     prompts = [names[name] for name in PROMPTS if name in names]
     lists = [name for name in prompts if isinstance(rows[0][name], list) and not is_asked(rows, *prompts)]
-    tools = "tools" in names or any(each.get("tool_calls") or each.get("role", each.get("from")) in TOOLS
-                                    for row in rows for name in chats for each in parsed(row[name]) or ())
+    said = [each for row in rows for name in chats for each in parsed(row[name]) or ()]
+    tools = [*(row.get(names.get("tools", "")) for row in rows), *(each.get("tool_calls") for each in said),
+             *(each.get("role", each.get("from")) in TOOLS for each in said)]
     both = "name both with --prompt-column and --answer-column"
     for applies, why in (
         ({"chosen", "rejected"} <= {*names} or {"completion", "label"} <= {*names}, "these are preferences, of which "
@@ -161,8 +161,8 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
         ({"nums", "numbers"} & {*names} and "target" in names, "these are puzzles, whose target is no answer: train on "
          f"puzzles of the same kind with lowmem-grpo run countdown, or {both}"),
         (lists, f"{listed(lists)} holds lists that are no chat messages, and prompts are texts or chats: {both}"),
-        (options[1:], f"{listed(options)} are choices in columns of their own: put them into one list, `choices`"),
-        (chats and tools, f"the chats in {listed(chats)} use tools, and a recipe for answers has none: {both} to leave "
+        (1 < len(options) < len(names), f"{listed(options)} are choices in columns of their own: make one, `choices`"),
+        (chats and any(tools), f"the chats in {listed(chats)} use tools, which a recipe has not: {both} to leave "
          "them out, or see docs/environments.md for GRPOTrainer(tools=...)"),
     ):
         if applies:
@@ -184,16 +184,16 @@ def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
     """Return the same columns, with those that a prompt cannot be answered without. A chat gets none."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (found.prompt, found.answer)}
     column = found.answer or ""
-    tests = column.lower() in TESTS and any(holds_tests(row[column]) for row in rows)
-    functions = [names[name] for name in FUNCTIONS if tests and name in names][:1]
+    tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
+    tests += [names[name] for name in FUNCTIONS if tests and name in names][:1]
     system = next((names[name] for name in SYSTEM if name in names and is_asked(rows, names[name])), "")
-    found = replace(found, tests=(column, *functions) if tests else (), system=system)
+    found = replace(found, tests=tuple(tests), system=system)
     if not found.prompt or any(chat_in(value_at(row, found.prompt)) for row in rows):
         return found
     if found.prompt.lower() == "question" and "body" in names:
         return replace(found, prompt=names["body"], more=(found.prompt,))
-    shown = ("test_list",) if tests and column.lower() == "test_list" else ()  # they name the function
-    return replace(found, more=tuple(names[name] for name in BELONGING if name in names) + shown)
+    named = [column] * (column.lower() == "test_list")  # only these tests name the function
+    return replace(found, more=(*(names[name] for name in BELONGING if name in names), *named))
 
 
 def separated(name: str) -> str:

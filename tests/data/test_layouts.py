@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from public_rows import LAYOUTS, Layout
 
 from lowmem_grpo.cli import main
+from lowmem_grpo.data.layouts import answer_of, prompt_of
 from lowmem_grpo.recipes.new.kinds import KINDS
 from lowmem_grpo.recipes.recipe_file import load_recipe
 from lowmem_grpo.rewards.ready.code import code_passes_tests
@@ -82,3 +83,19 @@ def test_the_tests_of_a_public_dataset_pass_right_code_and_no_other(
     right, wrong = (f"```python\n{code}\n```" for code in (RIGHT[name], "def f(x):\n    return 7"))
     verifier = code_passes_tests("answer", isolation="process")
     assert verifier.verdicts([right, wrong], answer=[answer] * 2) == [True, False]
+
+
+def test_a_chat_without_a_question_has_no_prompt_and_a_row_without_an_answer_has_none() -> None:
+    assert prompt_of([{"role": "assistant", "content": "Hello"}], "Think.") == []
+    assert answer_of({"messages": [{"role": "user", "content": "Hi"}]}, "messages") is None
+    assert answer_of({"a": {"b": {"c": 5.0}}}, "a.b.c") == "5" and answer_of({"a": {}}, "a.b") is None
+
+
+@pytest.mark.parametrize("row", [
+    {"A": "What is it?", "B": "4"}, {"messages": [{"role": "user", "content": "Hi"}], "answer": "4", "tools": None},
+])
+def test_columns_that_only_look_like_choices_or_tools_are_taken(
+    row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = write(tmp_path, [row] * 3, monkeypatch)
+    assert told.startswith("0 ") and "FILL IN" not in told, told
