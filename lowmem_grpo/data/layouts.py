@@ -161,8 +161,8 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
         ({"nums", "numbers"} & {*names} and "target" in names, "these are puzzles, whose target is no answer: train on "
          f"puzzles of the same kind with lowmem-grpo run countdown, or {both}"),
         (lists, f"{listed(lists)} holds lists that are no chat messages, and prompts are texts or chats: {both}"),
-        (1 < len(options) < len(names), f"{listed(options)} are choices in columns of their own: make one, `choices`"),
-        (chats and any(tools), f"the chats in {listed(chats)} use tools, which a recipe has not: {both} to leave "
+        (1 < len(options) < len(names), f"choices have columns of their own, {listed(options)}: make a list of them"),
+        (chats and any(tools), f"the chats in {listed(chats)} use tools, and recipes have none: {both} to leave "
          "them out, or see docs/environments.md for GRPOTrainer(tools=...)"),
     ):
         if applies:
