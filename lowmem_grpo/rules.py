@@ -1,6 +1,7 @@
 """Rules for the values of settings, in words and as checks: a class of settings lists those of its fields in RANGES."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
@@ -31,6 +32,7 @@ POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
 DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
+NUMBERS: Rule = ("a list of numbers", lambda value: all(isinstance(each, Real) for each in value))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 
 
@@ -45,7 +47,13 @@ def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None
             continue
         value = getattr(settings, name) if values is None else values[name]
         if not (value is None and optional) and not holds(value):
-            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' if optional else ''}")
+            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}")
+
+
+def of_yaml(value: Any) -> str:
+    """Return what to write for a number that YAML takes for text: 1e-6 needs a point and a sign there, as 1.0e-6."""
+    read = re.search(r"'([-+]?\d+)(\.\d*)?e([-+]?)(\d+)'", repr(value).lower())
+    return f". YAML reads it as text; write {read[1]}{read[2] or '.0'}e{read[3] or '+'}{read[4]}" if read else ""
 
 
 def check_value(cls: Any, name: str, value: Any) -> None:

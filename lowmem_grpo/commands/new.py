@@ -20,7 +20,7 @@ LOOKED = 1000  # rows that are looked at
 LONGEST = 100  # characters of a name
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 EXAMPLES = 256  # rows that are written where there is no data yet
-KINDS = ("number", "marked", "choice", "text", "math", "json", "long")  # new_recipe.kinds.CHOICES, without its imports
+KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # kinds.CHOICES, without imports
 
 
 @click.command(short_help="Write a recipe for your own data.")
@@ -118,7 +118,7 @@ def example(name: str, out: Path, chosen: dict[str, Any]) -> tuple[Any, str]:
     their place."""
     if given := next((option for option in ("prompt_column", "answer_column", "answers") if chosen[option]), None):
         raise ValueError(f"--{given.replace('_', '-')} is about --data FILE, which is not given")
-    from lowmem_grpo.recipes.new.columns import Columns
+    from lowmem_grpo.data.layouts import Columns
     from lowmem_grpo.recipes.new.kinds import EXAMPLE
     from lowmem_grpo.recipes.new.writing import Wanted
 
@@ -141,8 +141,7 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
                          "the hub (OWNER/NAME)")
     if is_file:
         refuse_missing(Path(data))
-    from lowmem_grpo.data.files import cell_text
-    from lowmem_grpo.recipes.new.columns import Columns, find_columns
+    from lowmem_grpo.data.layouts import Columns, answer_of, find_columns, value_at
     from lowmem_grpo.recipes.new.kinds import EXAMPLE, kind_of, marks_of, of_the_tiny_model
     from lowmem_grpo.recipes.new.writing import Wanted
 
@@ -156,15 +155,16 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
         raise ValueError(f"{data} has one row, and a recipe needs two or more, to train on and to test with; add rows")
     columns = find_columns(rows, prompt, answer, data)
     if columns.answer:
-        answers = [said for row in rows if (said := cell_text(row[columns.answer]))]
-        kind = chosen["answers"] or kind_of(answers)
+        answers = [said for row in rows if (said := answer_of(row, columns.answer))]
+        kind = chosen["answers"] or ("code" if columns.tests else kind_of(answers))
         marks = marks_of(kind, answers)
-        if of_the_tiny_model(kind, [str(row.get(columns.prompt)) for row in rows]):
+        if of_the_tiny_model(kind, [str(value_at(row, columns.prompt)) for row in rows]):
             kind = EXAMPLE
     else:
         marks = ""
         kind = chosen["answers"] or ("none" if columns.answer is None else "text")
-    others = [column for column in rows[0] if column not in (columns.prompt, columns.answer, *columns.more)]
+    used = {columns.prompt, (columns.answer or "").partition(".")[0], columns.system, *columns.more, *columns.tests}
+    others = [column for column in rows[0] if column not in used]
     return Wanted(name, out, data, is_file, columns, others, kind, bool(columns.answer != "" or chosen["answers"]),
                   marks, split=chosen["split"])
 

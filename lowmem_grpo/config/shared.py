@@ -139,7 +139,7 @@ class TrainSettings(metaclass=CheckedCall):
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_steps": number("above 0, or -1 to go by num_train_epochs", lambda value: value > 0 or value == -1),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
-        "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
+        "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT, "seed": number("a number", lambda value: True),
         "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": DECAY, "adam_beta2": DECAY,
         "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,

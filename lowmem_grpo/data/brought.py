@@ -1,17 +1,62 @@
 """The kinds of datasets that people bring, as rows by index or as a stream.
 
-    rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a pandas DataFrame
+    rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a DataFrame or Arrow table
     a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
-Other libraries' classes are known by the names of their modules, so that none of them is imported.
+Whatever holds them, rows are read as plain values, and their chat messages without the keys that Arrow filled with None
+(`lowmem_grpo.messages`). Other libraries' classes are known by the names of their modules: none of them is imported.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lowmem_grpo.data.prompts import DataError, check_dataset
 from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.messages import plain_message, without_none
+
+CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
+TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns that are read here
+
+
+class PlainRows:
+    """Gives rows by index, each in plain values when it is read."""
+
+    def __init__(self, rows: Any) -> None:
+        shape = getattr(rows, "format", None) if comes_from(rows, "datasets", "Dataset") else None
+        if shape and shape["type"] in CONVERTED:
+            rows = rows.with_format(None, columns=shape["columns"], output_all_columns=shape["output_all_columns"])
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        return plain_row(row) if isinstance(row, Mapping) else row
+
+    @property
+    def column_names(self) -> list[str] | None:
+        """Return the names of the columns: those of all rows of a list, and None where nothing says them."""
+        if isinstance(self.rows, (list, tuple)):
+            return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
+        return getattr(self.rows, "column_names", None)
+
+
+def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
+    """Return a row in plain values: with `arrays` every array is a list, otherwise those of objects and of tokens."""
+    return {name: without_none(plain(value, True)) if name == "tools" else plain(value, arrays or name in TOKENS)
+            for name, value in row.items()}
+
+
+def plain(value: Any, arrays: bool) -> Any:
+    """Return a value of a row with lists for arrays, and messages without empty keys."""
+    if hasattr(value, "tolist") and (arrays or str(getattr(value, "dtype", "")) == "object"):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [plain_message(plain(part, arrays)) if isinstance(part, dict) else plain(part, arrays) for part in value]
+    return {key: plain(part, arrays) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
@@ -21,19 +66,23 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     if isinstance(dataset, str):
         raise DataError(f"{parameter} is {dataset!r}, which is text; pass datasets.load_dataset({dataset!r}, "
                         "split='train')")
+    if isinstance(dataset, (PlainRows, Stream)):
+        return dataset
     if comes_from(dataset, "pandas", "DataFrame"):
-        return [dict(zip(dataset.columns, row, strict=True)) for row in dataset.itertuples(index=False, name=None)]
+        rows = dataset.astype(object).where(dataset.notna(), None).to_dict("records")  # None for an empty cell
+        dataset = [plain_row(row, arrays=True) for row in rows]
+    dataset = dataset.to_pylist() if comes_from(dataset, "pyarrow", "Table") else dataset
     if isinstance(dataset, Mapping):
         raise DataError(f"{parameter} is a {type(dataset).__name__}{of_several(dataset, parameter)}")
     if isinstance(dataset, (list, tuple)) and dataset and not isinstance(dataset[0], Mapping):
         raise DataError(f"{parameter} is a list of {type(dataset[0]).__name__}; each row must be a dict of columns, "
                         "for example {'prompt': 'What is 2 + 2?', 'answer': '4'}")
     if comes_from(dataset, "datasets", "IterableDataset") or comes_from(dataset, "torch", "IterableDataset"):
-        return Stream(dataset)
+        return Stream(dataset, partial(plain_row, arrays=comes_from(dataset, "datasets", "IterableDataset")))
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return dataset
+        return PlainRows(dataset)
     if isinstance(dataset, Iterable) or callable(dataset):
-        return Stream(dataset)
+        return Stream(dataset, plain_row)
     check_dataset(dataset)
     return dataset
 

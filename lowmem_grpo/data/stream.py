@@ -21,8 +21,9 @@ Row = dict[str, Any]
 class Stream:
     """Rows of an iterable, or of a function that begins one. Rows that were only looked at stay to be drawn."""
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
+    def __init__(self, rows: Any, plain: Callable[[Row], Row] = dict) -> None:
+        """`plain` makes plain values of a row."""
+        self.rows, self.plain = rows, plain
         self.change: Callable[[Row], Row] | None = None  # made to each row
         self.iterator: Iterator[Row] | None = None
         self.ahead: deque[Row] = deque()
@@ -44,9 +45,11 @@ class Stream:
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
         """The rows as they are drawn; DataError for one that is no dict."""
         for row in rows:
+            if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
+                row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
             if not isinstance(row, dict):
                 raise DataError(f"the stream gave a {type(row).__name__}; each row must be a dict of columns")
-            yield row if self.change is None else self.change(row)
+            yield self.plain(row) if self.change is None else self.change(self.plain(row))
 
     def change_each(self, change: Callable[[Row], Row]) -> None:
         """Make a change to every row that was not drawn yet."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from lowmem_grpo.messages import plain_message
+
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
 CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # nothing is added to a conversation
@@ -148,6 +150,7 @@ def in_text(message: Any) -> Any:
     """A chat message whose content is one string. ValueError for parts that are no text."""
     if not is_message(message):
         raise TypeError(f"a prompt is a list with a {type(message).__name__}; pass {KINDS}")
+    message = plain_message(message)
     parts = message.get("content")
     if not isinstance(parts, list):
         return message

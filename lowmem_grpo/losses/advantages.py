@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import of_trained, with_context
-from lowmem_grpo.rules import Rule, check_ranges, one_of
+from lowmem_grpo.rules import NUMBERS, Rule, check_ranges, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,7 +187,7 @@ class AdvantageSettings:
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, True, False),
-        "multi_objective_aggregation": one_of(*AGGREGATIONS),
+        "multi_objective_aggregation": one_of(*AGGREGATIONS), "reward_weights": NUMBERS,
     }
 
     def __post_init__(self) -> None:

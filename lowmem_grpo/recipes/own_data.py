@@ -17,6 +17,7 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.data.files import cell_text, listed, read_rows
+from lowmem_grpo.data.layouts import chat_in
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.options import RecipeOptions
 
@@ -147,7 +148,7 @@ def tidy(row: dict[str, Any]) -> dict[str, Any]:
 
 def chat(prompt: Any) -> list[dict[str, str]]:
     """A prompt as chat messages; a text becomes a user message. Empty messages before the last are left out."""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    messages = chat_in(prompt) or (prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
     if not all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in messages):
         raise ValueError(f"make_row gave the prompt {prompt!r:.80}; it is a text, or a list of "
                          '{"role": ..., "content": ...}')

@@ -20,7 +20,9 @@ def choices_text(part: Any, marks: str) -> str:
     labels: Any = marks
     if isinstance(part, dict) and isinstance(part.get("text"), list):
         part, labels = part["text"], part.get("label") or marks
-    if not isinstance(part, list):
+    if isinstance(part, dict) and all(isinstance(choice, str | None) for choice in part.values()):
+        labels, part = zip(*((label, choice) for label, choice in part.items() if choice is not None), strict=True)
+    if not isinstance(part, list | tuple):
         return cell_text(part) or ""
     starts = chain((f"{label}." for label in labels), repeat("-"))
     return "\n".join(f"{start} {cell_text(choice) or ''}" for start, choice in zip(starts, part, strict=False))

@@ -16,6 +16,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.engines.prompt_inputs import chat_text, encode, is_message, plain
+from lowmem_grpo.messages import plain_message
 from lowmem_grpo.types import Rollout, Split
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -114,7 +115,8 @@ class RolloutFunction:
                              f"{'of messages' if chat else 'without messages'}; leave as_chat out")
         if not chat:
             return encode(tokenizer, prompt)[1]
-        text = chat_text(tokenizer, prompt, self.trainer.args.chat_template_kwargs)
+        messages = [plain_message(each) for each in prompt]
+        text = chat_text(tokenizer, messages, self.trainer.args.chat_template_kwargs)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lowmem_grpo.messages import plain_message
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.types import Message
 
@@ -20,7 +21,7 @@ def plain(given: Any) -> list[Message]:
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ChatError(400, f"messages is {shown(given)}; it must be a list of at least one message such as "
                         "{'role': 'user', 'content': 'Hello'}", "messages")
-    return list(in_order([message_of(one, f"messages[{at}]") for at, one in enumerate(given)]))
+    return list(in_order([message_of(plain_message(one), f"messages[{at}]") for at, one in enumerate(given)]))
 
 
 def turn_named(given: Sequence[Mapping[str, Any]]) -> str:

@@ -26,7 +26,7 @@ QUICK = ["max_steps=1", "num_generations=2", "per_device_train_batch_size=2", "g
          "max_completion_length=4", "eval_problems=1", "gpu=cpu", "engine=transformers", "disable_tqdm=true"]
 ANSWERS: dict[str, Callable[[int], Any]] = {
     "number": lambda i: i, "marked": lambda i: f"{i} + {i} = {2 * i}\n#### {2 * i:,}",
-    "choice": lambda i: "ABCD"[i % 4], "text": lambda i: f"in Paris {i}",
+    "choice": lambda i: "ABCD"[i % 4], "code": lambda i: f"assert f({i}) == {i}", "text": lambda i: f"in Paris {i}",
     "math": lambda i: rf"\frac{{{i}}}{{7}}" if i % 3 else str(i),
     "json": lambda i: json.dumps({"sum": i}), "long": lambda i: f"Because of {i} " + "it is long " * 20,
 }

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from lowmem_grpo.data.layouts import holds_tests
 from lowmem_grpo.recipes.problems.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
 
 MOSTLY = 0.9  # a kind must fit this share of the answers
+MATHS = 0.5  # so must LaTeX and numbers: the other answers to mathematics are words, names and intervals
 SHORT = (8, 60)  # words and characters of a short answer
 LATEX = re.compile(r"\\[a-zA-Z]+|\$[^$]+\$|\^|_\{")
 
@@ -33,7 +35,7 @@ class Kind:
     """The list of rewards as code."""
     uses: tuple[str, ...] = ("re",)
     """Modules of the standard library that the code imports."""
-    label: str = "row[ANSWER_COLUMN]"
+    label: str = "answer_of(row, ANSWER_COLUMN)"
     """Code for the text that a completion is compared with."""
 
 
@@ -43,10 +45,10 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
     lines = [rewards.last_line(text) or "" for text in completion_texts(completions)]
     return [0.1 if re.fullmatch(r"Answer: {pattern}", line) else 0.0 for line in lines]
 '''
-BOXED_ONCE = '''
-def boxed_once(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 if the completion has exactly one boxed answer."""
-    return [0.1 if len(re.findall(r"\\\\boxed", text)) == 1 else 0.0 for text in completion_texts(completions)]
+ONCE = '''
+def {name}(completions: list[Any], **kwargs: Any) -> list[float]:
+    """0.1 if the completion has exactly one {what}."""
+    return [0.1 if len(re.findall(r"{pattern}", text)) == 1 else 0.0 for text in completion_texts(completions)]
 '''
 SAME_JSON = '''
 def same_json(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
@@ -115,7 +117,7 @@ KINDS = {
         "solutions that end in `#### ` and the answer", ends_in("the number"), "rewards.number_match()",
         LAST_NUMBER,
         ANSWER_LINE.format(what="a number", pattern=r"[-+]?[$\d.,/]+"), "[CORRECT, answer_line]",
-        label='rewards.after("####")(str(row[ANSWER_COLUMN]))',
+        label='rewards.after("####")(answer_of(row, ANSWER_COLUMN) or "")',
     ),
     "choice": Kind(
         "letters of a choice", ends_in("the letter"),
@@ -132,7 +134,12 @@ KINDS = {
     "math": Kind(
         "LaTeX", "Think step by step. Then give the final answer in \\boxed{}.", "rewards.math_match()",
         "What is in the last \\boxed{} must equal the answer as mathematics.",
-        BOXED_ONCE, "[CORRECT, boxed_once]",
+        ONCE.format(name="boxed_once", what="boxed answer", pattern=r"\\boxed"), "[CORRECT, boxed_once]",
+    ),
+    "code": Kind(
+        "tests of code", "Write Python code that solves the task, in one ```python block.",
+        "rewards.code_passes_tests(\"answer\")", "The code must pass the tests, which run in a sandbox.",
+        ONCE.format(name="one_block", what="block of Python", pattern="```python"), "[CORRECT, one_block]",
     ),
     "json": Kind(
         "JSON", "Reply with JSON and nothing else.", "",
@@ -156,11 +163,11 @@ def kind_of(answers: list[str]) -> str:
     if mostly(answers, lambda answer: read_number(answer.rpartition("####")[2]) is not None and "####" in answer):
         return "marked"
     suits: list[tuple[str, Callable[[str], bool]]] = [
-        ("json", is_json), ("number", is_number), ("math", is_math), ("choice", is_letter),
+        ("code", holds_tests), ("json", is_json), ("number", is_number), ("choice", is_letter),
     ]
     found = next((name for name, suit in suits if mostly(answers, suit)), None)
-    if found == "math" and not mostly(answers, has_latex, 0.05):
-        found = None
+    if found is None and mostly(answers, has_latex, 0.05) and mostly(answers, is_math, MATHS):
+        found = "math"
     words, characters = SHORT
     short = mostly(answers, lambda answer: len(answer.split()) <= words and len(answer) <= characters)
     return found or ("text" if short else "long")
@@ -205,7 +212,7 @@ def has_latex(answer: str) -> bool:
 
 def is_math(answer: str) -> bool:
     """A boxed solution, a number, or a short text with LaTeX in it."""
-    return boxed(answer) is not None or is_number(answer) or (has_latex(answer) and len(answer.split()) <= SHORT[0])
+    return boxed(answer) is not None or is_number(answer) or (has_latex(answer) and len(answer) <= 2 * SHORT[1])
 
 
 def is_letter(answer: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Template
 
 from lowmem_grpo.data.files import listed
-from lowmem_grpo.recipes.new.columns import CHOICES, Columns
+from lowmem_grpo.data.layouts import CHOICES, Columns
 from lowmem_grpo.recipes.new.kinds import EXAMPLE, KINDS, Kind, math_verifier
 
 TEMPLATES = Path(__file__).parents[2] / "assets" / "new_recipe"
@@ -49,7 +49,10 @@ class Wanted:
 
 def recipe_text(wanted: Wanted) -> str:
     """The recipe's source."""
-    kind = KINDS[wanted.kind]
+    kind, columns, asked = KINDS[wanted.kind], wanted.columns, asked_code(wanted)
+    label = f"{{name: row[name] for name in {columns.tests}}}" if columns.tests[1:] else kind.label
+    label = "None" if columns.answer is None else label
+    read = [name for name in ("answer_of", "prompt_of", "value_at") if f"{name}(" in f"prompt_of({asked}{label}"]
     return Template((TEMPLATES / "recipe.txt").read_text("utf-8")).substitute(
         name=wanted.name,
         data_name="your rows in " + shown(wanted.source),
@@ -61,9 +64,9 @@ def recipe_text(wanted: Wanted) -> str:
                                                                      and not absolute(wanted) else "")
         + "from typing import Any\n\n",
         names_of_own_data="" if wanted.example else "KNOWS_ARITHMETIC_ALONE, ",
-        question_text="from lowmem_grpo.recipes.question_text import question_text\n" if wanted.columns.more else "",
-        asked=asked_code(wanted), columns=columns_code(wanted), system=system_code(wanted, kind),
-        label=kind.label if wanted.columns.answer is not None else "None",
+        question_text="from lowmem_grpo.recipes.question_text import question_text\n" if columns.more else "",
+        asked=asked, label=label, read=", ".join(read), columns=columns_code(wanted), system=system_code(wanted, kind),
+        begin=f"row[{literal(columns.system)}] or SYSTEM_PROMPT" if columns.system else "SYSTEM_PROMPT",
         data=f"DATA = OwnData({', '.join(data_arguments(wanted))})",
         rewards=rewards_code(wanted, kind), cpu=EXAMPLE_CPU if wanted.example else LOOK_CPU,
         exam="EXAM = DATA.exam(CORRECT, max_tokens=512)  # for `lowmem-grpo eval`\n" if has_right(kind) else "",
@@ -110,9 +113,10 @@ def columns_code(wanted: Wanted) -> str:
 
 def asked_code(wanted: Wanted) -> str:
     """The expression for the user's message."""
+    prompt = "value_at(row, PROMPT_COLUMN)" if "." in wanted.columns.prompt else "row[PROMPT_COLUMN]"
     if not wanted.columns.more:
-        return "row[PROMPT_COLUMN]"
-    return ("question_text(row[PROMPT_COLUMN], *(row[name] for name in MORE_COLUMNS)"
+        return prompt
+    return (f"question_text({prompt}, *(row[name] for name in MORE_COLUMNS)"
             + (", marks=MARKS)" if marked(wanted) else ")"))
 
 

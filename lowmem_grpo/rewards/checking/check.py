@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group, longest_prompt
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.losses.advantages import combine_rewards, without_metrics_alone
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import (
@@ -82,7 +83,7 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
     """The prompts of the run, in its order."""
     longest = longest_prompt(args.max_prompt_length, args.max_completion_length, model.loaded.max_seq_length)
     encoder = PromptEncoder(tokenizer or model.loaded.tokenizer, longest, args.chat_template_kwargs)
-    return PromptSource(dataset, encoder, args.seed, args.shuffle_dataset)
+    return source_of(rows_of(dataset, "dataset"), encoder, args.seed, args.shuffle_dataset)
 
 
 def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:

@@ -1,0 +1,46 @@
+"""Numbers that YAML takes for text are refused with what to write, as PyYAML itself reads it."""
+
+from pathlib import Path
+
+import pytest
+import trl
+import yaml
+from trl import TrlParser
+
+from lowmem_grpo import GRPOConfig, SFTConfig
+from lowmem_grpo.config.from_trl import settings_of
+
+
+@pytest.mark.parametrize(("written", "to_write"), [
+    ("1e-6", "1.0e-6"), ("5E-7", "5.0e-7"), ("1.5e3", "1.5e+3"), ("2e5", "2.0e+5"), ("1.e5", "1.e+5"),
+])
+@pytest.mark.parametrize("config", [GRPOConfig, SFTConfig])
+def test_a_number_that_yaml_reads_as_text_is_refused_with_what_yaml_reads_as_that_number(
+    written: str, to_write: str, config: type
+) -> None:
+    read = yaml.safe_load(f"learning_rate: {written}")
+    assert isinstance(read["learning_rate"], str)
+    with pytest.raises(ValueError, match=r"it must be 0 or above\. YAML reads it as text; write ") as refused:
+        config(**read)
+    assert str(refused.value).endswith(f"write {to_write}")
+    assert yaml.safe_load(f"learning_rate: {to_write}") == {"learning_rate": float(written)}
+
+
+@pytest.mark.parametrize(("option", "to_write"), [("reward_weights: [1e-1, 1.0]", "1.0e-1"), ("seed: 1e3", "1.0e+3"),
+                                                  ("beta: 4e-2", "4.0e-2"), ("max_steps: 2e2", "2.0e+2")])
+def test_every_option_that_wants_a_number_says_so(option: str, to_write: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a.*\. YAML reads it as text; write |must be.* YAML") as refused:
+        GRPOConfig(**yaml.safe_load(option))
+    assert str(refused.value).endswith(f"write {to_write}")
+
+
+def test_other_texts_are_refused_without_a_word_of_yaml() -> None:
+    with pytest.raises(ValueError, match=r"^learning_rate is 'fast'; it must be 0 or above$"):
+        GRPOConfig(learning_rate="fast")  # type: ignore[arg-type]
+
+
+def test_settings_that_trls_parser_reads_of_such_a_file_have_the_numbers(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"output_dir: {tmp_path}\nlearning_rate: 1e-5\nbeta: 4e-2\nuse_cpu: true\n")
+    (theirs,) = TrlParser((trl.GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+    ours = settings_of(theirs, GRPOConfig)
+    assert (ours.learning_rate, ours.beta) == (1e-5, 0.04)
