@@ -214,7 +214,9 @@ for `[0,1]`, `\sin 30^\circ` for `\frac{1}{2}`, `50\%` for `0.5`, `101_2` for `5
 `1 \text{ hour}`, `70 000` with a plain blank for `70000` (`number_match` reads it), and `four` for `4`.
 
 `number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
-and a label like `10:30` is compared with the last time of day."""
+and a label like `10:30` is compared with the last time of day.
+
+A label may be a list, as of Natural Questions: any of its answers is right."""
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,8 @@ def from_data(name: str, data: str, out: Path, chosen: dict[str, Any]) -> Any:
         raise ValueError(f"{data} has one row, and a recipe needs two or more, to train on and to test with; add rows")
     columns = find_columns(rows, prompt, answer, data)
     if columns.answer:
-        answers = [said for row in rows if (said := answer_of(row, columns.answer))]
+        found = [said for row in rows if (said := answer_of(row, columns.answer))]
+        answers = [text for said in found for text in (said if isinstance(said, list) else [said])]
         kind = chosen["answers"] or ("code" if columns.tests else kind_of(answers))
         marks = marks_of(kind, answers)
         if of_the_tiny_model(kind, [str(value_at(row, columns.prompt)) for row in rows]):

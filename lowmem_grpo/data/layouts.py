@@ -90,9 +90,9 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
     return said if begun else [{"role": "system", "content": system}, *said]
 
 
-def answer_of(row: dict[str, Any], column: str) -> str | None:
-    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"): of a chat what the assistant says
-    last, of several answers the first. None if there is none."""
+def answer_of(row: dict[str, Any], column: str) -> Any:
+    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text: of a chat what the
+    assistant says last, and several texts as a list, any of which is right. None if there is none."""
     value = value_at(row, column)
     if chat := chat_in(value):
         value = chat[-1]["content"] if chat[-1]["role"] == "assistant" else None
@@ -100,6 +100,8 @@ def answer_of(row: dict[str, Any], column: str) -> str | None:
     if isinstance(alone, list) and len(alone) == 1:
         value = alone  # Skywork writes '["34"]'
     if isinstance(value, list) and value and all(isinstance(each, str) and not holds_tests(each) for each in value):
+        if value[1:]:
+            return value
         value = value[0]
     text = cell_text(value)
     unit = UNIT.fullmatch(text) if text else None

@@ -1,5 +1,6 @@
 """A verifier says whether a completion is right, and pays nothing. `Verifier.reward` makes a reward from it."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -32,13 +33,21 @@ class LabelVerifier(Verifier):
     """A verifier that compares each text with its row's value in one column."""
 
     def __init__(self, name: str, judge: Callable[[str, Any], Verdict], column: str) -> None:
-        """`judge` gets a completion's text and the label. It is not asked if the row has no label (None)."""
+        """`judge` gets a completion's text and the label, and of a list each one: any of them is right. It is not asked
+        if the row has no label (None)."""
         self.name, self.judge, self.columns = name, judge, (column,)
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
         labels = columns[self.columns[0]]
-        return [None if label is None else self.judge(text, label)
+        return [any_of(label, functools.partial(self.judge, text))
                 for text, label in zip(completions, labels, strict=True)]
+
+
+def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
+    """Return whether the judge takes the label, or one of a list of labels; None where no label gives a verdict."""
+    labels = label if isinstance(label, list | tuple) else [label]
+    said = [judge(each) for each in labels if each is not None]
+    return True if True in said else False if False in said else None
 
 
 class TextVerifier(Verifier):

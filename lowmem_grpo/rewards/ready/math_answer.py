@@ -6,13 +6,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.ready.answers import same_answer
 from lowmem_grpo.rewards.ready.reading import Place, boxed
-from lowmem_grpo.rewards.verifier import Verdict, Verifier
+from lowmem_grpo.rewards.verifier import Verdict, Verifier, any_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ class MathMatch(Verifier):
         found: list[Verdict] = []
         for text, label in zip(completions, columns[self.columns[0]], strict=True):
             try:
-                found.append(same_answer(self.where(text), label, WORKER.ask if killed < MAX_KILLED else refuse))
+                answer, ask = self.where(text), WORKER.ask if killed < MAX_KILLED else refuse
+                found.append(any_of(label, partial(same_answer, answer, ask=ask)))
             except TooSlowError as error:
                 killed += 1
                 found.append(False if killed <= MAX_KILLED else None)

@@ -331,3 +331,14 @@ def test_rewards_and_the_trials_of_the_sandbox_do_not_load_heavy_libraries() -> 
               "print([name for name in ('torch', 'transformers', 'jsonschema', 'math_verify') if name in sys.modules])")
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@every_row(("verifier", "texts"), [
+    (rewards.answer_match(), ("3", "x", "4")), (rewards.number_match(), ("so 3", "so 2", "so 4")),
+    (rewards.boxed_match(), (r"\boxed{3}", r"\boxed{x}", r"\boxed{4}")),
+    (rewards.math_match(), (r"\boxed{3}", r"\boxed{x}", r"\boxed{4}")),
+])
+def test_any_of_several_labels_is_right(verifier: Any, texts: tuple[str, ...]) -> None:
+    labels = [["2", "3"]] * 3 if verifier.name == "number_match" else [["3", "x"]] * 3
+    assert verifier.verdicts(list(texts), answer=labels) == [True, True, False]
+    assert verifier.verify(texts[0], answer=[]) is None
