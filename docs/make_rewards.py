@@ -172,7 +172,7 @@ root starts them:
 Code over a limit has failed its test. `code_passes_tests(limits=Limits(seconds=20, total_seconds=60))` changes them,
 with `from lowmem_grpo.sandbox.limits import Limits`; so does `python_tool(limits=...)`.
 
-In bubblewrap and nsjail the code sees Python's and the C library's files, all read-only, and its own folder. With
+In bubblewrap the code sees Python's and the C library's files, all read-only, and its own folder. With
 `isolation="process"` the same limits hold, but there is no such wall: where the kernel lacks Landlock 3 (Linux before
 6.2), code can read and write your files, and on every kernel it sees which files there are, how large and how old.
 No sandbox keeps code from knowing the inputs of its tests and answering only those, and a hole in the kernel is a hole

@@ -3,7 +3,7 @@
     lowmem-grpo run code                            # model and settings fit the card, or gpu=24
     lowmem-grpo run code isolation=process          # less protection, for machines without a sandbox
 
-The sandbox is bubblewrap or nsjail, whichever works on this machine. Without one the run is refused before the model is
+The sandbox is bubblewrap. Without it the run is refused before the model is
 loaded. On a CPU the recipe uses the embedded tiny model, which cannot learn this task: the run then only shows in a
 minute that everything works.
 """
@@ -51,7 +51,7 @@ class CodeOptions(RecipeOptions):
     eval_problems: int = 128
     """Held-out problems that are answered before and after training."""
     isolation: str | None = None
-    """bubblewrap, nsjail or process; None is the first of the two sandboxes that works."""
+    """bubblewrap, or process, which protects less; None is bubblewrap."""
     workers: int | None = None
     """Functions tested at a time; None is one per CPU."""
     seconds: float = 5.0

@@ -1,12 +1,11 @@
 """Runs Python code that a model wrote, in a process of its own that can do little and ends soon: `trial.run_tests`.
 
-There are three isolations, all with the same limits (`limits.Limits`) and the same filter of system calls:
+There are two isolations, all with the same limits (`limits.Limits`) and the same filter of system calls:
 
     bubblewrap   own namespaces: the code sees Python, the C libraries and an empty scratch directory; no network
-    nsjail       the same by nsjail
     process      no namespaces, and only if asked for: `isolation.PROCESS_WARNING` says what this leaves open
 
-All three guarantee the following, also for root. `RLIMIT_NPROC` does not bind root, so a filter of system calls
+Both guarantee the following, also for root. `RLIMIT_NPROC` does not bind root, so a filter of system calls
 (seccomp) allows what a computation needs and nothing else: no new process or thread, no signal to another process, no
 socket, no ptrace, no other priority, owner or time of a file, and no higher limit.
 

@@ -21,7 +21,7 @@ class SandboxTrials:
         self._broken = ""
         try:
             isolation = load()
-            self._by_default = isolation.CHOSEN_BY_DEFAULT
+            self._by_default = isolation.BY_DEFAULT
             for name in isolation.ISOLATIONS:
                 thread = threading.Thread(target=self._try, args=(isolation, name), daemon=True)
                 self._threads[name] = thread
@@ -44,7 +44,7 @@ class SandboxTrials:
             thread.join(max(0.0, deadline - time.monotonic()))
         found = dict(self._found)  # a late thread changes nothing any more
         works = [name for name in self._threads if name in found and found[name] is None]
-        taken = next((name for name in works if name in self._by_default), None)
+        taken = self._by_default if self._by_default in works else None
         head = taken or ("none by default, process if asked for" if works else "none")
         return f"{head} ({'; '.join(self._state(name, found) for name in self._threads if name != taken)})"
 

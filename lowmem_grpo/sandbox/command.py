@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowmem_grpo.sandbox.limits import Limits
 
-PROGRAMS = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
+PROGRAMS = {"bubblewrap": "bwrap"}
 INSIDE = "import sys; sys.path.insert(0, {root!r}); from lowmem_grpo.sandbox.inside import main; main()"
 HERE = Path(__file__).resolve().parents[1]  # the package's folder
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -28,7 +28,7 @@ class Command:
 
 
 def python_folders() -> list[str]:
-    """The existing folders and files that Python needs to start. None lies inside another, as nsjail requires."""
+    """Return the existing folders and files that Python needs to start, none of which lies inside another."""
     wanted = {path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)}
     return sorted(path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted))
 
@@ -45,9 +45,8 @@ def command(isolation: str, limits: Limits, descriptor: int, scratch: str) -> Co
         root = str(HERE.parent)
         readable = [*python_folders(), str(HERE), *DEVICES]
         return Command(python(root, descriptor), scratch, root, readable)
-    make = {"bubblewrap": bubblewrap, "nsjail": nsjail}[isolation]
     program = shutil.which(PROGRAMS[isolation]) or PROGRAMS[isolation]
-    words = [program, *make(limits, descriptor), "--", *python(ROOT, descriptor)]
+    words = [program, *bubblewrap(limits, descriptor), "--", *python(ROOT, descriptor)]
     return Command(words, SCRATCH, ROOT, None)
 
 
@@ -62,16 +61,3 @@ def bubblewrap(limits: Limits, descriptor: int) -> list[str]:
     words += ["--ro-bind", str(HERE), f"{ROOT}/{HERE.name}"]
     words += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH]
     return [*words, "--remount-ro", "/"]
-
-
-def nsjail(limits: Limits, descriptor: int) -> list[str]:
-    """Arguments of nsjail: run once, quietly, without /proc and network. `inside` sets the rlimits, which are lower."""
-    words = ["--mode", "o", "--really_quiet", "--user", f"{NOBODY}:{os.getuid()}:1"]
-    words += ["--group", f"{NOBODY}:{os.getgid()}:1", "--hostname", "sandbox", "--disable_proc", "--iface_no_lo"]
-    words += ["--time_limit", "0", "--pass_fd", str(descriptor), "--cwd", SCRATCH]
-    for name in ("as", "cpu", "fsize", "nofile", "stack", "core"):
-        words += [f"--rlimit_{name}", "hard"]
-    for path in (*python_folders(), *DEVICES):
-        words += ["--bindmount_ro", path]
-    words += ["--bindmount_ro", f"{HERE}:{ROOT}/{HERE.name}"]
-    return [*words, "--mount", f"none:{SCRATCH}:tmpfs:size={limits.scratch_bytes},mode=0700"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from lowmem_grpo.sandbox.limits import Limits
 from lowmem_grpo.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded
 
-ISOLATIONS = ("bubblewrap", "nsjail", "process")
-CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
+ISOLATIONS = ("bubblewrap", "process")
+BY_DEFAULT = "bubblewrap"
 PROCESS_WARNING = (
     'isolation="process" limits model-written code, but if the kernel lacks Landlock 3 (Linux 6.2) the code can read, '
     "write or empty your files and look into your other processes; on every kernel it sees which files exist, how "
@@ -45,23 +45,18 @@ class Sandbox:
 
 
 def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
-    """The named isolation, or for None the first of bubblewrap and nsjail that works, after a trial run.
+    """Return the named isolation, or for None bubblewrap, after a trial run.
 
     Raises ValueError for an unknown name, and SandboxError if what was asked for does not work here.
     """
     if isolation is not None and isolation not in ISOLATIONS:
-        raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for the first that "
-                         f"works of {' and '.join(CHOSEN_BY_DEFAULT)}")
-    faults = {}
-    for name in (isolation,) if isolation else CHOSEN_BY_DEFAULT:
-        fault = why_not(name)
-        if fault is None:
-            if name == "process":
-                warn_of_process()
-            return Sandbox(name, limits or Limits())
-        faults[name] = fault
-    found = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-    raise SandboxError(f"no sandbox for model-written code ({found}). What to do: {FIX}")
+        raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for {BY_DEFAULT}")
+    name = isolation or BY_DEFAULT
+    if (fault := why_not(name)) is not None:
+        raise SandboxError(f"no sandbox for model-written code ({name}: {fault}). What to do: {FIX}")
+    if name == "process":
+        warn_of_process()
+    return Sandbox(name, limits or Limits())
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def run(folder: Path, *words: str) -> Any:
 
 
 def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
+    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
     why_not.cache_clear()
     try:
         result = run(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_the_exam_only_takes_right_answers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_exam_without_a_sandbox_is_refused_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"})
+    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
     why_not.cache_clear()
     try:
         with pytest.raises(SandboxError, match=r"apt install bubblewrap.*exam has no such option.*--reward MINE\.py"):

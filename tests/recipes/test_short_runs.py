@@ -47,7 +47,7 @@ def test_a_recipe_finishes_on_the_embedded_model(
 
 
 @pytest.mark.parametrize(("name", "word", "message"), [
-    ("code", "isolation=docker", "isolation is 'docker'; allowed are bubblewrap, nsjail, process"),
+    ("code", "isolation=docker", "isolation is 'docker'; allowed are bubblewrap, process"),
     ("code", "seconds=0", "seconds is 0.0; it must be a finite number, at least 0.05"),
     pytest.param("code", "workers=0", "workers is 0", marks=needs_isolation),
     ("countdown", "max_numbers=9", "they must be 2 to 6"), ("countdown", "operators=^", "operators is '^'"),

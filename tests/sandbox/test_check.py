@@ -13,7 +13,7 @@ from lowmem_grpo.sandbox.check import SandboxTrials
 class Isolations:
     """Stands in for sandbox.isolation: for each name an answer, or what gives it."""
 
-    CHOSEN_BY_DEFAULT = ("bubblewrap", "nsjail")
+    BY_DEFAULT = "bubblewrap"
 
     def __init__(self, **answers: str | Callable[[], str | None] | None) -> None:
         self.answers, self.ISOLATIONS = answers, tuple(answers)
@@ -32,13 +32,10 @@ def broken() -> str:
 
 
 @pytest.mark.parametrize(("answers", "wanted"), [
-    ({"bubblewrap": None, "nsjail": "not\nfound", "process": None}, "bubblewrap (nsjail: not found; process: works)"),
-    ({"bubblewrap": "no user namespaces", "nsjail": None, "process": None},
-     "nsjail (bubblewrap: no user namespaces; process: works)"),
-    ({"bubblewrap": "a", "nsjail": "b", "process": None},
-     "none by default, process if asked for (bubblewrap: a; nsjail: b; process: works)"),
-    ({"bubblewrap": "a", "nsjail": broken, "process": "c"},
-     "none (bubblewrap: a; nsjail: RecursionError: too deep; process: c)"),
+    ({"bubblewrap": None, "process": "not\nfound"}, "bubblewrap (process: not found)"),
+    ({"bubblewrap": "no user namespaces", "process": None},
+     "none by default, process if asked for (bubblewrap: no user namespaces; process: works)"),
+    ({"bubblewrap": broken, "process": "c"}, "none (bubblewrap: RecursionError: too deep; process: c)"),
 ])
 def test_the_line_names_the_sandbox_that_the_rewards_take(answers: dict[str, Any], wanted: str) -> None:
     assert line(**answers) == wanted
@@ -63,5 +60,5 @@ def test_a_broken_sandbox_does_not_end_the_other_looks(error: Exception) -> None
 
 def test_it_says_the_same_as_the_sandbox_itself() -> None:
     isolation = import_module("lowmem_grpo.sandbox.isolation")
-    works = [name for name in isolation.CHOSEN_BY_DEFAULT if isolation.why_not(name) is None]
+    works = [name for name in [isolation.BY_DEFAULT] if isolation.why_not(name) is None]
     assert SandboxTrials(lambda: isolation).line(wait=120).startswith(f"{works[0]} (" if works else "none")

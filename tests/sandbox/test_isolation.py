@@ -16,8 +16,8 @@ from lowmem_grpo.sandbox.limits import MIB, Limits
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The programs of a machine without bubblewrap and nsjail; nothing is remembered of any other machine."""
-    found = {"bubblewrap": "no-such-bwrap", "nsjail": "no-such-nsjail"}
+    """The programs of a machine without bubblewrap; nothing is remembered of any other machine."""
+    found = {"bubblewrap": "no-such-bwrap"}
     monkeypatch.setattr(command, "PROGRAMS", found)
     for remembers in (why_not, isolation.warn_of_process):
         remembers.cache_clear()
@@ -26,7 +26,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         remembers.cache_clear()
 
 
-@pytest.mark.parametrize("asked", [None, "bubblewrap", "nsjail"])
+@pytest.mark.parametrize("asked", [None, "bubblewrap"])
 def test_without_a_sandbox_the_error_names_every_way_out(asked: str | None) -> None:
     with pytest.raises(SandboxError, match=r"apt install bubblewrap") as caught:
         open_sandbox(asked)
@@ -48,13 +48,13 @@ def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(tmp_path: Pat
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
-    programs |= {"bubblewrap": str(broken), "nsjail": "/bin/true"}
-    with pytest.raises(SandboxError, match=r"No permissions to create new namespace.*nsjail: "):
+    programs |= {"bubblewrap": str(broken)}
+    with pytest.raises(SandboxError, match=r"No permissions to create new namespace"):
         open_sandbox()
 
 
 def test_an_unknown_isolation_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="isolation is 'docker'; allowed are bubblewrap, nsjail, process"):
+    with pytest.raises(ValueError, match="isolation is 'docker'; allowed are bubblewrap, process"):
         open_sandbox("docker")
 
 
@@ -75,9 +75,5 @@ def test_command_lines_shut_everything_that_they_should() -> None:
     bound = [words[at + 1] for at, word in enumerate(words) if word in ("--ro-bind", "--bind", "--dev-bind")]
     assert "--bind" not in words and not {"/", "/home", "/root", "/tmp", "/proc", "/etc"} & set(bound)
     assert not any(one.startswith(f"{other}/") for one in bound for other in bound if other != "/package")
-    words = command.command("nsjail", LIMITS, 7, "").words
-    assert {"--disable_proc", "--iface_no_lo"} <= set(words) and "--keep_env" not in words
-    assert f"none:/scratch:tmpfs:size={MIB},mode=0700" in words
-    assert words[words.index("--pass_fd") + 1] == "7"
     words = command.command("process", LIMITS, 7, "/tmp/x").words
     assert words[1:6] == ["-I", "-S", "-B", "-X", "utf8"]

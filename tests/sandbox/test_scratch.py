@@ -60,7 +60,7 @@ def test_a_completion_leaves_no_process_to_be_reaped(sandbox: Sandbox) -> None:
 
 
 def test_a_launcher_that_is_killed_sees_the_end_of_its_child_first() -> None:
-    """As bwrap and nsjail do it, on a machine that has neither."""
+    """As bwrap does it, on a machine that has none."""
     launcher = python(LAUNCHER)
     try:
         child = int(first_line(launcher))

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def python_tool(isolation: str | None = None, limits: Limits | None = None) -> Callable[[str], str]:
     """A tool `python(code)`: what the program prints. Each call is a process of its own, in an empty folder.
 
-    `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less protection.
+    `isolation`: None takes bubblewrap; "process" is an opt-in to less protection.
     `limits` hold for one call. Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown
     isolation.
     """

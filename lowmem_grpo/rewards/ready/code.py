@@ -60,7 +60,7 @@ def code_passes_tests(
     """A verifier of Python: right if the code passes every test of its row, None if the row has no tests.
 
     `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
-    metadata. `isolation`: None takes bubblewrap or nsjail, whichever works here; "process" is an opt-in to less
+    metadata. `isolation`: None takes bubblewrap; "process" is an opt-in to less
     protection. `limits` hold for one completion. `workers` is how many completions run at a time, by default one per
     CPU. After `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
 
