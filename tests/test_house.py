@@ -12,7 +12,7 @@ BUDGET = {
     "package lines": 65_694, "core lines": 48_954, "package files": 566, "files below 60 lines with one importer": 32,
     "folders at the top": 25, "files at the top": 13, "arrows between folders": 211, "class names that stand twice": 49,
     "uses of `found`": 1_488, "uses of `one`": 915, "uses of `given`": 802, "docstrings without a verb": 593,
-    "comments that begin with of": 261, "bench lines": 15_964, "tests lines": 61_886,
+    "comments that begin with of": 261, "bench lines": 15_964, "tests lines": 61_893,
 }
 FILES = {"first rollout()": 72, "second rollout()": 54, "update()": 60, "chat call": 56, "train(groups)": 120}
 MODULE = '''"""A module."""
