@@ -27,23 +27,23 @@ def doctor(as_json: bool) -> None:
 
     logging.disable(logging.WARNING)  # hides warnings of libraries that load: the report says what is wrong
     try:
-        found = examine()
+        checkup = examine()
     finally:
         logging.disable(logging.NOTSET)
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else "\n".join(report(found)))
-    if not found.can_train:
+    click.echo(json.dumps(checkup.to_dict(), indent=2) if as_json else "\n".join(report(checkup)))
+    if not checkup.can_train:
         raise SystemExit(1)
 
 
-def report(found: Any) -> list[str]:
+def report(checkup: Any) -> list[str]:
     """The checkup in lines of plain text, since the library that draws tables may be broken."""
-    lines = section("Versions", found.versions) + section("Card", card_lines(found.card))
-    lines += section("Host", {name: value for name, value in found.host.items() if value is not None})
-    lines += section("A run will use", found.used)
+    lines = section("Versions", checkup.versions) + section("Card", card_lines(checkup.card))
+    lines += section("Host", {name: value for name, value in checkup.host.items() if value is not None})
+    lines += section("A run will use", checkup.used)
     lines.append("Missing, or worth a change")
-    for line in found.advice or ["nothing"]:
+    for line in checkup.advice or ["nothing"]:
         lines += textwrap.wrap(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    return [*lines, "", "Training is possible here." if found.can_train else "Training is NOT possible here."]
+    return [*lines, "", "Training is possible here." if checkup.can_train else "Training is NOT possible here."]
 
 
 def card_lines(card: dict[str, Any]) -> dict[str, Any]:

@@ -6,82 +6,75 @@ Any look may fail. A failure becomes a finding, and the others go on.
 from typing import Any
 
 from lowmem_grpo.memory.families import trained
-from lowmem_grpo.preflight.machine import (
-    Checkup,
-    Look,
-    attempt,
-    look_at_card,
-    look_at_host,
-    look_at_imports,
-    look_at_versions,
-)
+from lowmem_grpo.preflight import machine
+from lowmem_grpo.preflight.machine import Checkup, Look, attempt
 from lowmem_grpo.sandbox.check import SandboxTrials
 
 
 def examine(look: Look | None = None) -> Checkup:
     """Look at everything."""
-    look, found = look or Look(), Checkup()
+    look, checkup = look or Look(), Checkup()
     trials = SandboxTrials(lambda: look.load("lowmem_grpo.sandbox.isolation"))
-    look_at_versions(look, found)
-    broken = look_at_imports(look, found)
-    torch = None if "torch" in broken else attempt(lambda: look.load("torch"))[0]
-    look_at_card(torch, found)
-    look_at_host(look, found)
-    look_at_engine(look, found)
-    look_at_kernels(torch, found)
-    look_at_weights(look, torch, broken, found)
-    look_at_training(look, found)
-    found.used["code sandbox"] = trials.line()
-    found.used["model families"] = trained()
-    found.used["sampled by vLLM"] = trained(by_vllm=True)
-    return found
+    machine.look_at_versions(look, checkup)
+    broken = machine.look_at_imports(look, checkup)
+    torch = None if "torch" in broken else attempt(look.load, "torch")[0]
+    machine.look_at_card(torch, checkup)
+    machine.look_at_host(look, checkup)
+    look_at_engine(look, checkup)
+    look_at_kernels(torch, checkup)
+    look_at_weights(look, torch, broken, checkup)
+    look_at_training(look, checkup)
+    checkup.used["code sandbox"] = trials.line()
+    checkup.used["model families"] = trained()
+    checkup.used["sampled by vLLM"] = trained(by_vllm=True)
+    return checkup
 
 
-def look_at_engine(look: Look, found: Checkup) -> None:
-    """Which engine samples."""
-    if not found.can_train:
-        found.used["engine"] = "none: see the findings below"
+def look_at_engine(look: Look, checkup: Checkup) -> None:
+    """Note which engine samples."""
+    if not checkup.can_train:
+        checkup.used["engine"] = "none: see the findings below"
         return
-    device = "cuda:0" if found.card.get("name") else "cpu"
-    wanted = True if found.card.get("name") else "transformers"  # as `lowmem-grpo run` chooses
+    device = "cuda:0" if checkup.card.get("name") else "cpu"
+    wanted = True if checkup.card.get("name") else "transformers"  # as `lowmem-grpo run` chooses
     choice, why = attempt(lambda: look.load("lowmem_grpo.engines.choice").choose_engine(wanted, device))
     if why is not None:
-        found.used["engine"] = f"unknown ({why})"
+        checkup.used["engine"] = f"unknown ({why})"
         return
-    found.used["engine"] = f"{choice.name}: {choice.why if wanted is True else 'there is no card'}"
-    capability = str(found.card.get("capability") or "8.0")
+    checkup.used["engine"] = f"{choice.name}: {choice.why if wanted is True else 'there is no card'}"
+    capability = str(checkup.card.get("capability") or "8.0")
     if float(capability) < 8:
-        found.say(f"vLLM is not known to work on a card of compute capability {capability}",
+        checkup.say(f"vLLM is not known to work on a card of compute capability {capability}",
                   'sample with the transformers engine (fast_inference="transformers")')
     elif choice.name == "vllm" and device != "cpu" and not has_pool(look):
-        found.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card during "
+        checkup.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card during "
                   "training", "install vLLM's own build for CUDA")
     elif choice.name != "vllm" and device != "cpu":
-        found.say(f"vLLM does not sample here: {choice.why}",
+        checkup.say(f"vLLM does not sample here: {choice.why}",
                   "mend that, because transformers samples several times slower")
 
 
 def has_pool(look: Look) -> bool:
-    """Whether the installed vLLM has what its sleep mode needs. vLLM is not imported."""
-    files, _ = attempt(lambda: look.files("vllm"))
+    """Return whether the installed vLLM has what its sleep mode needs. vLLM is not imported."""
+    files, _ = attempt(look.files, "vllm")
     return any(str(file).startswith("vllm/cumem_allocator") for file in files or [])
 
 
-def look_at_kernels(torch: Any, found: Checkup) -> None:
-    """Whether Triton's kernels or the reference will be used, and which attention."""
+def look_at_kernels(torch: Any, checkup: Checkup) -> None:
+    """Note whether Triton's kernels or the reference will be used, and which attention."""
     if torch is None:
         return
-    if not found.card.get("name"):
-        found.used["kernels"] = "reference in plain torch, as always on a CPU"
-        found.used["attention"] = "torch's own, on the CPU"
+    if not checkup.card.get("name"):
+        checkup.used["kernels"] = "reference in plain torch, as always on a CPU"
+        checkup.used["attention"] = "torch's own, on the CPU"
         return
-    _, why = attempt(lambda: run_kernel(torch))
-    found.used["kernels"] = "Triton" if why is None else f"none that works: {why}"
+    _, why = attempt(run_kernel, torch)
+    checkup.used["kernels"] = "Triton" if why is None else f"none that works: {why}"
     if why is not None:
-        found.say(f"a Triton kernel does not work on this card ({why})",
+        checkup.say(f"a Triton kernel does not work on this card ({why})",
                   "install the version of triton that this torch needs, and a C compiler", fatal=True)
-    flash = float(found.card["capability"]) >= 8
-    found.used["attention"] = ("torch's flash attention, with shared key heads" if flash
+    flash = float(checkup.card["capability"]) >= 8
+    checkup.used["attention"] = ("torch's flash attention, with shared key heads" if flash
                                else "torch's memory-efficient attention: flash attention needs compute capability 8.0")
 
 
@@ -93,26 +86,26 @@ def run_kernel(torch: Any) -> None:
     torch.cuda.synchronize()
 
 
-def look_at_weights(look: Look, torch: Any, broken: set[str], found: Checkup) -> None:
-    """Whether weights can be held in 4 bit: a few are quantized."""
+def look_at_weights(look: Look, torch: Any, broken: set[str], checkup: Checkup) -> None:
+    """Note whether weights can be held in 4 bit: a few are quantized."""
     if torch is None or "bitsandbytes" in broken:
-        found.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_fp8=True (needs none)"
+        checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_fp8=True (needs none)"
         return
-    device = "cuda" if found.card.get("name") else "cpu"
+    device = "cuda" if checkup.card.get("name") else "cpu"
 
     def quantize() -> None:
         look.load("bitsandbytes").functional.quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4")
 
     _, why = attempt(quantize)
-    found.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
+    checkup.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
     if why is not None:
-        found.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_fp8=True")
+        checkup.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_fp8=True")
 
 
-def look_at_training(look: Look, found: Checkup) -> None:
-    """Whether the package's own loader and trainer can be imported."""
+def look_at_training(look: Look, checkup: Checkup) -> None:
+    """Note whether the package's own loader and trainer can be imported."""
     for name in ("lowmem_grpo.loader", "lowmem_grpo.train.grpo"):
-        _, why = attempt(lambda name=name: look.load(name)) if found.can_train else (None, None)  # type: ignore[misc]
+        _, why = attempt(look.load, name) if checkup.can_train else (None, None)
         if why is not None:
-            found.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
+            checkup.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
                       fatal=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import __version__
-from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.disk import free_bytes
+from lowmem_grpo.runs.findings import Finding, has_error
 from lowmem_grpo.units import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
@@ -41,7 +42,7 @@ class Checkup:
     @property
     def can_train(self) -> bool:
         """Whether everything that training needs is there and works."""
-        return all(finding.severity != "error" for finding in self.findings)
+        return not has_error(self.findings)
 
     @property
     def advice(self) -> list[str]:
@@ -68,46 +69,46 @@ class Look:
     files: Callable[[str], Any] = importlib.metadata.files
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(value, None), or (None, what went wrong in a line): a broken library shows itself by errors of any kind."""
+def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    """Return (value, None), or (None, what went wrong in a line): broken libraries raise errors of any kind."""
     try:
-        return call(), None
+        return call(*args), None
     except Exception as error:  # noqa: BLE001 - see above
         line = (str(error).strip().splitlines() or [""])[0]
         return None, f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def look_at_versions(look: Look, found: Checkup) -> None:
-    """Every library with its version, and those that the package's own requirements exclude."""
-    found.versions["python"] = platform.python_version()
+def look_at_versions(look: Look, checkup: Checkup) -> None:
+    """Note every library with its version, and those that the package's own requirements exclude."""
+    checkup.versions["python"] = platform.python_version()
     wanted = requirements()
     for name in (PACKAGE, *NEEDED, *OPTIONAL):
-        version, why = attempt(lambda name=name: look.version(name))  # type: ignore[misc]
+        version, why = attempt(look.version, name)
         missing = why is None or why.startswith("PackageNotFoundError")
-        found.versions[name] = str(version) if why is None else absent(name) if missing else f"unreadable ({why})"
+        checkup.versions[name] = str(version) if why is None else absent(name) if missing else f"unreadable ({why})"
         if why is not None and name in NEEDED:
             install = f"pip install '{wanted.get(name, name)}'"
-            found.say(f"{name} is {found.versions[name]}, and training needs it", install, fatal=True)
+            checkup.say(f"{name} is {checkup.versions[name]}, and training needs it", install, fatal=True)
         elif why is None and excluded(name, str(version), wanted):
-            found.say(f"{name} {version} is a version that was not checked", f"pip install '{wanted[name]}'")
+            checkup.say(f"{name} {version} is a version that was not checked", f"pip install '{wanted[name]}'")
 
 
 def absent(name: str) -> str:
-    """What to say of a library that is not installed. This package itself can be used from its folder."""
+    """Return what to say of a library that is not installed. This package itself can be used from its folder."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
 
 
 def requirements() -> dict[str, str]:
-    """What this package asks of each library: "torch>=2.11". Empty where it is not installed as a package."""
-    lines, _ = attempt(lambda: importlib.metadata.requires(PACKAGE))
+    """Return what this package asks of each library, as "torch>=2.11"; nothing where it is not installed."""
+    lines, _ = attempt(importlib.metadata.requires, PACKAGE)
     plain = [line.partition(";")[0].strip() for line in lines or [] if "extra ==" not in line]
     return {re.split(r"[<>=!~ \[]", line)[0]: line for line in plain}
 
 
 def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
-    """Whether this package's requirements exclude a version; False if that cannot be told."""
+    """Return whether this package's requirements exclude a version; False if that cannot be told."""
 
     def outside() -> bool:
         from packaging.requirements import Requirement
@@ -117,45 +118,43 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
     return name in wanted and bool(attempt(outside)[0])
 
 
-def look_at_imports(look: Look, found: Checkup) -> set[str]:
-    """The libraries that cannot be used. Those that need torch are only tried if torch works."""
+def look_at_imports(look: Look, checkup: Checkup) -> set[str]:
+    """Return the libraries that cannot be used. Those that need torch are only tried if torch works."""
     broken: set[str] = set()
     for name in TRIED:
-        if name in ON_TORCH and "torch" in broken:
+        if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
             broken.add(name)
             continue
-        if found.versions[name] == absent(name):
-            broken.add(name)
-            continue
-        _, why = attempt(lambda name=name: look.load(name))  # type: ignore[misc]
+        _, why = attempt(look.load, name)
         if why is not None:
             broken.add(name)
-            found.versions[name] += " (broken)"
-            found.say(f"{name} is installed but cannot be imported ({why})", "install it again", fatal=name in NEEDED)
+            checkup.versions[name] += " (broken)"
+            checkup.say(f"{name} is installed but cannot be imported ({why})", "install it again", fatal=name in NEEDED)
     return broken
 
 
-def look_at_card(torch: Any, found: Checkup) -> None:
-    """The first card: name, memory, what it computes in."""
+def look_at_card(torch: Any, checkup: Checkup) -> None:
+    """Note the first card: name, memory, what it computes in."""
     driver = driver_version()
-    found.card = {"name": None, "driver": driver}
+    checkup.card = {"name": None, "driver": driver}
     if torch is None:
         return
-    found.versions["cuda (of torch)"] = str(getattr(torch.version, "cuda", None) or "none: torch is built for CPUs")
+    checkup.versions["cuda (of torch)"] = str(getattr(torch.version, "cuda", None) or "none: torch is built for CPUs")
     there, why = attempt(torch.cuda.is_available)
     if not there:
-        found.say(*no_card(torch, driver, why))
+        checkup.say(*no_card(torch, driver, why))
         return
-    _, why = attempt(lambda: found.card.update(card_facts(torch)))
+    card, why = attempt(card_facts, torch)
     if why is not None:
-        found.say(f"the card does not answer ({why})", "restart the machine, or its driver")
+        checkup.say(f"the card does not answer ({why})", "restart the machine, or its driver")
         return
-    if not found.card["bf16"]:
-        found.say("this card does not compute in bfloat16", "nothing: runs use float16, with a loss scale")
+    checkup.card |= card
+    if not card["bf16"]:
+        checkup.say("this card does not compute in bfloat16", "nothing: runs use float16, with a loss scale")
 
 
 def card_facts(torch: Any) -> dict[str, Any]:
-    """Name, bytes, compute capability, bfloat16."""
+    """Return name, bytes, compute capability, bfloat16."""
     free, total = torch.cuda.mem_get_info(0)
     major, minor = torch.cuda.get_device_capability(0)
     return {
@@ -165,7 +164,7 @@ def card_facts(torch: Any) -> dict[str, Any]:
 
 
 def no_card(torch: Any, driver: str | None, why: str | None) -> tuple[str, str]:
-    """Why there is no card, and what to do."""
+    """Return why there is no card, and what to do."""
     if driver and not torch.version.cuda:
         return f"there is a card (driver {driver}), but torch is built for CPUs", "pip install torch from a CUDA index"
     if driver:
@@ -174,7 +173,7 @@ def no_card(torch: Any, driver: str | None, why: str | None) -> tuple[str, str]:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version; None where there is none."""
+    """Return the NVIDIA driver's version; None where there is none."""
     text, _ = attempt(DRIVER.read_text)
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text or "")
     if match:
@@ -186,24 +185,18 @@ def driver_version() -> str | None:
     return None if done is None or done.returncode else (done.stdout.split() or [None])[0]
 
 
-def look_at_host(look: Look, found: Checkup) -> None:
-    """Available memory, and room on the disks of this folder and of downloaded models."""
+def look_at_host(look: Look, checkup: Checkup) -> None:
+    """Note available memory, and room on the disks of this folder and of downloaded models."""
     memory, _ = attempt(lambda: look.load("lowmem_grpo.offload.host_room").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
-    found.host = {"available_bytes": memory, "disk_free_bytes": disk_free(Path.cwd()),
+    checkup.host = {"available_bytes": memory, "disk_free_bytes": free_bytes(Path.cwd()),
                   "model_cache": None if cache is None else str(cache),
-                  "model_cache_free_bytes": None if cache is None else disk_free(cache)}
+                  "model_cache_free_bytes": None if cache is None else free_bytes(cache)}
     if attempt(lambda: look.load("lowmem_grpo.offload.host_room").on_wsl())[0]:
-        found.say(*look.load("lowmem_grpo.offload.host_room").WSL_ADVICE.split(". ", 1))
+        checkup.say(*look.load("lowmem_grpo.offload.host_room").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
-        found.say(f"{size_text(memory)} of host memory are free; it holds layer inputs with "
+        checkup.say(f"{size_text(memory)} of host memory are free; it holds layer inputs with "
                   'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
     for name, what in (("disk_free_bytes", "this folder's disk"), ("model_cache_free_bytes", "the model cache's disk")):
-        if found.host[name] is not None and found.host[name] < LITTLE_DISK:
-            found.say(f"{size_text(found.host[name])} are free on {what}", "make room: an 8B model takes 15 GiB")
-
-
-def disk_free(folder: Path) -> int | None:
-    """Free bytes on the disk of a folder, which need not exist yet."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
-    return None if there is None else attempt(lambda: shutil.disk_usage(there).free)[0]
+        if checkup.host[name] is not None and checkup.host[name] < LITTLE_DISK:
+            checkup.say(f"{size_text(checkup.host[name])} are free on {what}", "make room: an 8B model takes 15 GiB")

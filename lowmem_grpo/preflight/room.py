@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 from collections.abc import Iterator
 
 import torch
@@ -13,17 +12,16 @@ from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.checkpoint import list_checkpoints
-from lowmem_grpo.runs.disk import existing
+from lowmem_grpo.runs.disk import existing, free_bytes
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.units import size_text
 
 # Of a completion in completions.jsonl; of each reward, each token, each turn of an episode.
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
-DISK_FIX = "free some space, or choose another output_dir"
 
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
-    """A run folder that cannot be made or written to. Nothing is written to find out."""
+    """Find a run folder that cannot be made or written to. Nothing is written to find out."""
     place = existing(subject.run_dir)
     if not place.is_dir():
         yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} is a file",
@@ -34,40 +32,36 @@ def unwritable(subject: Subject) -> Iterator[Finding]:
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Too little space for one checkpoint, or for all that the run will write."""
-    place = existing(subject.run_dir)
-    if not place.is_dir():
+    """Find too little space for one checkpoint, or for all that the run will write."""
+    place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
+    if not place.is_dir() or free is None:
         return
-    free, one = shutil.disk_usage(place).free, checkpoint_bytes(subject)
-    copies, texts = copies_to_come(subject), completion_bytes(subject)
-    needed, name = copies * one + texts, "one checkpoint" if keeps_checkpoints(subject) else "the adapter"
-    fix = DISK_FIX + (", or lower save_total_limit" if keeps_checkpoints(subject) else "")
-    if free < one:
-        yield Finding("error", "", f"{place} has {size_text(free)} free, but {name} needs {size_text(one)}",
-                      fix)
-    elif free < needed:
-        yield Finding("warning", "", f"{place} has {size_text(free)} free; "
-                      f"{f'{copies} checkpoints need' if keeps_checkpoints(subject) else 'the adapter needs'} "
-                      f"{size_text(copies * one)}, and completions.jsonl up to {size_text(texts)}", fix)
+    each, copies, texts = checkpoint_bytes(subject), copies_to_come(subject), completion_bytes(subject)
+    first, all_of_them, fix = "the adapter needs", "the adapter needs", "free some space, or choose another output_dir"
+    if keeps_checkpoints(subject):
+        first, all_of_them = "one checkpoint needs", f"{copies} checkpoints need"
+        fix += ", or lower save_total_limit"
+    if free < each:
+        yield Finding("error", "", f"{place} has {size_text(free)} free, but {first} {size_text(each)}", fix)
+    elif free < copies * each + texts:
+        yield Finding("warning", "", f"{place} has {size_text(free)} free; {all_of_them} {size_text(copies * each)}, "
+                      f"and completions.jsonl up to {size_text(texts)}", fix)
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """With a card: layer inputs and the paged states of an optimizer may leave the host too little memory."""
+    """Find that, with a card, layer inputs and the paged states of an optimizer leave the host too little memory."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = (0 if subject.plan is None else subject.plan.host) + paged
     available = available_host_bytes()
-    if not needed or available is None or available - needed >= SPARE:
-        return
-    yield Finding(
-        "warning", "", f"the host has {size_text(available)} of free memory, and layer inputs and optimizer states "
-        f"may take {size_text(needed)} of it",
-        "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True or "
-        'optim="adamw_8bit", which keep them on the card',
-    )
+    if needed and available is not None and available - needed < SPARE:
+        yield Finding("warning", "", f"the host has {size_text(available)} of free memory, and layer inputs and "
+                      f"optimizer states may take {size_text(needed)} of it", "lower max_tokens_per_micro_batch, free "
+                      'host memory, or set use_gradient_checkpointing=True or optim="adamw_8bit", which keep them on '
+                      "the card")
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
-    """A plan that needs more than the card has. The run may still work, since plans are estimates."""
+    """Find a plan that needs more than the card has. The run may still work, since plans are estimates."""
     plan = subject.plan
     if plan is None or plan.fits:
         return
@@ -79,7 +73,7 @@ def over_plan(subject: Subject) -> Iterator[Finding]:
 
 
 def emulated_dtype(subject: Subject) -> Iterator[Finding]:
-    """bfloat16 on a card that only emulates it."""
+    """Find bfloat16 on a card that only emulates it."""
     dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
@@ -87,8 +81,7 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
-    """A key-value cache in 8 bits, whose samples differ from the trainer, with no correction or with nobody to measure
-    it."""
+    """Find a key-value cache in 8 bits, whose samples differ from the trainer, that nothing corrects or measures."""
     if not in_8_bits(subject.cache_dtype):
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"
@@ -102,23 +95,23 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
 
 
 def optimizer_bytes(subject: Subject) -> int:
-    """The states of the optimizer."""
+    """Return the bytes of the optimizer's states."""
     return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
 
 
 def checkpoint_bytes(subject: Subject) -> int:
-    """The adapter and the states of its optimizer; only the adapter where no checkpoints are written."""
+    """Return the bytes of adapter and optimizer; of the adapter alone where no checkpoints are written."""
     adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
     return adapter + (optimizer_bytes(subject) if keeps_checkpoints(subject) else 0)
 
 
 def keeps_checkpoints(subject: Subject) -> bool:
-    """Whether the run writes more than its adapter at the end."""
+    """Return whether the run writes more than its adapter at the end."""
     return bool(subject.args.save_strategy != "no")
 
 
 def copies_to_come(subject: Subject) -> int:
-    """Checkpoints to come beside those on disk. A new one is written before the oldest goes; the best one stays."""
+    """Count checkpoints to come beside those on disk. A new one is written before the oldest goes; the best stays."""
     if not keeps_checkpoints(subject):
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
@@ -130,7 +123,7 @@ def copies_to_come(subject: Subject) -> int:
 
 
 def completion_bytes(subject: Subject) -> int:
-    """The size of completions.jsonl if every completion has its longest length."""
+    """Return the bytes of completions.jsonl if every completion has its longest length."""
     if subject.scorer is None:
         return 0
     args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]

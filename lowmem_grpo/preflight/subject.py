@@ -1,36 +1,118 @@
-"""What the checks look at: the parts of a trainer, and a sample of its rows."""
+"""What the checks look at: the parts of a trainer, and a bounded sample of its rows, encoded as the run will do it."""
 
+import sys
+import time
+from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from lowmem_grpo.data.prompts import PromptSource, is_chat
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
+from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.preflight.rows import LookedAt, RowSample, sample_rows
+from lowmem_grpo.rewards.calling.contract import RewardFunction
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.views.live import LiveView
 
 Messages = list[dict[str, str]]
 
+MOST_ROWS, LEAST_ROWS = 256, 16
+OF_A_STREAM = 512  # rows that are read ahead
+SECONDS = 1.0  # after LEAST_ROWS, no more rows are read once this time has passed
 
-class Trainer(Protocol):
-    """What GRPOTrainer and SFTTrainer have in common."""
 
-    model: Any
-    args: Any
-    tokenizer: Any
-    policy: Policy
-    source: PromptSource
-    state: TrainerState
-    run_dir: Path
-    memory: RunMemory
+@dataclass(frozen=True)
+class LookedAt:
+    """One row, and the prompt that it makes."""
+
+    row: dict[str, Any]
+    index: int  # of the row in its dataset
+    prompt: Prompt | None = None  # None where the row cannot be used
+    reason: str = ""  # why it cannot, as the encoder says
+    error: Exception | None = None  # what was raised instead
 
     @property
-    def view(self) -> LiveView | None: ...
+    def tokens(self) -> int:
+        """Tokens of the prompt; in fine-tuning, with its completion."""
+        if self.prompt is None:
+            return 0
+        return len(self.prompt.ids) + len(getattr(self.prompt, "completion_ids", ()))
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Rows spread evenly over a dataset. Prompts of any length count as usable here."""
+
+    rows: list[LookedAt]
+    dataset: Any  # where they come from
+    columns: list[str]
+    encoder: PromptEncoder  # without a bound on the length
+    limit: int  # tokens that a row may have
+
+    @property
+    def total(self) -> int:
+        """Rows of the dataset."""
+        return len(self.dataset)
+
+    @property
+    def usable(self) -> list[LookedAt]:
+        """Rows that make a prompt, however long."""
+        return [looked for looked in self.rows if looked.prompt is not None]
+
+    @property
+    def fitting(self) -> list[LookedAt]:
+        """Rows that will be trained on."""
+        return [looked for looked in self.usable if looked.tokens <= self.limit]
+
+    def share(self, count: int) -> str:
+        """Return '3 of 256 sampled rows', or 'all 8 rows'."""
+        if len(self.rows) < self.total:
+            return f"{count} of {len(self.rows)} sampled rows"
+        return f"all {self.total} rows" if count == self.total else f"{count} of {self.total} rows"
+
+
+def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
+    """Look at MOST_ROWS rows at most, and fewer where rows are slow to read; of a stream, at some of the next ones."""
+    if isinstance(dataset, Stream):
+        dataset = dataset.peek(OF_A_STREAM)
+    count = min(len(dataset), MOST_ROWS)
+    unbounded = copy(encoder)
+    unbounded.max_prompt_length = sys.maxsize
+    began, rows = time.monotonic(), []
+    for place in spread(count):
+        rows.append(look_at(dataset, place * len(dataset) // count, unbounded))
+        if len(rows) >= LEAST_ROWS and time.monotonic() - began > SECONDS:
+            break
+    return RowSample(rows, dataset, columns_of(dataset, rows), unbounded, encoder.max_prompt_length)
+
+
+def spread(count: int) -> list[int]:
+    """Return 0 .. count - 1 in an order whose beginnings are spread evenly too, for when time runs out."""
+    width = max(count - 1, 0).bit_length()
+    turned = (int(f"{place:0{width}b}"[::-1], 2) if width else place for place in range(1 << width))
+    return [place for place in turned if place < count]
+
+
+def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
+    """Encode one row. A broken row, or a template that refuses it, may raise anything."""
+    row: Any = {}
+    try:
+        row = dataset[index]
+        encoded = encoder.encode(row)
+    except Exception as error:  # noqa: BLE001 - it is what is reported
+        return LookedAt(row if isinstance(row, dict) else {}, index, error=error)
+    return LookedAt(row, index, reason=encoded) if isinstance(encoded, str) else LookedAt(row, index, encoded)
+
+
+def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:
+    """Return the sorted names of the columns; in a plain list, of all its rows."""
+    named = getattr(dataset, "column_names", None)
+    if named is not None:
+        return sorted(named)
+    known = dataset if isinstance(dataset, list) else [looked.row for looked in rows]
+    return sorted({name for row in known if isinstance(row, dict) for name in row})
 
 
 @dataclass(frozen=True)
@@ -42,41 +124,40 @@ class Turns:
     begins: bool = False  # an environment adds to the prompt, or makes it
 
 
-@dataclass(frozen=True)
 class Subject:
-    """A trainer as the checks see it."""
+    """A GRPOTrainer or an SFTTrainer as the checks see it."""
 
-    args: Any  # GRPOConfig or SFTConfig
-    tokenizer: Any
-    policy: Policy
-    state: TrainerState
-    run_dir: Path
-    memory: RunMemory
-    context: int  # tokens
-    sample: RowSample
-    end_ids: list[int]  # tokens that end a completion
-    scorer: RewardScorer | None = None  # None in fine-tuning
-    eval_sample: RowSample | None = None  # of what is sampled from for evaluation
-    turns: Turns | None = None  # None: one prompt gets one answer
-    cache_dtype: str = AUTO  # of the sampler's key-value cache
-    without_rows: bool = False  # the caller samples: what `sample` holds only tries the chat template
-
-    @classmethod
-    def of(cls, trainer: Trainer) -> "Subject":
-        evaluation = getattr(trainer, "evaluation", None)
-        return cls(
-            trainer.args, trainer.tokenizer, trainer.policy, trainer.state, trainer.run_dir, trainer.memory,
-            trainer.model.loaded.max_seq_length, sample_rows(trainer.source.dataset, trainer.source.encoder),
-            trainer.policy.eos_token_ids(trainer.tokenizer), getattr(trainer, "scorer", None),
-            None if evaluation is None or evaluation.dataset is None
-            else sample_rows(evaluation.dataset, evaluation.encoder), getattr(trainer, "turns", None),
-            getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO), getattr(trainer, "given", None) is not None,
-        )
+    def __init__(self, trainer: Any) -> None:
+        self.args, self.tokenizer, self.run_dir = trainer.args, trainer.tokenizer, trainer.run_dir
+        self.policy: Policy = trainer.policy
+        self.state: TrainerState = trainer.state
+        self.memory: RunMemory = trainer.memory
+        self.context: int = trainer.model.loaded.max_seq_length  # tokens
+        self.sample = sample_rows(trainer.source.dataset, trainer.source.encoder)
+        self.end_ids = trainer.policy.eos_token_ids(trainer.tokenizer)  # tokens that end a completion
+        self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None in fine-tuning
+        rows = getattr(trainer, "evaluation", None)
+        self.eval_sample = None if rows is None or rows.dataset is None else sample_rows(rows.dataset, rows.encoder)
+        self.turns: Turns | None = getattr(trainer, "turns", None)  # None: one prompt gets one answer
+        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # of keys and values
+        # Where the caller samples, `sample` holds rows that only try the chat template.
+        self.without_rows = getattr(trainer, "given", None) is not None
 
     @property
     def chats(self) -> list[LookedAt]:
         """Usable rows whose prompt is chat messages."""
         return [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
+
+    @property
+    def functions(self) -> list[tuple[str, RewardFunction]]:
+        """(name, function) of every reward; none in fine-tuning."""
+        return [] if self.scorer is None else list(self.scorer.by_name.items())
+
+    @property
+    def datasets(self) -> list[tuple[str, RowSample]]:
+        """The name and the sampled rows of each dataset that rewards see."""
+        evaluation = [] if self.eval_sample is None else [("evaluation dataset", self.eval_sample)]
+        return [("dataset", self.sample), *evaluation]
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -104,7 +185,7 @@ class Subject:
         return {*(params.stop_token_ids or []), *([] if params.ignore_eos else self.end_ids)}
 
     def render(self, messages: Messages, ready: bool) -> str:
-        """The chat template's text, ready for the assistant's turn or not."""
+        """Return the chat template's text, ready for the assistant's turn or not."""
         text: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=ready, **self.sample.encoder.template_kwargs
         )

@@ -3,7 +3,9 @@
 Only the standard library is imported here: the doctor also works where torch is missing.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from logging import Logger
 
 SEVERITIES = ("error", "warning", "note")  # it fails or learns nothing; it is probably a mistake; it is good to know
 
@@ -23,6 +25,22 @@ class Finding:
         return " ".join(f"{about}{self.problem}. What to do: {self.fix}".split())
 
 
-def by_severity(findings: list[Finding]) -> list[Finding]:
-    """Errors first, notes last."""
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return errors first, notes last."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def has_error(findings: Iterable[Finding]) -> bool:
+    """Return whether a finding is an error: the run would fail or learn nothing."""
+    return any(finding.severity == "error" for finding in findings)
+
+
+def mistakes(findings: Iterable[Finding]) -> list[Finding]:
+    """Return errors and warnings, without notes."""
+    return [finding for finding in findings if finding.severity != "note"]
+
+
+def warn(logger: Logger, where: str, findings: Iterable[Finding]) -> None:
+    """Log one warning for each mistake, which begins with `where` it was seen."""
+    for finding in mistakes(findings):
+        logger.warning("%s: %s", where, finding)

@@ -16,8 +16,7 @@ from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.planning.run_time import PlannedTime, workload_of
 from lowmem_grpo.planning.time_plan import plan_time
 from lowmem_grpo.planning.workload import Workload
-from lowmem_grpo.preflight.before_run import before_training
-from lowmem_grpo.preflight.how_long import how_long
+from lowmem_grpo.preflight.before_run import before_training, how_long
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train.run_memory import plan_run, settings_of
@@ -87,7 +86,7 @@ def test_nothing_is_planned_without_completions_a_plan_or_a_data_sheet() -> None
 
 
 def test_a_run_on_the_cpu_logs_no_planned_seconds(trainer: Any) -> None:
-    assert how_long(Subject.of(trainer)) is None
+    assert how_long(Subject(trainer)) is None
     trainer.train()
     assert not [key for line in read_lines(trainer.run_dir / "metrics.jsonl") for key in line if "planned" in key]
 
@@ -118,5 +117,6 @@ def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(tr
 
 
 def test_fine_tuning_and_unknown_cards_are_told_nothing(trainer: Any) -> None:
-    assert how_long(replace(Subject.of(on_card(trainer, "Tesla T4")), scorer=None)) is None
-    assert how_long(Subject.of(on_card(trainer, "16GiB"))) is None
+    subject = Subject(on_card(trainer, "Tesla T4"))
+    subject.scorer = None
+    assert how_long(subject) is None and how_long(Subject(on_card(trainer, "16GiB"))) is None

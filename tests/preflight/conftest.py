@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from trainer_runs import load
 
-from lowmem_grpo.preflight import prompts, rows
+from lowmem_grpo.preflight import prompts, subject
 
 
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine as many rows are looked at as on a quick one."""
-    for module in (prompts, rows):
+    for module in (prompts, subject):
         monkeypatch.setattr(module, "SECONDS", 600.0)
 
 

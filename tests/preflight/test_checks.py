@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,7 +314,7 @@ def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
 
 
 def with_free(patch: Any, free: int) -> None:
-    patch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    patch.setattr(room, "free_bytes", lambda path: free)
 
 
 @case("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space")
@@ -398,7 +397,7 @@ def test_each_mistake_is_reported_and_nothing_else(
     (line,) = found(trainer, "note") if severity == "note" else found(trainer)
     assert re.search(said, line)
     assert "\n" not in line
-    subject = Subject.of(trainer)
+    subject = Subject(trainer)
     (look,) = [one.look for one in CHECKS if one.name == check]
     assert [one.severity for one in look(subject)] == [severity]
 
@@ -427,11 +426,12 @@ def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
     tmp_path: Path, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(tmp_path, model=shared, save_strategy="no")
-    subject = room.Subject.of(trainer)
-    whole = room.checkpoint_bytes(replace(subject, args=replace(trainer.args, save_strategy="steps")))
+    subject = Subject(trainer)
+    needed = room.checkpoint_bytes(subject)
+    subject.args = replace(trainer.args, save_strategy="steps")
+    whole = room.checkpoint_bytes(subject)
     with_free(monkeypatch, whole - 1)
-    assert not [line for line in found(trainer, "error") if "adapter" in line]
-    assert room.checkpoint_bytes(subject) < whole
+    assert needed < whole and not [line for line in found(trainer, "error") if "adapter" in line]
 
 
 def test_the_page_is_generated_from_the_table_of_checks(monkeypatch: pytest.MonkeyPatch) -> None:

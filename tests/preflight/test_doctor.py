@@ -244,7 +244,7 @@ def test_a_version_outside_the_requirements_is_said() -> None:
 
 
 def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "disk_free", lambda folder: 2**30)
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 2**30)
     room = type("Room", (), {"available_host_bytes": staticmethod(lambda: 2 * 2**30)})()
     found = Checkup()
     machine.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)

@@ -14,8 +14,9 @@ from preflight_runs import make, nothing_right
 from tables import every_row
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.preflight.first_steps import FirstSteps, about_rewards
+from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards import RewardScorer
+from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -55,23 +56,15 @@ def test_labels_that_no_function_can_read_are_reported(count: int) -> None:
     assert f"pays: None for all {4 * count} completions. What to do: check that its column holds" in "".join(lines)
 
 
-def test_pay_that_all_earn_is_a_note_and_no_pay_for_all_a_warning() -> None:
+def test_pay_that_all_earn_is_a_note_no_pay_for_all_a_warning_and_a_metric_neither() -> None:
     groups = groups_of(*[[1, 0]] * 4)
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        rollout.rewards["pays_2"] = 0.1
-    assert [one.severity for one in about_rewards(groups, RewardScorer([pays, pays]))] == ["note"]
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        rollout.rewards["pays_2"] = 0.0
-    assert [one.severity for one in about_rewards(groups, RewardScorer([pays, pays]))] == ["warning"]
-
-
-def test_a_constant_function_is_reported_unless_its_weight_is_zero() -> None:
-    groups = groups_of(*[[1, 0]] * 4)
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        rollout.rewards["pays_2"] = 0.5
-    (line,) = [str(one) for one in about_rewards(groups, RewardScorer([pays, pays]))]
-    assert line.startswith("pays_2: it pays 0.5 for all 8 completions")
-    assert about_rewards(groups, RewardScorer([pays, pays], [1.0, 0.0])) == []
+    for pay, severity in ((0.5, "note"), (0.0, "warning")):
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            rollout.rewards["pays_2"] = pay
+        (finding,) = about_rewards(groups, RewardScorer([pays, pays]))
+        assert finding.severity == severity
+        assert str(finding).startswith(f"pays_2: it pays {pay:g} for all 8 completions")
+        assert about_rewards(groups, RewardScorer([pays, pays], [1.0, 0.0])) == []
 
 
 def test_a_run_that_learns_nothing_is_told_so_once(

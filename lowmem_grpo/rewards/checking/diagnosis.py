@@ -1,16 +1,20 @@
 """Turns trials of reward functions into findings, each with what to do about it."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError, unwrap
-from lowmem_grpo.rewards.checking.result import Trial
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.checking.trials import Trial
 from lowmem_grpo.rewards.reward import Reward
-from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.findings import Finding, by_severity
+from lowmem_grpo.types import RolloutGroup
 
 LOW_SHARE = 0.25  # of groups with signal; below this most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
+ENOUGH_GROUPS = 4  # with fewer groups, little can be said about each function and about the share with signal
 COLUMN_FIX = "rename a column of the dataset (dataset.rename_column), or the one that the function reads"
 OF_EPISODES_FIX = ("give the trainer tools or an environment_factory; rewards.check samples single answers, so try the "
                    "function in a run with max_steps=1")
@@ -18,27 +22,30 @@ CONTRACT_FIX = "return a list with one float or None for each completion"
 
 
 def findings_of(
-    trials: list[Trial], group_size: int, columns: list[str], limit: float, allowed: float, per_step: int
+    trials: list[Trial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
+    allowed: float = math.inf, per_step: int = 0,
 ) -> list[Finding]:
-    """Findings about functions. A function may take `limit` seconds here, and `allowed` seconds in the
-    run for the `per_step` completions of a step."""
-    found: list[Finding] = []
+    """Return findings about functions. A function may take `limit` seconds here, and `allowed` seconds in the run for
+    the `per_step` completions of a step."""
+    findings: list[Finding] = []
     telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
     for trial in trials:
         if trial.error is not None:
-            found.append(failed(trial.name, trial.error, columns, limit, allowed))
+            findings.append(failed(trial.name, trial.error, columns, limit, allowed))
             continue
-        found += unlike_numbers(trial)
-        found += without_judgement(trial)
-        found += no_difference(trial, group_size, telling)
-        found += about_the_empty(trial)
-        found += slow(trial, allowed, per_step)
-    found += equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])
-    return found
+        findings += unlike_numbers(trial)
+        findings += without_judgement(trial)
+        findings += no_difference(trial, group_size, telling)
+        findings += about_the_empty(trial)
+        findings += slow(trial, allowed, per_step)
+    return [*findings, *equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])]
 
 
-def failed(name: str, error: Exception, columns: list[str], limit: float, allowed: float) -> Finding:
-    """Why a function gave no rewards, and what it needs."""
+def failed(
+    name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
+    dataset: str = "dataset",
+) -> Finding:
+    """Return why a function gave no rewards, and what it needs. `columns` are those of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -47,14 +54,14 @@ def failed(name: str, error: Exception, columns: list[str], limit: float, allowe
     missing = missing_column(error, columns)
     if missing:
         fix = OF_EPISODES_FIX if "environment_factory" in missing else COLUMN_FIX
-        return Finding("error", name, f"{missing}; the dataset's columns are {', '.join(columns)}", fix)
+        return Finding("error", name, f"{missing}; the {dataset}'s columns are {', '.join(columns)}", fix)
     problem = "it " + str(error).removeprefix(f"reward function {name} ")
     fix = CONTRACT_FIX if problem.startswith("it returned") else "correct the function: a run would stop here"
     return Finding("error", name, problem, fix)
 
 
-def missing_column(error: Exception, columns: list[str]) -> str | None:
-    """Which column is missing, if that is why the function failed."""
+def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
+    """Return which column is missing, if that is why the function failed."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -64,7 +71,7 @@ def missing_column(error: Exception, columns: list[str]) -> str | None:
 def faulty_rows(
     name: str, func: Any, rows: Iterable[tuple[int, dict[str, Any]]], which: str = "row"
 ) -> Iterator[Finding]:
-    """Rows, with their numbers in the dataset, that a function can never judge."""
+    """Find rows, with their numbers in the dataset, that a function can never judge."""
     reward = unwrap(func)
     if not isinstance(reward, Reward):
         return
@@ -78,7 +85,7 @@ def faulty_rows(
 
 
 def unlike_numbers(trial: Trial) -> Iterator[Finding]:
-    """It returned NaN or infinity, or values that had to be made into floats."""
+    """Find NaN, infinity, and values that had to be made into floats."""
     if trial.invalid:
         yield Finding("error", trial.name, f"NaN or infinity for {trial.invalid} of {len(trial.pays)} completions; a "
                       "run makes no step on their groups",
@@ -89,31 +96,31 @@ def unlike_numbers(trial: Trial) -> Iterator[Finding]:
 
 
 def without_judgement(trial: Trial) -> Iterator[Finding]:
-    """It could not judge, and says why. A run makes no step on such groups."""
-    missing = sum(pay is None for pay in trial.pays) - trial.invalid
+    """Find a function that could not judge, and says why. A run makes no step on such groups."""
+    missing = len(trial.pays) - len(trial.paid) - trial.invalid
     if trial.trouble is not None and missing:
-        severity, problem = "warning" if trial.paid else "error", trial.trouble.problem
-        yield Finding(severity, trial.name, f"None for {missing} of {len(trial.pays)} completions: {problem}",
-                      trial.trouble.fix)
+        yield Finding("warning" if trial.paid else "error", trial.name, f"None for {missing} of {len(trial.pays)} "
+                      f"completions: {trial.trouble.problem}", trial.trouble.fix)
 
 
 def silent(trial: Trial) -> Iterator[Finding]:
-    """It has no opinion on anything, and does not say why."""
+    """Find a function that has no opinion on anything, and does not say why."""
     if not trial.paid and not trial.invalid and trial.trouble is None:
         yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
                       "check that its column holds labels that it can read")
 
 
-def no_difference(trial: Trial, group_size: int, telling: bool = False) -> Iterator[Finding]:
-    """It pays the same for all completions, or for all of each group, and so teaches nothing. If other functions differ
-    (`telling`), a reward that all completions earn is no mistake: for example, all may keep a format."""
+def no_difference(trial: Trial, group_size: int, telling: bool) -> Iterator[Finding]:
+    """Find a function that pays the same for all completions, or for all of each group, and so teaches nothing. If
+    other functions differ (`telling`), a reward that all earn is no mistake: for example, all may keep a format."""
+    same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)
-    elif len(set(trial.paid)) == 1 and trial.paid[0] * trial.weight > 0 and telling:
-        yield Finding("note", trial.name, f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions: all earn "
-                      "it", "nothing, if this is intended; if it should tell them apart, grade in smaller steps")
-    elif len(set(trial.paid)) == 1:
-        yield Finding("warning", trial.name, f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions",
+    elif same and trial.paid[0] * trial.weight > 0 and telling:
+        yield Finding("note", trial.name, f"{same}: all earn it", "nothing, if this is intended; if it should tell "
+                      "them apart, grade in smaller steps")
+    elif same:
+        yield Finding("warning", trial.name, same,
                       "grade in smaller steps, choose easier prompts, or teach the format first (SFT warm-up)")
     elif not any(differs(group) for group in in_groups(trial.pays, group_size)):
         yield Finding("warning", trial.name, "its pay never differs inside a group, so it gives no advantage",
@@ -121,7 +128,7 @@ def no_difference(trial: Trial, group_size: int, telling: bool = False) -> Itera
 
 
 def about_the_empty(trial: Trial) -> Iterator[Finding]:
-    """It fails on an empty completion, or pays for it, which is the easiest thing for a policy to learn."""
+    """Find a function that fails on an empty completion, or pays for it: the easiest thing for a policy to learn."""
     if trial.empty_error is not None:
         yield Finding("error", trial.name, f"on an empty completion {trial.empty_error}"[:300],
                       "handle the empty text: a model can end its answer at once")
@@ -134,7 +141,7 @@ def about_the_empty(trial: Trial) -> Iterator[Finding]:
 
 
 def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
-    """At this pace the completions of a step take longer than the run allows."""
+    """Find a function that at this pace takes longer for the completions of a step than the run allows."""
     expected = trial.seconds * per_step / max(len(trial.pays), 1)
     if expected > allowed and trial.own_limit is None:
         yield Finding("warning", trial.name, f"{trial.seconds:.1f} s for {len(trial.pays)} completions: the {per_step} "
@@ -143,7 +150,7 @@ def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
 
 
 def equal_ones(trials: list[Trial]) -> Iterator[Finding]:
-    """Two functions that always pay the same count one thing twice."""
+    """Find two functions that always pay the same: they count one thing twice."""
     for first, second in combinations(trials, 2):
         if first.pays == second.pays:
             yield Finding("warning", second.name,
@@ -151,31 +158,53 @@ def equal_ones(trials: list[Trial]) -> Iterator[Finding]:
                           "leave one of them out, and give the other one twice the weight if it should count double")
 
 
-def about_signal(share: float, with_signal: int, groups: int, failed_functions: int) -> list[Finding]:
-    """There are few groups whose completions differ in reward, and only these teach."""
-    if share >= LOW_SHARE:
-        return []
-    without = f" (without the {failed_functions} functions that failed)" if failed_functions else ""
-    alike = "in the others all completions earn the same" if with_signal else (
-        "in each group all completions earn the same, and there is no gradient")
-    return [Finding("warning", "", f"{with_signal} of {groups} groups carry signal{without}, {alike}",
-                    "choose prompts that are sometimes solved, take a stronger model, teach the format first "
-                    "(SFTTrainer), grade in smaller steps, or raise num_generations")]
+def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
+    """Find that most completions were cut off, and that few groups differ in reward: only these teach. `failures`
+    are functions that were left out. Where groups are not `enough` for a share, only no signal at all is told."""
+    with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
+    cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    if cut > MOSTLY_CUT:
+        yield Finding("warning", "", f"{cut:.0%} of the completions were cut off at max_completion_length, before any "
+                      "answer at their end", "raise max_completion_length, or ask for shorter answers")
+    if with_signal < LOW_SHARE * len(groups) and (enough or not with_signal):
+        without = f" (without the {failures} functions that failed)" if failures else ""
+        alike = "in the others all completions earn the same" if with_signal else (
+            "in each group all completions earn the same, and there is no gradient")
+        yield Finding("warning", "", f"{with_signal} of {len(groups)} groups carry signal{without}, {alike}",
+                      "choose prompts that are sometimes solved, take a stronger model, teach the format first "
+                      "(SFTTrainer), grade in smaller steps, or raise num_generations")
 
 
-def about_length(cut: float) -> list[Finding]:
-    """A share `cut` of the completions reached the longest length, and that is most of them."""
-    if cut <= MOSTLY_CUT:
-        return []
-    return [Finding("warning", "", f"{cut:.0%} of the completions were cut off at max_completion_length, before any "
-                    "answer at their end", "raise max_completion_length, or ask for shorter answers")]
+def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
+    """Return findings about what the functions paid for the completions of a step, as in `rewards.check`.
+
+    With fewer than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers,
+    and no function paid anything. If no group has signal, functions that pay the same for all are not listed singly.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    trials = [Trial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
+                    invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))
+              for name, weight in zip(scorer.names, scorer.weights, strict=True) if weight]
+    enough = len(groups) >= ENOUGH_GROUPS
+    if enough and groups_with_signal(groups):
+        findings = findings_of(trials, len(groups[0].rollouts))
+    else:
+        mute = trials if enough or not any(trial.paid for trial in trials) else []
+        findings = [finding for trial in mute for finding in silent(trial)]
+        findings += [finding for trial in trials for finding in unlike_numbers(trial)]
+    return by_severity([*findings, *about_samples(groups, enough=enough)])
+
+
+def groups_with_signal(groups: list[RolloutGroup]) -> int:
+    """Return in how many groups the rewards differ; one that a required function cannot judge has no signal."""
+    return sum(not group.unjudged and differs([rollout.reward for rollout in group.rollouts]) for group in groups)
 
 
 def differs(pays: list[float | None]) -> bool:
-    """Whether the numbers among them are not all equal."""
+    """Return whether the numbers among them are not all equal."""
     return len({pay for pay in pays if pay is not None}) > 1
 
 
 def in_groups(values: list[float | None], size: int) -> list[list[float | None]]:
-    """The values of P * G completions as P lists of G = `size`."""
+    """Return the values of P * G completions as P lists of G = `size`."""
     return [values[start : start + size] for start in range(0, len(values), size)]

@@ -6,7 +6,7 @@ import pytest
 from tables import every_row
 
 from lowmem_grpo.data.prompts import PromptEncoder
-from lowmem_grpo.preflight import prompts, rows
+from lowmem_grpo.preflight import prompts, subject
 
 
 class Slow:
@@ -28,21 +28,21 @@ class Slow:
         return {"prompt": f"row {index}"}
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(1000.0, rows.MOST_ROWS), (30.5, 31), (0.5, rows.LEAST_ROWS)])
+@pytest.mark.parametrize(("seconds", "count"), [(1000.0, subject.MOST_ROWS), (30.5, 31), (0.5, subject.LEAST_ROWS)])
 def test_a_large_or_slow_dataset_is_sampled_evenly_and_for_a_moment_only(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
     slow = Slow(10**6)
-    monkeypatch.setattr(rows, "time", slow)
-    monkeypatch.setattr(rows, "SECONDS", seconds)
-    assert len(rows.sample_rows(slow, PromptEncoder(tokenizer, 100)).rows) == len(set(slow.seen)) == count
+    monkeypatch.setattr(subject, "time", slow)
+    monkeypatch.setattr(subject, "SECONDS", seconds)
+    assert len(subject.sample_rows(slow, PromptEncoder(tokenizer, 100)).rows) == len(set(slow.seen)) == count
     quarters = [sum(place * 250_000 <= index < (place + 1) * 250_000 for index in slow.seen) for place in range(4)]
     assert max(quarters) - min(quarters) <= 1
 
 
 @every_row("count", [0, 1, 2, 3, 7, 8, 256])
 def test_the_spread_order_has_every_row_once(count: int) -> None:
-    assert sorted(rows.spread(count)) == list(range(count))
+    assert sorted(subject.spread(count)) == list(range(count))
 
 
 def test_copies_are_searched_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:

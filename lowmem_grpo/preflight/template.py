@@ -1,0 +1,187 @@
+"""Checks of the chat template, of the tokens that end a completion, and of ids that the model does not have.
+
+Padding and end may be the same token: masks come from lengths, never from comparing ids.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import Any
+
+from lowmem_grpo.data.examples import Example
+from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
+from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.transitions import QUESTION, Tried, cost, no_tool_support, try_transitions
+from lowmem_grpo.preflight.subject import Messages, Subject
+from lowmem_grpo.runs.findings import Finding
+
+ANSWER = "Forty-two"  # the answer with which a template is tried
+STOP = "a string of vllm_sampling_params=SamplingParams(stop=...)"
+SOME = 8  # turns for which the cost is told where the settings do not bound them
+
+
+def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
+    """Find a template that adds nothing for the assistant's turn, although answers in it begin with a header."""
+    for looked in subject.chats[:1]:
+        messages = looked.row["prompt"]
+        ready, whole = subject.render(messages, True), answered(subject, messages)
+        if whole is None or subject.render(messages, False) != ready or not whole.startswith(ready):
+            continue
+        if head := whole[len(ready) :].partition(ANSWER)[0].strip():
+            yield Finding("warning", "", f"the chat template leaves out {head!r} at the end of a prompt, so the model "
+                          "must write it before each answer",
+                          "end the template in {% if add_generation_prompt %}...{% endif %} with that text")
+
+
+def left_out(subject: Subject) -> Iterator[Finding]:
+    """Find messages that the template leaves out."""
+    dropped = Counter(
+        message["role"] for looked in subject.chats for message in looked.row["prompt"]
+        if message["role"] in ("system", "user") and looked.prompt and message["content"].strip()
+        not in looked.prompt.text
+    )
+    for role, count in dropped.items():
+        yield Finding("warning", "", f"the chat template leaves out the text of {count} {role} messages in the "
+                      f"{len(subject.chats)} sampled prompts", "put the text into a message that the template keeps, "
+                      "or set another tokenizer.chat_template")
+
+
+def answered(subject: Subject, messages: Messages) -> str | None:
+    """Return the text of the messages followed by an answer; None where the template does not allow that."""
+    try:
+        return subject.render([*messages, {"role": "assistant", "content": ANSWER}], False)
+    except Exception:  # noqa: BLE001 - a template may raise anything; the prompt itself was rendered
+        return None
+
+
+# Tokens
+
+
+def no_end(subject: Subject) -> Iterator[Finding]:
+    """Find that only the longest length ends a completion."""
+    if not subject.all_end_ids and not subject.end_texts:
+        yield Finding("warning", "", "no token ends a completion: neither the tokenizer nor the model's generation "
+                      "config names one, so each completion goes on to max_completion_length",
+                      f"set tokenizer.eos_token, or {STOP}")
+
+
+def other_end(subject: Subject) -> Iterator[Finding]:
+    """Find a template that ends an answer with a token that does not end a completion."""
+    for looked in subject.chats[:1] if subject.all_end_ids else ():
+        tail = (answered(subject, looked.row["prompt"]) or "").rpartition(ANSWER)[2]
+        ids = subject.tokenizer(tail, add_special_tokens=False).input_ids if tail.strip() else []
+        if not ids or subject.all_end_ids & {*ids} or any(text in tail for text in subject.end_texts):
+            continue
+        yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only "
+                      f"{names_of(subject.all_end_ids, subject)} ends a completion, so answers may go on to their "
+                      "longest length", "set tokenizer.eos_token to the template's" +
+                      (f", or give {STOP}" if subject.scorer else ""))
+
+
+def names_of(ids: set[int], subject: Subject) -> str:
+    """Return the tokens as text: `'<|im_end|>' or '<|endoftext|>'`."""
+    return " or ".join(repr(subject.tokenizer.decode([token])) for token in sorted(ids))
+
+
+def endless(subject: Subject) -> Iterator[Finding]:
+    """Find rows of fine-tuning with trained answers that hold no token that ends a completion."""
+    ends = subject.all_end_ids
+    ended = [[bool(ends & {*answer}) for answer in answers(looked.prompt)] for looked in subject.sample.fitting
+             if isinstance(looked.prompt, Example)]
+    never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
+    for which, severity, count in (("no answer of", never, sum(not any(row) for row in ended)),
+                                   ("not every answer of", "warning", sum(any(row) > all(row) for row in ended))):
+        if count and ends:
+            yield Finding(severity, "", f"{which} {subject.sample.share(count)} is trained with a token that ends a "
+                          f"completion ({names_of(ends, subject)}), so a model does not learn to stop there", "let "
+                          "what is trained hold the end token ({% generation %} marks in a chat template, labels, the "
+                          "parts of train_on_responses_only), or set tokenizer.eos_token to what the chat template "
+                          "writes there")
+
+
+def answers(example: Example) -> list[list[int]]:
+    """Return the runs of trained tokens of an example."""
+    trained = example.trained or [True] * len(example.completion_ids)
+    runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
+    return [[token for _, token in run] for counts, run in runs if counts]
+
+
+def unknown_ids(subject: Subject) -> Iterator[Finding]:
+    """Find ids without a row in the embedding: the model would fail on them, or never sample them."""
+    rows, tokenizer = subject.embeddings, subject.tokenizer
+    fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
+           "tokenizer in a folder, and load that")
+    ends = sorted(end for end in subject.all_end_ids if end >= rows)
+    if ends:
+        severity = "error" if len(ends) == len(subject.all_end_ids) and not subject.end_texts else "warning"
+        yield Finding(severity, "", f"the end token {ends[0]} is beyond the model's vocabulary of {rows}, so it is "
+                      "never sampled", fix)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
+        yield Finding("error", "", f"the padding token {tokenizer.pad_token_id} is beyond the model's vocabulary of "
+                      f"{rows}", fix)
+    unknown = (token for looked in subject.sample.fitting if looked.prompt
+               for token in (*looked.prompt.ids, *getattr(looked.prompt, "completion_ids", ())) if token >= rows)
+    for token in islice(unknown, 1):
+        yield Finding("error", "", f"a row contains the token {token} ({tokenizer.decode([token])!r}), but the "
+                      f"model's vocabulary has {rows}", fix)
+
+
+# Runs of several turns
+
+
+def not_rendered(subject: Subject) -> Iterator[Finding]:
+    """Find the first reason why turns cannot become tokens."""
+    try:
+        renderer = renderer_of(subject)
+        anew = renderer is not None and subject.args.history == "template"
+        if isinstance(renderer, Renderer):
+            lacking = no_tool_support(renderer, prompt_of(subject)) if renderer.template.tools else None
+            each = [trial.refused or (trial.never_anew if anew else None) for trial in tried(subject, renderer)]
+            for error in filter(None, [lacking, *each]):
+                raise error
+        elif renderer is not None and anew:
+            renderer.whole([])  # which says why it cannot
+    except RendererError as error:
+        yield Finding("error", "", error.problem, error.fix)
+
+
+def rewritten(subject: Subject) -> Iterator[Finding]:
+    """Find a template that renders what was sampled differently once more messages follow."""
+    try:
+        renderer = renderer_of(subject)
+    except RendererError:
+        return  # `not_rendered` says so
+    changed = [trial.transition.name for trial in tried(subject, renderer)
+               if not (trial.appends or trial.refused or trial.never_anew)]
+    if not changed:
+        return
+    problem = f"the chat template rewrites what was sampled before {', '.join(changed)}"
+    if subject.args.history == "append":
+        yield Finding("warning", "", f"{problem}; history='append' trains what was sampled, and a server that renders "
+                      "each turn anew shows the model something else", "nothing, or history='template' to train on "
+                      "what such a server shows")
+    else:
+        turns = subject.args.turn_limit or SOME
+        yield Finding("warning", "", f"{problem}, and there history='template' begins another sequence; if each turn "
+                      f"does, an episode of {turns} turns has {cost(turns):.1f} times the tokens",
+                      "history='append' has each token once")
+
+
+def renderer_of(subject: Subject) -> Renderer | PlainRenderer | None:
+    """Return the renderer of the run; None for single turns."""
+    if subject.turns is None:
+        return None
+    kwargs = subject.sample.encoder.template_kwargs
+    return renderer_for(prompt_of(subject), subject.tokenizer, subject.turns.tools, kwargs)
+
+
+def tried(subject: Subject, renderer: Renderer | PlainRenderer | None) -> list[Tried]:
+    """Return what the template does at the transitions of the run; nothing where the prompts are plain strings."""
+    if subject.turns is None or not isinstance(renderer, Renderer):
+        return []
+    return try_transitions(renderer, bool(subject.turns.tools), subject.turns.replies)
+
+
+def prompt_of(subject: Subject) -> Any:
+    """Return the prompt of the first usable row: text, or messages."""
+    return next((looked.row.get("prompt") for looked in subject.sample.usable), [QUESTION])
