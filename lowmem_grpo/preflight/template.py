@@ -132,14 +132,12 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
 def not_rendered(subject: Subject) -> Iterator[Finding]:
     """Find the first reason why turns cannot become tokens."""
     try:
-        renderer = renderer_of(subject)
+        renderer, trials = try_turns(subject)
         anew = renderer is not None and subject.args.history == "template"
-        if isinstance(renderer, Renderer):
-            lacking = no_tool_support(renderer, prompt_of(subject)) if renderer.template.tools else None
-            each = [trial.refused or (trial.never_anew if anew else None) for trial in tried(subject, renderer)]
-            for error in filter(None, [lacking, *each]):
+        for error in [trial.refused or (trial.never_anew if anew else None) for trial in trials]:
+            if error is not None:
                 raise error
-        elif renderer is not None and anew:
+        if anew and isinstance(renderer, PlainRenderer):
             renderer.whole([])  # which says why it cannot
     except RendererError as error:
         yield Finding("error", "", error.problem, error.fix)
@@ -148,11 +146,10 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 def rewritten(subject: Subject) -> Iterator[Finding]:
     """Find a template that renders what was sampled differently once more messages follow."""
     try:
-        renderer = renderer_of(subject)
+        trials = try_turns(subject)[1]
     except RendererError:
         return  # `not_rendered` says so
-    changed = [trial.transition.name for trial in tried(subject, renderer)
-               if not (trial.appends or trial.refused or trial.never_anew)]
+    changed = [trial.transition.name for trial in trials if not (trial.appends or trial.refused or trial.never_anew)]
     if not changed:
         return
     problem = f"the chat template rewrites what was sampled before {', '.join(changed)}"
@@ -167,21 +164,16 @@ def rewritten(subject: Subject) -> Iterator[Finding]:
                       "history='append' has each token once")
 
 
-def renderer_of(subject: Subject) -> Renderer | PlainRenderer | None:
-    """Return the renderer of the run; None for single turns."""
+def try_turns(subject: Subject) -> tuple[Renderer | PlainRenderer | None, list[Tried]]:
+    """Return the renderer of a run of several turns, and what the template does at each of its transitions."""
     if subject.turns is None:
-        return None
-    kwargs = subject.sample.encoder.template_kwargs
-    return renderer_for(prompt_of(subject), subject.tokenizer, subject.turns.tools, kwargs)
-
-
-def tried(subject: Subject, renderer: Renderer | PlainRenderer | None) -> list[Tried]:
-    """Return what the template does at the transitions of the run; nothing where the prompts are plain strings."""
-    if subject.turns is None or not isinstance(renderer, Renderer):
-        return []
-    return try_transitions(renderer, bool(subject.turns.tools), subject.turns.replies)
-
-
-def prompt_of(subject: Subject) -> Any:
-    """Return the prompt of the first usable row: text, or messages."""
-    return next((looked.row.get("prompt") for looked in subject.sample.usable), [QUESTION])
+        return None, []
+    prompt: Any = next((looked.row.get("prompt") for looked in subject.sample.usable), [QUESTION])
+    tools = subject.turns.tools
+    renderer = renderer_for(prompt, subject.tokenizer, tools, subject.sample.encoder.template_kwargs)
+    if not isinstance(renderer, Renderer):
+        return renderer, []
+    trials = try_transitions(renderer, bool(tools), subject.turns.replies)
+    if tools and (lacking := no_tool_support(renderer, prompt)):
+        trials.insert(0, Tried(trials[0].transition, refused=lacking))
+    return renderer, trials

@@ -24,21 +24,17 @@ from lowmem_grpo.runs.findings import SEVERITIES
 from lowmem_grpo.train.run_memory import plan_run, settings_of
 from lowmem_grpo.units import GIB
 
+HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 NO_HEADER = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 LIKE_MISTRAL = ("{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %}{{ m['content'] }}"
                 "<|im_end|>{% endif %}{% endfor %}")
 LIKE_GEMMA = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-              + NO_HEADER + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-LIKE_QWEN3 = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-              "{% if m['role'] == 'assistant' %}(thought)\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-              "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-NO_RESULTS = NO_HEADER.replace("messages %}", "messages if m['role'] != 'tool' %}") + (
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-NO_OLD_THOUGHTS = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] if loop.last else "
-                   "m['content'].split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
-                   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-USERS_ALONE = ("{% for m in messages if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-               "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+              + NO_HEADER + HEADER)
+LIKE_QWEN3 = NO_HEADER.replace("\n{{", "\n{% if m['role'] == 'assistant' %}(thought)\n{% endif %}{{") + HEADER
+NO_RESULTS = NO_HEADER.replace("messages %}", "messages if m['role'] != 'tool' %}") + HEADER
+NO_OLD_THOUGHTS = NO_HEADER.replace("m['content'] }}", "m['content'] if loop.last else "
+                                    "m['content'].split('</think>')[-1].strip() }}") + HEADER
+USERS_ALONE = NO_HEADER.replace("messages %}", "messages if m['role'] != 'system' %}") + HEADER
 
 
 @pytest.mark.parametrize("dataset", [ROWS, TEXTS, WITH_SYSTEM], ids=["chat", "text", "with a system message"])
@@ -198,18 +194,21 @@ def one_end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
+def with_new_tokens() -> Any:
+    model = load()
+    model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
+    return model
+
+
 @case("unknown tokens", "error", r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
                                   r"384")
 def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
-    model = load()
-    model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
-    return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=model)
+    return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=with_new_tokens())
 
 
 @case("unknown tokens", "error", r"^the padding token 4\d\d is beyond")
 def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
-    model = load()
-    model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
+    model = with_new_tokens()
     model.loaded.tokenizer.pad_token = "<new 99>"
     return make(model=model)
 
