@@ -10,9 +10,7 @@ from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cache_dtype import AUTO
-from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.rewards.calling.contract import RewardFunction
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.runs.state import TrainerState
 
@@ -132,57 +130,28 @@ class Subject:
         self.policy: Policy = trainer.policy
         self.state: TrainerState = trainer.state
         self.memory: RunMemory = trainer.memory
+        self.plan = self.memory.advice.plan  # None on the CPU, and for models that cannot be planned
         self.context: int = trainer.model.loaded.max_seq_length  # tokens
         self.sample = sample_rows(trainer.source.dataset, trainer.source.encoder)
-        self.end_ids = trainer.policy.eos_token_ids(trainer.tokenizer)  # tokens that end a completion
+        self.chats = [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
         self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None in fine-tuning
+        self.functions = [] if self.scorer is None else list(self.scorer.by_name.items())
         rows = getattr(trainer, "evaluation", None)
         self.eval_sample = None if rows is None or rows.dataset is None else sample_rows(rows.dataset, rows.encoder)
+        params = getattr(trainer.args, "vllm_sampling_params", None)
+        own = set[int]() if params is not None and params.ignore_eos else {*self.policy.eos_token_ids(self.tokenizer)}
+        self.end_ids = own | {*(getattr(params, "stop_token_ids", None) or [])}  # tokens that end a completion
+        self.end_texts: list[str] = getattr(params, "stop_strings", [])  # that end one too
         self.turns: Turns | None = getattr(trainer, "turns", None)  # None: one prompt gets one answer
         self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # of keys and values
         # Where the caller samples, `sample` holds rows that only try the chat template.
         self.without_rows = getattr(trainer, "given", None) is not None
 
     @property
-    def chats(self) -> list[LookedAt]:
-        """Usable rows whose prompt is chat messages."""
-        return [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
-
-    @property
-    def functions(self) -> list[tuple[str, RewardFunction]]:
-        """(name, function) of every reward; none in fine-tuning."""
-        return [] if self.scorer is None else list(self.scorer.by_name.items())
-
-    @property
     def datasets(self) -> list[tuple[str, RowSample]]:
         """The name and the sampled rows of each dataset that rewards see."""
         evaluation = [] if self.eval_sample is None else [("evaluation dataset", self.eval_sample)]
         return [("dataset", self.sample), *evaluation]
-
-    @property
-    def plan(self) -> MemoryPlan | None:
-        """The memory plan of the run on its card; None on the CPU, and for models that cannot be planned."""
-        plan = self.memory.advice.plan
-        return plan if isinstance(plan, MemoryPlan) else None
-
-    @property
-    def embeddings(self) -> int:
-        """Rows of the input embedding."""
-        return int(self.policy.base.get_input_embeddings().weight.shape[0])
-
-    @property
-    def end_texts(self) -> list[str]:
-        """Strings that end a completion, beside `end_ids`."""
-        params = getattr(self.args, "vllm_sampling_params", None)
-        return [] if params is None else list(params.stop_strings)
-
-    @property
-    def all_end_ids(self) -> set[int]:
-        """`end_ids` and those of `vllm_sampling_params`; without the model's own if these are ignored."""
-        params = getattr(self.args, "vllm_sampling_params", None)
-        if params is None:
-            return set(self.end_ids)
-        return {*(params.stop_token_ids or []), *([] if params.ignore_eos else self.end_ids)}
 
     def render(self, messages: Messages, ready: bool) -> str:
         """Return the chat template's text, ready for the assistant's turn or not."""

@@ -59,7 +59,7 @@ def answered(subject: Subject, messages: Messages) -> str | None:
 
 def no_end(subject: Subject) -> Iterator[Finding]:
     """Find that only the longest length ends a completion."""
-    if not subject.all_end_ids and not subject.end_texts:
+    if not subject.end_ids and not subject.end_texts:
         yield Finding("warning", "", "no token ends a completion: neither the tokenizer nor the model's generation "
                       "config names one, so each completion goes on to max_completion_length",
                       f"set tokenizer.eos_token, or {STOP}")
@@ -67,33 +67,31 @@ def no_end(subject: Subject) -> Iterator[Finding]:
 
 def other_end(subject: Subject) -> Iterator[Finding]:
     """Find a template that ends an answer with a token that does not end a completion."""
-    for looked in subject.chats[:1] if subject.all_end_ids else ():
+    for looked in subject.chats[:1] if subject.end_ids else ():
         tail = (answered(subject, looked.row["prompt"]) or "").rpartition(ANSWER)[2]
         ids = subject.tokenizer(tail, add_special_tokens=False).input_ids if tail.strip() else []
-        if not ids or subject.all_end_ids & {*ids} or any(text in tail for text in subject.end_texts):
+        if not ids or subject.end_ids & {*ids} or any(text in tail for text in subject.end_texts):
             continue
         yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only "
-                      f"{names_of(subject.all_end_ids, subject)} ends a completion, so answers may go on to their "
-                      "longest length", "set tokenizer.eos_token to the template's" +
-                      (f", or give {STOP}" if subject.scorer else ""))
+                      f"{names_of_ends(subject)} ends a completion, so answers may go on to their longest length",
+                      f"set tokenizer.eos_token to the template's{f', or give {STOP}' if subject.scorer else ''}")
 
 
-def names_of(ids: set[int], subject: Subject) -> str:
-    """Return the tokens as text: `'<|im_end|>' or '<|endoftext|>'`."""
-    return " or ".join(repr(subject.tokenizer.decode([token])) for token in sorted(ids))
+def names_of_ends(subject: Subject) -> str:
+    """Return the end tokens as text: `'<|im_end|>' or '<|endoftext|>'`."""
+    return " or ".join(repr(subject.tokenizer.decode([token])) for token in sorted(subject.end_ids))
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
     """Find rows of fine-tuning with trained answers that hold no token that ends a completion."""
-    ends = subject.all_end_ids
-    ended = [[bool(ends & {*answer}) for answer in answers(looked.prompt)] for looked in subject.sample.fitting
-             if isinstance(looked.prompt, Example)]
+    ended = [[bool(subject.end_ids & {*answer}) for answer in answers(looked.prompt)]
+             for looked in subject.sample.fitting if isinstance(looked.prompt, Example)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
     for which, severity, count in (("no answer of", never, sum(not any(row) for row in ended)),
                                    ("not every answer of", "warning", sum(any(row) > all(row) for row in ended))):
-        if count and ends:
+        if count and subject.end_ids:
             yield Finding(severity, "", f"{which} {subject.sample.share(count)} is trained with a token that ends a "
-                          f"completion ({names_of(ends, subject)}), so a model does not learn to stop there", "let "
+                          f"completion ({names_of_ends(subject)}), so a model does not learn to stop there", "let "
                           "what is trained hold the end token ({% generation %} marks in a chat template, labels, the "
                           "parts of train_on_responses_only), or set tokenizer.eos_token to what the chat template "
                           "writes there")
@@ -108,12 +106,12 @@ def answers(example: Example) -> list[list[int]]:
 
 def unknown_ids(subject: Subject) -> Iterator[Finding]:
     """Find ids without a row in the embedding: the model would fail on them, or never sample them."""
-    rows, tokenizer = subject.embeddings, subject.tokenizer
+    rows, tokenizer = int(subject.policy.base.get_input_embeddings().weight.shape[0]), subject.tokenizer
     fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
            "tokenizer in a folder, and load that")
-    ends = sorted(end for end in subject.all_end_ids if end >= rows)
+    ends = sorted(end for end in subject.end_ids if end >= rows)
     if ends:
-        severity = "error" if len(ends) == len(subject.all_end_ids) and not subject.end_texts else "warning"
+        severity = "error" if len(ends) == len(subject.end_ids) and not subject.end_texts else "warning"
         yield Finding(severity, "", f"the end token {ends[0]} is beyond the model's vocabulary of {rows}, so it is "
                       "never sampled", fix)
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,34 +44,21 @@ BLOCK = """
 """
 
 
-class FakeCuda:
-    """A card as torch shows it."""
-
-    def __init__(self, major: int = 9, fails: bool = False) -> None:
-        self.major, self.fails = major, fails
-
-    def is_available(self) -> bool:
-        return True
-
-    def mem_get_info(self, device: int) -> tuple[int, int]:
-        if self.fails:
+def fake_cuda(major: int = 9, fails: bool = False) -> Any:
+    """Return a card as torch shows it."""
+    def memory(device: int) -> tuple[int, int]:
+        if fails:
             raise RuntimeError("CUDA error: device unavailable\nmore")
         return 20 * 2**30, 24 * 2**30
 
-    def get_device_capability(self, device: int) -> tuple[int, int]:
-        return self.major, 0
-
-    def get_device_name(self, device: int) -> str:
-        return "NVIDIA Test 24GB"
-
-    def device_count(self) -> int:
-        return 1
+    return SimpleNamespace(
+        is_available=lambda: True, mem_get_info=memory, get_device_capability=lambda device: (major, 0),
+        get_device_name=lambda device: "NVIDIA Test 24GB", device_count=lambda: 1,
+    )
 
 
-class FakeTorch:
-    def __init__(self, cuda: Any) -> None:
-        self.cuda = cuda
-        self.version = type("Version", (), {"cuda": "13.0"})()
+def fake_torch(cuda: Any) -> Any:
+    return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
 
 
 def fake_look(**libraries: Any) -> Look:
@@ -144,7 +132,7 @@ def test_each_needed_library_may_be_missing(name: str) -> None:
 def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
     others = {other: object() for other in TRIED if other != name}  # nothing else is loaded
     found = examine(fake_look(**(others | {
-        name: error, "torch": error if name == "torch" else FakeTorch(FakeCuda()),
+        name: error, "torch": error if name == "torch" else fake_torch(fake_cuda()),
         "lowmem_grpo_loader": ImportError("no"), "lowmem_grpo_engines_choice": ImportError("no"),
     })))
     assert "(broken)" in found.versions[name]
@@ -166,19 +154,19 @@ def test_the_command_itself_survives_without_a_library(name: str, missing: bool,
     assert "Traceback" not in done.stderr
 
 
-def with_card(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Checkup:
+def with_card(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     """What is found on a machine with that card, where kernels run and nothing heavy is loaded."""
-    choice = type("Choice", (), {"name": "vllm", "why": "vllm 0.30 is installed"})()
-    engines = type("Engines", (), {"choose_engine": staticmethod(lambda wanted, device: choice)})()
+    choice = SimpleNamespace(name="vllm", why="vllm 0.30 is installed")
+    engines = SimpleNamespace(choose_engine=lambda wanted, device: choice)
     monkeypatch.setattr(doctor, "run_kernel", lambda torch: None)
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
-    libraries = {name: object() for name in TRIED} | {"torch": FakeTorch(cuda)}
+    libraries = {name: object() for name in TRIED} | {"torch": fake_torch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
                              lowmem_grpo_train_grpo=object(), lowmem_grpo_offload_host_room=object()))
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = with_card(FakeCuda(), monkeypatch)
+    found = with_card(fake_cuda(), monkeypatch)
     assert found.card == {"name": "NVIDIA Test 24GB", "driver": "580.1", "count": 1, "total_bytes": 24 * 2**30,
                           "free_bytes": 20 * 2**30, "capability": "9.0", "bf16": True}
     assert found.used["engine"] == "vllm: vllm 0.30 is installed"
@@ -190,14 +178,14 @@ def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_card_takes_float16_and_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = with_card(FakeCuda(major=7), monkeypatch)
+    found = with_card(fake_cuda(major=7), monkeypatch)
     assert found.card["bf16"] is False
     assert any("does not compute in bfloat16" in line for line in found.advice)
     assert "needs compute capability 8.0" in found.used["attention"]
 
 
 def test_a_card_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = with_card(FakeCuda(fails=True), monkeypatch)
+    found = with_card(fake_cuda(fails=True), monkeypatch)
     assert found.card["name"] is None
     wanted = "the card does not answer (RuntimeError: CUDA error: device unavailable)"
     assert any(wanted in line for line in found.advice)
@@ -221,8 +209,7 @@ def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: p
     (None, "13.0", "there is no card: runs use the CPU"),
 ])
 def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message: str) -> None:
-    torch = type("Torch", (), {"version": type("Version", (), {"cuda": cuda})()})()
-    assert message in machine.no_card(torch, driver, None)[0]
+    assert message in machine.no_card(SimpleNamespace(version=SimpleNamespace(cuda=cuda)), driver, None)[0]
 
 
 @pytest.mark.parametrize("line", [
@@ -245,7 +232,7 @@ def test_a_version_outside_the_requirements_is_said() -> None:
 
 def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 2**30)
-    room = type("Room", (), {"available_host_bytes": staticmethod(lambda: 2 * 2**30)})()
+    room = SimpleNamespace(available_host_bytes=lambda: 2 * 2**30)
     found = Checkup()
     machine.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)
     assert "2.00 GiB of host memory are free" in found.advice[0]
@@ -257,7 +244,7 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     from lowmem_grpo.offload import host_room
 
     def advice(major: int, files: list[str]) -> str:
-        choice = type("Choice", (), {"choose_engine": staticmethod(lambda *_: EngineChoice("vllm", "it is here"))})
+        choice = SimpleNamespace(choose_engine=lambda *_: EngineChoice("vllm", "it is here"))
         found = Checkup(card={"name": "NVIDIA Test", "capability": f"{major}.5"})
         doctor.look_at_engine(Look(load=lambda name: choice, files=lambda name: files), found)
         return "\n".join(found.advice)
@@ -266,7 +253,7 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     assert "no memory pool" in advice(8, ["vllm/__init__.py"])
     assert advice(8, ["vllm/__init__.py", "vllm/cumem_allocator.abi3.so"]) == ""
     for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
-        monkeypatch.setattr(host_room.platform, "uname", lambda release=release: type("U", (), {"release": release}))
+        monkeypatch.setattr(host_room.platform, "uname", lambda release=release: SimpleNamespace(release=release))
         found = Checkup()
         machine.look_at_host(Look(), found)
         assert any("this is WSL" in line for line in found.advice) == wsl
