@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from lowmem_grpo.preflight import prompts, room, template
-from lowmem_grpo.preflight.subject import RowSample, Subject
+from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.calling.contract import (
     NOT_PASSED,
     OF_EPISODES,
@@ -32,21 +32,17 @@ def reserved_columns(subject: Subject) -> Iterator[Finding]:
 
 def missing_columns(subject: Subject) -> Iterator[Finding]:
     """Find functions that need a missing column. A `rollout_func` brings columns that nobody knows yet."""
-    if subject.scorer is not None and subject.scorer.late_columns:
+    scorer = subject.scorer
+    if scorer is None or scorer.late_columns:
         return
+    others = (*RESERVED, *(OF_EPISODES if scorer.episodes else ()), "completion_ids")
     for which, sample in subject.datasets:
+        available = dict.fromkeys([*(name for name in sample.columns if name not in NOT_PASSED), *others])
         for name, function in subject.functions:
             try:
-                bind(name, function, dict.fromkeys(arguments_of(sample, subject)))
+                bind(name, function, available)
             except MissingColumnError as error:
                 yield failed(name, error, sample.columns, dataset=which)
-
-
-def arguments_of(sample: RowSample, subject: Subject) -> list[str]:
-    """Return the names of the arguments that a function may have."""
-    columns = [name for name in sample.columns if name not in NOT_PASSED]
-    episodes = OF_EPISODES if subject.scorer is not None and subject.scorer.episodes else ()
-    return [*columns, *RESERVED, *episodes, "completion_ids"]
 
 
 def empty_columns(subject: Subject) -> Iterator[Finding]:

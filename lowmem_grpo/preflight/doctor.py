@@ -45,13 +45,13 @@ def look_at_engine(look: Look, checkup: Checkup) -> None:
     capability = str(checkup.card.get("capability") or "8.0")
     if float(capability) < 8:
         checkup.say(f"vLLM is not known to work on a card of compute capability {capability}",
-                  'sample with the transformers engine (fast_inference="transformers")')
+                    'sample with the transformers engine (fast_inference="transformers")')
     elif choice.name == "vllm" and device != "cpu" and not has_pool(look):
         checkup.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card during "
-                  "training", "install vLLM's own build for CUDA")
+                    "training", "install vLLM's own build for CUDA")
     elif choice.name != "vllm" and device != "cpu":
         checkup.say(f"vLLM does not sample here: {choice.why}",
-                  "mend that, because transformers samples several times slower")
+                    "mend that, because transformers samples several times slower")
 
 
 def has_pool(look: Look) -> bool:
@@ -72,10 +72,10 @@ def look_at_kernels(torch: Any, checkup: Checkup) -> None:
     checkup.used["kernels"] = "Triton" if why is None else f"none that works: {why}"
     if why is not None:
         checkup.say(f"a Triton kernel does not work on this card ({why})",
-                  "install the version of triton that this torch needs, and a C compiler", fatal=True)
+                    "install the version of triton that this torch needs, and a C compiler", fatal=True)
     flash = float(checkup.card["capability"]) >= 8
-    checkup.used["attention"] = ("torch's flash attention, with shared key heads" if flash
-                               else "torch's memory-efficient attention: flash attention needs compute capability 8.0")
+    checkup.used["attention"] = "torch's flash attention, with shared key heads" if flash else (
+        "torch's memory-efficient attention: flash attention needs compute capability 8.0")
 
 
 def run_kernel(torch: Any) -> None:
@@ -108,4 +108,4 @@ def look_at_training(look: Look, checkup: Checkup) -> None:
         _, why = attempt(look.load, name) if checkup.can_train else (None, None)
         if why is not None:
             checkup.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
-                      fatal=True)
+                        fatal=True)

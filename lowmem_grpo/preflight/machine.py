@@ -190,13 +190,13 @@ def look_at_host(look: Look, checkup: Checkup) -> None:
     memory, _ = attempt(lambda: look.load("lowmem_grpo.offload.host_room").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
     checkup.host = {"available_bytes": memory, "disk_free_bytes": free_bytes(Path.cwd()),
-                  "model_cache": None if cache is None else str(cache),
-                  "model_cache_free_bytes": None if cache is None else free_bytes(cache)}
+                    "model_cache": None if cache is None else str(cache),
+                    "model_cache_free_bytes": None if cache is None else free_bytes(cache)}
     if attempt(lambda: look.load("lowmem_grpo.offload.host_room").on_wsl())[0]:
         checkup.say(*look.load("lowmem_grpo.offload.host_room").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
         checkup.say(f"{size_text(memory)} of host memory are free; it holds layer inputs with "
-                  'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
+                    'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
     for name, what in (("disk_free_bytes", "this folder's disk"), ("model_cache_free_bytes", "the model cache's disk")):
         if checkup.host[name] is not None and checkup.host[name] < LITTLE_DISK:
             checkup.say(f"{size_text(checkup.host[name])} are free on {what}", "make room: an 8B model takes 15 GiB")
