@@ -1,32 +1,9 @@
 """The events of a streamed reply, and the choices that its chunks make up."""
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 DONE = b"data: [DONE]\n\n"
-
-
-class Events(Response):
-    """Sends events as they come, and closes their source when the client has left."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self.events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self.events) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Gathered:
@@ -47,7 +24,6 @@ class Gathered:
         choice |= {name: value for name, value in part.items() if name != "delta" and value is not None}
         return choice
 
-
 def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
     """Add what a chunk brings to a message."""
     if delta.get("content"):
@@ -60,7 +36,6 @@ def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
         call["id"] += part.get("id") or ""
         for name, text in (part.get("function") or {}).items():
             call["function"][name] += text or ""
-
 
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""

@@ -13,7 +13,7 @@ from scripted_chat import Gated, ScriptedChat, client_of, until
 from tables import every_row
 
 from lowmem_grpo.service.endpoint import Endpoint
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 MIB = 2**20
@@ -65,7 +65,7 @@ def test_beyond_the_queue_a_request_is_told_to_come_again_and_then_gets_its_repl
         calls = [pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI) for _ in range(2)]
         gate.wait_for(2)
         calls.append(pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI))
-        until(lambda: endpoint.completions.slots.waiting == 1)
+        until(lambda: endpoint.completions.slots.statistics().tasks_waiting == 1)
         with pytest.raises(openai.RateLimitError, match="2 requests are being answered and 1 wait") as refused:
             client_of(endpoint).chat.completions.create(model="agent", messages=HI)
         assert refused.value.response.headers["retry-after"] == "1"

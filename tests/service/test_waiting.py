@@ -10,8 +10,7 @@ import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.service.call import Call
-from lowmem_grpo.service.keys import Keys
-from lowmem_grpo.service.sitting import Sitting
+from lowmem_grpo.service.sitting import Keys, Sitting
 from lowmem_grpo.service.waiting import FIRST, NO_ROUND, Asked, Job, Round, Waiting
 from lowmem_grpo.types import Rollout
 

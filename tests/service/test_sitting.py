@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service import keys
+from lowmem_grpo.service import sitting
 from lowmem_grpo.service.call import LIVE, Call
-from lowmem_grpo.service.keys import Keys
+from lowmem_grpo.service.sitting import Keys
 
 
 def call(key: int | None, adapter: Path | str | None = LIVE) -> Call:
@@ -22,7 +22,7 @@ def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(m
     assert len(set(first)) == len(asked)
     again = [known.of(one, 0) for one, _ in asked]
     assert again[:4] == first[:4] and not set(again[5:]) & set(first)
-    monkeypatch.setattr(keys, "MOST", 3)
+    monkeypatch.setattr(sitting, "MOST", 3)
     for number in range(10, 16):
         known.of(call(number), 0)
     assert len(known.known) <= 5 and known.of(call(1), 0) not in first
