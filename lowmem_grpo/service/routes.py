@@ -16,8 +16,8 @@ from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.gate import CLOSED, NO_RETRY
+from lowmem_grpo.service.reply import DONE, Gathered, event
 from lowmem_grpo.service.sessions import Sessions
-from lowmem_grpo.service.streamed import DONE, Gathered, event
 from lowmem_grpo.service.text_completions import TextCompletions
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
