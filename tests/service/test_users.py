@@ -95,6 +95,6 @@ def test_a_word_that_is_no_limit_is_named(word: str) -> None:
         Allowance().but([word])
 
 
-def test_a_limit_of_nothing_is_refused_by_name() -> None:
+def test_an_allowance_of_nothing_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="models is 0; it must be a whole number, at least 1"):
         Allowance().but(["models=0"])
