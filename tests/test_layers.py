@@ -54,7 +54,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "peft", "transformers"},
-    "service": {"fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
+    "service": {"anyio", "fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
                 "zstandard"},
     "agents": {"openai", "pydantic", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich"},

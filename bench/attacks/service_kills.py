@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from bench.attacks.attack import Verdict, report
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.datum import as_bytes

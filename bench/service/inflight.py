@@ -28,7 +28,7 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model

@@ -25,7 +25,7 @@ from rich.console import Console
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.datum import as_bytes, pass_of

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from lowmem_grpo.agents.endpoint import RolloutSession
 from lowmem_grpo.agents.trajectories import Trajectory
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.rollouts import RECORDER, SESSION
 
 

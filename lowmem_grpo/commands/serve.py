@@ -1,5 +1,6 @@
 """`lowmem-grpo serve`: one card as a service, for programs and people elsewhere."""
 
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -55,12 +56,11 @@ def serve(
                 from lowmem_grpo.service.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING} ({error})") from error
-        from lowmem_grpo.service.allowance import Allowance, Allowances
-        from lowmem_grpo.service.users import OWNER, User, Users, read_users
+        from lowmem_grpo.service.users import OWNER, Allowance, User, Users, read_users
 
         usual = Allowance().but(limits.split())
         others = [] if key_file is None else read_users(key_file, usual)
-        allowances = Allowances(usual, {user.name: user.allowance for user, _ in others if user.allowance})
+        own = {user.name: user.allowance for user, _ in others if user.allowance}
         if not is_loopback(host) and not others:
             raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each user "
                              "has a key, and put a proxy with TLS before the server")
@@ -72,7 +72,7 @@ def serve(
             path = home.announce(address)
             dispatcher = dispatcher_of(database, home.jobs, recipes)
             served = None if model is None else serve_model(
-                model, database, home.folder / "models", allowances, load_in_4bit=load_in_4bit,
+                model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
                 load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
             app = app_of(dispatcher.queue, users, partial(checked, recipes), everywhere,

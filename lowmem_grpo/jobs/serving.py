@@ -11,8 +11,7 @@ from lowmem_grpo.jobs.queue import JobQueue
 from lowmem_grpo.jobs.routes import Check, Jobs, jobs_router
 from lowmem_grpo.preflight.machine import driver_version
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.card import CardUse
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.page.sign_in import SignIn

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Chat:
         finally:
             talk.end()
 
-    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a reply. The text of a choice comes in one chunk, as soon as its turn is drawn. A request that
         is refused raises ChatError before the first chunk."""
         asked = ChatRequest.of({**body, "stream": True})

@@ -27,8 +27,7 @@ from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.call import LIVE, Call
-from lowmem_grpo.service.keys import Keys
-from lowmem_grpo.service.sitting import Sitting
+from lowmem_grpo.service.sitting import Keys, Sitting
 from lowmem_grpo.service.waiting import NO_ROUND, Asked, DeskClosedError, Job, Round, Waiting
 from lowmem_grpo.types import Rollout, Turn
 

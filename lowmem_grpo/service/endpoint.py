@@ -3,18 +3,18 @@
 import asyncio
 import atexit
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.gate import HOSTS, LOOPBACK, OneKey
-from lowmem_grpo.service.limits import Limits
-from lowmem_grpo.service.routes import Completions, make_app
-from lowmem_grpo.service.server import BACKLOG, CLOSE, made_for
+from lowmem_grpo.service.errors import Limits
+from lowmem_grpo.service.gate import HOSTS, LOOPBACK
+from lowmem_grpo.service.routes import ROUTES, Completions, openai_router
+from lowmem_grpo.service.server import CLOSE, made_for, make_server_app, open_socket
 from lowmem_grpo.service.sessions import Session, Sessions
+from lowmem_grpo.service.users import Users
 
 START = 30.0  # seconds in which the server comes up
 S = TypeVar("S", bound=Session)
@@ -36,13 +36,16 @@ class Endpoint:
         Raises ValueError for another host and for what is no port, OSError for a port that cannot be had.
         """
         self.chat, self.limits = chat, Limits() if limits is None else limits
-        self.socket = listening(host, port)
+        check_address(host, port)
+        self.socket = open_socket(LOOPBACK, port)
         self.api_key = secrets.token_urlsafe(32)
         self.address = f"http://{LOOPBACK}:{self.socket.getsockname()[1]}"
         self.base_url = f"{self.address}/v1"
         self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
         self.completions = Completions(lambda holder: chat, self.sessions, self.limits, self.closing)
-        self.server = made_for(make_app(self.completions, OneKey(self.api_key)))
+        routers = {"/v1": openai_router(self.completions),
+                   "/s/{session}/v1": openai_router(self.completions, texts=False)}
+        self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits, routes=ROUTES))
         self.lock, self.closed = threading.Lock(), False
         self.thread = threading.Thread(target=self.run, name="lowmem-grpo endpoint", daemon=True)
         self.thread.start()
@@ -99,21 +102,11 @@ class Endpoint:
         self.close()
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens on this machine only. Raises ValueError or OSError, which say what to do."""
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError for a host that is not this machine only, and for what is no port."""
     if host not in HOSTS:
         raise ValueError(f"host is {host!r}; an endpoint answers on {LOOPBACK} only, since whoever reaches it uses "
                          "this machine. Leave host out, and reach it from elsewhere through a tunnel: "
                          "ssh -L 8000:127.0.0.1:PORT MACHINE")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
         raise ValueError(f"port is {port!r}; it must be a whole number from 0 to 65535, where 0 takes a free one")
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as in server.py
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((LOOPBACK, port))
-        found.listen(BACKLOG)
-    except OSError as error:
-        found.close()
-        raise OSError(error.errno, f"the endpoint cannot have port {port} of {LOOPBACK} ({error.strerror}): another "
-                                   "program may have it. Take port=0, which finds a free one, or another") from error
-    return found

@@ -1,6 +1,10 @@
-"""A request that is not answered, in the form in which OpenAI's interface says so."""
+"""How much an endpoint takes from its clients, and what it says to those whose request is not answered."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges
+from lowmem_grpo.units import MIB
 
 KINDS = {429: "rate_limit_error"}  # by status; others: the caller's below 500, the server's above
 
@@ -20,3 +24,33 @@ class ChatError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the reply."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of an endpoint. What goes beyond one is refused, with a message that names it."""
+
+    body_bytes: int = 8 * MIB
+    """Bytes of a request's body."""
+    messages: int = 2048
+    """Messages of a request."""
+    concurrent: int = 256
+    """Requests that are answered at a time."""
+    queue: int = 1024
+    """Further requests that wait for their turn; those above it are told to come again (429)."""
+    seconds: float = 1800.0
+    """Seconds from a request to the end of its reply. Requests wait while the model is trained, which counts too."""
+    header_bytes: int = 16 * 1024
+    """Bytes of a request's line and headers."""
+    sessions: int = 4096
+    """Sessions that are open at a time."""
+    session_replies: int = 4096
+    """Replies that are recorded of a session."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "body_bytes": COUNT, "messages": COUNT, "concurrent": COUNT, "queue": at_least(0), "seconds": POSITIVE,
+        "header_bytes": at_least(1024), "sessions": COUNT, "session_replies": COUNT,
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)

@@ -21,6 +21,7 @@ from lowmem_grpo.types import Message, Turn
 
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+DONE = b"data: [DONE]\n\n"  # how a stream ends
 
 
 class TokenTexts:
@@ -155,3 +156,39 @@ class Reply:
         cached = max((answer.turn.cached_tokens for answer in self.answers), default=0)
         return {"prompt_tokens": len(self.prompt_ids), "completion_tokens": drawn,
                 "total_tokens": len(self.prompt_ids) + drawn, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+class Gathered:
+    """The choices that the chunks of a stream make up."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, dict[str, Any]] = {}
+
+    def finished_by(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices that end with this chunk."""
+        return [choice for part in chunk["choices"] if (choice := self.add(part))["finish_reason"] is not None]
+
+    def add(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Return the choice that a further part belongs to."""
+        empty = {"finish_reason": None, "logprobs": None, "message": {"role": "assistant", "content": None}}
+        choice = self.choices.setdefault(part["index"], empty)
+        add_delta(choice["message"], part["delta"])
+        choice |= {name: value for name, value in part.items() if name != "delta" and value is not None}
+        return choice
+
+def add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add what a chunk brings to a message."""
+    if delta.get("content"):
+        message["content"] = (message["content"] or "") + delta["content"]
+    for part in delta.get("tool_calls") or []:
+        calls = message.setdefault("tool_calls", [])
+        if part["index"] == len(calls):
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[part["index"]]
+        call["id"] += part.get("id") or ""
+        for name, text in (part.get("function") or {}).items():
+            call["function"][name] += text or ""
+
+def event(data: dict[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

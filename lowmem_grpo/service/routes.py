@@ -1,28 +1,27 @@
-"""The routes of OpenAI's interface, and the application that has them."""
+"""The routes of OpenAI's interface."""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+import anyio
+from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
-from lowmem_grpo.service.attention import Attention, ClientGoneError, Slots
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.error_replies import answer_errors
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.gate import Gate
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import ChatError, Limits
+from lowmem_grpo.service.gate import CLOSED, NO_RETRY
+from lowmem_grpo.service.reply import DONE, Gathered, event
 from lowmem_grpo.service.sessions import Sessions
-from lowmem_grpo.service.streamed import DONE, Events, Gathered, event
 from lowmem_grpo.service.text_completions import TextCompletions
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
 Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
 Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
 
@@ -35,20 +34,20 @@ class Completions:
     ) -> None:
         """`counted` raises ChatError where a key has as many requests as it may; None takes any number."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
-        self.slots, self.counted = Slots(limits), counted or (lambda holder: nullcontext())
+        self.slots, self.counted = anyio.CapacityLimiter(limits.concurrent), counted or (lambda holder: nullcontext())
 
     async def chat(self, request: Request) -> Response:
-        """The reply to POST /chat/completions."""
+        """Return the reply to POST /chat/completions."""
         body, chat = await self.body(request), self.chats(request.scope["holder"])
-        return await Answering(self, request, body, chat, chat).response()
+        return Answering(self, request, body, chat, chat)
 
     async def text(self, request: Request) -> Response:
-        """The reply to POST /completions."""
+        """Return the reply to POST /completions."""
         body, chat = await self.body(request), self.chats(request.scope["holder"])
-        return await Answering(self, request, body, chat, TextCompletions(chat)).response()
+        return Answering(self, request, body, chat, TextCompletions(chat))
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """The request's JSON object."""
+        """Return the request's JSON object."""
         try:
             async with asyncio.timeout(self.limits.seconds):
                 return body_of(await request.body(), self.limits)
@@ -56,141 +55,140 @@ class Completions:
             raise ChatError(408, f"the request's body did not come within {self.limits.seconds:g} seconds", None,
                             "timeout") from None
 
-    def models(self, request: Request) -> list[dict[str, Any]]:
-        """What can be asked for."""
-        return [{"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
-                for name in self.chats(request.scope["holder"]).models()]
+    @asynccontextmanager
+    async def working_for(self, request: Request) -> AsyncIterator[None]:
+        """Hold a slot for a request. What is done inside is cancelled, and ChatError raised, as soon as the client
+        leaves, the endpoint closes or the time is over; at once, where too many requests wait for a slot."""
+        errors = [ChatError(504, f"the reply took more than {self.limits.seconds:g} seconds; ask for fewer tokens, or "
+                                 "raise seconds of Limits", None, "timeout", NO_RETRY)]
+
+        async def cancel_after(end: Awaitable[object], error: ChatError) -> None:
+            await end
+            errors.append(error)
+            scope.cancel()
+
+        with anyio.move_on_after(self.limits.seconds) as scope, self.counted(request.scope["holder"]):
+            self.check_queue()
+            closed = ChatError(CLOSED, "the endpoint was closed, as its run ended; nothing answers here any more", None,
+                               "closed")
+            ends = {client_left(): departure(request.receive), closed: self.closing.wait()}
+            tasks = [asyncio.ensure_future(cancel_after(end, error)) for error, end in ends.items()]
+            try:
+                async with self.slots:
+                    yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+        if scope.cancelled_caught:
+            raise errors[-1]
+
+    def check_queue(self) -> None:
+        """Raise ChatError where too many wait for a slot."""
+        waiting = self.slots.statistics().tasks_waiting
+        if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
+            raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
+                                 "later, or raise concurrent or queue of Limits", None, "rate_limit_exceeded",
+                            {"Retry-After": "1"})
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        """Return what can be asked for."""
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
+            for name in self.chats(request.scope["holder"]).models()]}
+
+    async def model(self, name: str, request: Request) -> dict[str, Any]:
+        """Return one of these by its name."""
+        models: dict[str, dict[str, Any]] = {model["id"]: model for model in (await self.models(request))["data"]}
+        if name not in models:
+            raise ChatError(404, f"there is no model {name!r}; there are {', '.join(models)}", "model",
+                            "model_not_found")
+        return models[name]
 
     since = int(time.time())  # this program's start
 
 
-class Answering:
-    """One request that is being answered."""
+class Answering(Response):
+    """The reply to one request, which is made while it is sent."""
+
+    media_type = "text/event-stream"
 
     def __init__(
-        self, completions: Completions, request: Request, body: dict[str, Any], chat: Chat,
+        self, completions: Completions, request: Request, asked: dict[str, Any], chat: Chat,
         source: Chat | TextCompletions,
     ) -> None:
         """`source` makes the reply. Raises ChatError where the session that the address names is not open."""
-        self.slots, self.body, self.chat, self.source = completions.slots, body, chat, source
-        self.counted = partial(completions.counted, request.scope["holder"])
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.completions, self.request, self.asked, self.chat, self.source = completions, request, asked, chat, source
         self.session = completions.sessions.find(request.path_params.get("session"))
         self.name = self.session.name if self.session else ""
-        self.client = Attention(request.receive, completions.closing, completions.limits.seconds)
 
-    async def response(self) -> Response:
-        """The reply, in one piece or in several."""
-        if self.body.get("stream") is True:
-            events = self.events()
-            return Events(after(await anext(events), events))
-        return JSONResponse(await self.whole())
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.asked.get("stream") is True:
+            await self.send_events(send)
+        else:
+            async with self.completions.working_for(self.request):
+                reply = await self.source.create(self.asked, self.name)
+                await self.record(reply["choices"])
+            await JSONResponse(reply)(scope, receive, send)
 
-    async def whole(self) -> dict[str, Any]:
-        """The reply in one piece."""
-        async with self.client as client:
-            reply = await client.wait_for(self.create())
-            await client.still_there()
-            self.record(reply["choices"])
-            return reply
+    async def send_events(self, send: Send) -> None:
+        """Send the reply in pieces. Raise ChatError only before the first: a later error is an event of its own."""
+        begun, gathered = False, Gathered()
 
-    async def create(self) -> dict[str, Any]:
-        with self.counted():
-            async with self.slots.one():
-                return await self.source.create(self.body, self.name)
+        async def send_piece(piece: bytes) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": piece, "more_body": piece != b""})
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The reply in pieces. Raises ChatError only before the first: a later error is an event of its own."""
-        gathered, begun = Gathered(), False
-        async with self.client as client, aclosing(self.chunks()) as chunks:
-            try:
-                while (chunk := await client.wait_for(anext(chunks, None))) is not None:
-                    await client.still_there()
-                    if self.session is not None:
-                        self.record(gathered.finished_by(chunk))
-                    begun = True
-                    yield event(chunk)
-                yield DONE
-            except ClientGoneError:
-                if not begun:
-                    raise
-            except ChatError as error:
-                if not begun:
-                    raise
-                yield event(error.body())
+        try:
+            async with (self.completions.working_for(self.request),
+                        aclosing(self.source.stream(self.asked, self.name)) as chunks):
+                async for chunk in chunks:
+                    await self.record(gathered.finished_by(chunk) if self.session else [])
+                    await send_piece(event(chunk))
+                await send_piece(DONE)
+        except ChatError as error:
+            if not begun:
+                raise
+            await send_piece(event(error.body()))
+        await send_piece(b"")
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        with self.counted():
-            async with self.slots.one():
-                async for chunk in self.source.stream(self.body, self.name):
-                    yield chunk
-
-    def record(self, choices: list[dict[str, Any]]) -> None:
-        """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
-        if self.session is not None and self.chat.names()[self.body["model"]] == LIVE:
-            self.session.record(self.body, choices, self.chat.histories.parent)
+    async def record(self, choices: list[dict[str, Any]]) -> None:
+        """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own. Raise ChatError
+        where the client has just left."""
+        if self.session is not None and choices and self.chat.names()[self.asked["model"]] == LIVE:
+            await anyio.sleep(0)  # in which a connection that was closed is read once more
+            if await self.request.is_disconnected():
+                raise client_left()
+            self.session.record(self.asked, choices, self.chat.histories.parent)
 
 
-def text_router(completions: Completions) -> APIRouter:
-    """The route of plain prompts, which belong to no session."""
+def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
+    """Return the routes below /v1, with that of plain prompts, which belong to no session, where `texts` are."""
     router = APIRouter(redirect_slashes=False)
-
-    @router.post("/completions", response_model=None)
-    async def text_completions(request: Request) -> Response:
-        return await completions.text(request)
-
+    router.add_api_route("/chat/completions", completions.chat, methods=["POST"], response_model=None)
+    if texts:
+        router.add_api_route("/completions", completions.text, methods=["POST"], response_model=None)
+    router.add_api_route("/models", completions.models, response_model=None)
+    router.add_api_route("/models/{name:path}", completions.model, response_model=None)
     return router
 
 
-def chat_router(completions: Completions) -> APIRouter:
-    """The other routes below /v1."""
-    router = APIRouter(redirect_slashes=False)
-
-    @router.post("/chat/completions", response_model=None)
-    async def chat_completions(request: Request) -> Response:
-        return await completions.chat(request)
-
-    @router.get("/models")
-    async def models(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": completions.models(request)}
-
-    @router.get("/models/{name:path}")
-    async def model(name: str, request: Request) -> dict[str, Any]:
-        models = completions.models(request)
-        for found in models:
-            if found["id"] == name:
-                return found
-        known = ", ".join(found["id"] for found in models)
-        raise ChatError(404, f"there is no model {name!r}; there are {known}", "model", "model_not_found")
-
-    return router
+async def departure(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
-def make_app(completions: Completions, holds: Callable[[str], bool]) -> Gate:
-    """The application. `holds` says whether a key opens it."""
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
-    router = chat_router(completions)
-    app.include_router(router, prefix="/v1")
-    app.include_router(text_router(completions), prefix="/v1")
-    app.include_router(router, prefix="/s/{session}/v1")
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    answer_errors(app, ROUTES)
-    return Gate(app, holds, completions.limits)
-
-
-async def after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The events whose first one was taken already."""
-    async with aclosing(events):
-        yield first
-        async for one in events:
-            yield one
+def client_left() -> ChatError:
+    return ChatError(CLIENT_LEFT, "the client left before its reply")
 
 
 def body_of(given: bytes, limits: Limits) -> dict[str, Any]:
-    """The JSON object of a request. Raises ChatError where it is none, or has too many messages."""
+    """Return the JSON object of a request. Raises ChatError where it is none, or has too many messages."""
     try:
         body = json.loads(given)
     except (ValueError, RecursionError) as error:

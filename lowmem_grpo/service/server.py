@@ -1,18 +1,17 @@
-"""An HTTP server in the main thread of a program, until Ctrl-C or SIGTERM."""
+"""An HTTP server's application, and the server, until Ctrl-C or SIGTERM."""
 
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from lowmem_grpo.service.error_replies import answer_errors
-from lowmem_grpo.service.gate import HOSTS, Gate
-from lowmem_grpo.service.limits import Limits
-from lowmem_grpo.service.users import Users
+from lowmem_grpo.service.errors import ChatError, Limits
+from lowmem_grpo.service.gate import CLOSE_CONNECTION, HOSTS, WITHOUT_KEY, Gate, as_response
 
 READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
 CLOSE = 5.0  # seconds in which replies are ended
@@ -20,19 +19,37 @@ IDLE = 60  # seconds after which a connection without requests is ended: longer 
 BACKLOG = 2048  # connections that wait to be taken
 
 
-def make_server_app(routers: dict[str, APIRouter], users: Users, limits: Limits, everywhere: bool = False) -> ASGIApp:
-    """An application with routers by their prefixes, behind the gate. `everywhere` takes requests for any name of this
-    machine, not only for loopback."""
+def make_server_app(
+    routers: Mapping[str, APIRouter], holds: Callable[[str], object], limits: Limits, everywhere: bool = False,
+    routes: str = "",
+) -> ASGIApp:
+    """Return an application with routers by their prefixes, behind the gate, which asks `holds` for who has a key.
+    `everywhere` takes requests for any name of this machine, not only for loopback. `routes` says which there are."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
+    routes = routes or ", ".join(["GET /health", *(f"those below {prefix}" for prefix in routers)])
 
-    @app.get("/health")
+    @app.get(WITHOUT_KEY)
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    answer_errors(app, ", ".join(["GET /health", *(f"those below {prefix}" for prefix in routers)]))
-    return Gate(app, users, limits, None if everywhere else HOSTS)
+    @app.exception_handler(ChatError)
+    async def refuse(request: Request, error: ChatError) -> Response:
+        return as_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def name_routes(request: Request, error: HTTPException) -> Response:
+        code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
+        return as_response(ChatError(error.status_code, f"there is no {request.method} {request.url.path}; there are "
+                                                        f"{routes}", None, code, dict(error.headers or {})))
+
+    @app.exception_handler(Exception)  # its client is told nothing of our inside
+    async def fail(request: Request, error: Exception) -> Response:
+        return as_response(ChatError(500, f"the request failed here ({type(error).__name__}); the program's log says "
+                                          "more", None, "internal_error", CLOSE_CONNECTION))
+
+    return Gate(app, holds, limits, None if everywhere else HOSTS)
 
 
 def is_loopback(host: str) -> bool:
@@ -40,18 +57,18 @@ def is_loopback(host: str) -> bool:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens; OSError says what to do where the port cannot be had."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by which asyncio knows TCP: else a
-    # reply's head waits 40 ms for the client's acknowledgement before its body is sent
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return a socket that listens; OSError says what to do where the port cannot be had."""
+    # asyncio knows TCP by the last word: else a reply's head waits 40 ms for an acknowledgement before its body is sent
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
-        found.listen(BACKLOG)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
     except OSError as error:
-        found.close()
-        raise OSError(error.errno, f"the server cannot have port {port} of {host} ({error.strerror}): another program "
-                                   "may have it; give another one with --port, or 0 for a free one") from error
-    return found
+        listening.close()
+        raise OSError(error.errno, f"cannot have port {port} of {host} ({error.strerror}): another program may have "
+                                   "it; take another one, or 0 (port=0, --port 0), which finds a free one") from error
+    return listening
 
 
 def made_for(app: ASGIApp) -> uvicorn.Server:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.gate import NO_RETRY
-from lowmem_grpo.service.limits import Limits
 
 
 @dataclass

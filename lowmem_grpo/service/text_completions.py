@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from lowmem_grpo.engines.request_output import Logprob
@@ -33,7 +33,7 @@ class TextCompletions:
         finally:
             texts.drawing.end()
 
-    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a reply: each completion in one, as soon as it is drawn. A request that is refused raises
         ChatError before the first chunk."""
         asked = TextRequest.of(body)

@@ -1,13 +1,15 @@
-"""Who may use a server: each has a name and a key, of which the server knows a hash only."""
+"""Who may use a server: each has a name, an allowance, and a key, of which the server knows a hash only."""
 
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
-from lowmem_grpo.service.allowance import Allowance
+from lowmem_grpo.rules import COUNT, Rule, check_ranges
+from lowmem_grpo.units import GIB, MIB
 
 OWNER = "owner"  # who started the server; sees everything
 JOBS = "jobs"  # the right to start programs of the server's machine
@@ -16,6 +18,45 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LEAST = 24  # characters of a key: shorter ones can be guessed from their hash
 HASH = re.compile(r"sha256:[0-9a-f]{64}")  # that may stand for a key, so that a file does not hold it
 PREFIX = "tml-"  # which clients of the Tinker protocol ask of a key
+UNITS = {"": 1, "MiB": MIB, "GiB": GIB}
+VALUE = re.compile(r"([0-9]{1,12})(MiB|GiB|)")
+BYTES = ("bodies", "storage")
+FORM = "write requests=4096, bodies=512MiB, storage=50GiB or models=8"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How much of a server the programs of one key may use. What goes beyond is refused, or told to come again, with
+    the limit's name."""
+
+    requests: int = 4096
+    """Requests that are not answered yet."""
+    bodies: int = GIB
+    """Bytes of requests that are kept: until they are answered, and those that added gradients until the next step."""
+    storage: int = 100 * GIB
+    """Bytes on the disk: states of models, and saved weights."""
+    models: int = 64
+    """Models that were created and not unloaded."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {"requests": COUNT, "bodies": COUNT, "storage": COUNT, "models": COUNT}
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def but(self, words: Iterable[str]) -> "Allowance":
+        """Return this allowance with what words such as `storage=50GiB` say. ValueError names the word that is
+        wrong."""
+        changes: dict[str, int] = {}
+        for word in words:
+            name, _, value = word.partition("=")
+            match = VALUE.fullmatch(value)
+            if name not in {field.name for field in fields(self)} or match is None or (match[2] and name not in BYTES):
+                raise ValueError(f"{word!r} is no limit; {FORM}")
+            changes[name] = int(match[1]) * UNITS[match[2]]
+        return replace(self, **changes)
+
+
+Allowances = Mapping[str, Allowance]  # by the user's name; a defaultdict has the usual one for all others
 
 
 @dataclass(frozen=True)
@@ -42,13 +83,14 @@ class Users:
         """`others` are the users of a key file. ValueError for a name or key that stands twice."""
         self.known: dict[bytes, User] = {}
         for user, key in ((User(OWNER), owner_key), *others):
-            if hashed(key) in self.known or user.name in {one.name for one in self.known.values()}:
+            digest = bytes.fromhex(key[7:]) if HASH.fullmatch(key) else hashed(key)
+            if digest in self.known or user.name in {other.name for other in self.known.values()}:
                 raise ValueError(f"the name or the key of {user.name} stands twice; give each user one of their own")
-            self.known[hashed(key)] = user
+            self.known[digest] = user
 
     def __call__(self, key: str) -> User | None:
-        """The user with this key. What is compared are hashes, so that the time that it takes tells nothing."""
-        return None if HASH.fullmatch(key) else self.known.get(hashed(key))
+        """Return the user with this key. Hashes are compared, so that the time that it takes tells nothing."""
+        return self.known.get(hashed(key))
 
 
 def new_key() -> str:
@@ -56,25 +98,22 @@ def new_key() -> str:
 
 
 def hashed(key: str) -> bytes:
-    """The hash of a key, or that which stands in its place in a key file."""
-    return bytes.fromhex(key[7:]) if HASH.fullmatch(key) else hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode()).digest()
 
 
 def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, str]]:
-    """The users of a key file, a line `NAME KEY` each, with `jobs` and limits such as `storage=50GiB` after it; what is
-    not named there is as in `usual`. `sha256:` and the hash of a key stand for it. ValueError names the line that is
-    wrong, OSError a file that others can read."""
+    """Return the users of a key file, a line `NAME KEY` each, with `jobs` and limits such as `storage=50GiB` after it;
+    what is not named there is as in `usual`. `sha256:` and the hash of a key stand for it. ValueError names the line
+    that is wrong, OSError a file that others can read."""
     if path.stat().st_mode & 0o077:
         raise OSError(f"{path} holds keys, and others on this machine can read it: chmod 600 {path}")
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if words := line.partition("#")[0].split():
-            found.append(user_of(words, f"{path}, line {number}", usual or Allowance()))
-    return found
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    return [user_of(words, f"{path}, line {number}", usual or Allowance()) for number, line in lines
+            if (words := line.partition("#")[0].split())]
 
 
 def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
-    """A line's user and key."""
+    """Return a line's user and key."""
     if len(words) < 2:
         raise ValueError(f"{where}: write NAME KEY, and {JOBS} after them for who may start jobs")
     name, key, *more = words

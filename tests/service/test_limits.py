@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -9,11 +10,11 @@ from typing import Any
 
 import openai
 import pytest
-from scripted_chat import Gated, ScriptedChat, client_of, until
+from scripted_chat import Gated, ScriptedChat, begun, client_of, until
 from tables import every_row
 
 from lowmem_grpo.service.endpoint import Endpoint
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 MIB = 2**20
@@ -65,7 +66,7 @@ def test_beyond_the_queue_a_request_is_told_to_come_again_and_then_gets_its_repl
         calls = [pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI) for _ in range(2)]
         gate.wait_for(2)
         calls.append(pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI))
-        until(lambda: endpoint.completions.slots.waiting == 1)
+        until(lambda: endpoint.completions.slots.statistics().tasks_waiting == 1)
         with pytest.raises(openai.RateLimitError, match="2 requests are being answered and 1 wait") as refused:
             client_of(endpoint).chat.completions.create(model="agent", messages=HI)
         assert refused.value.response.headers["retry-after"] == "1"
@@ -87,6 +88,20 @@ def test_a_reply_that_takes_too_long_is_ended_and_its_slot_is_free(stream: bool)
         endpoint.completions.limits = replace(endpoint.limits, seconds=600)
         gate.opened.set()
         assert client_of(endpoint).chat.completions.create(model="agent", messages=HI).choices
+
+
+def test_a_client_that_reads_nothing_of_its_stream_frees_its_slot_in_time() -> None:
+    class Endless(ScriptedChat):
+        async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+            while True:
+                yield {"choices": [], "text": "x" * 100_000}
+
+    with Endpoint(Endless(), limits=Limits(seconds=0.3, concurrent=1)) as endpoint:
+        deaf = begun(endpoint.base_url, endpoint.api_key, model="agent", messages=HI, stream=True)
+        until(lambda: endpoint.completions.slots.borrowed_tokens == 1)
+        endpoint.completions.limits = replace(endpoint.limits, seconds=600)
+        assert client_of(endpoint).chat.completions.create(model="agent", messages=HI).choices
+        deaf.close()
 
 
 def test_a_body_that_does_not_come_is_not_waited_for_forever() -> None:

@@ -4,9 +4,10 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
-from lowmem_grpo.service.allowance import Allowance
-from lowmem_grpo.service.users import JOBS, LEAST, OWNER, User, Users, new_key, read_users
+from lowmem_grpo.service.users import JOBS, LEAST, OWNER, Allowance, User, Users, new_key, read_users
+from lowmem_grpo.units import GIB, MIB
 
 KEY = "k" * LEAST
 
@@ -79,3 +80,21 @@ def test_a_name_or_key_that_stands_twice_is_refused(others: list[tuple[User, str
 def test_new_keys_differ_and_are_taken_by_clients_of_tinker() -> None:
     first, second = new_key(), new_key()
     assert first != second and first.startswith("tml-") and len(first) >= LEAST
+
+
+def test_words_change_what_they_name_and_nothing_else() -> None:
+    changed = Allowance().but(["requests=7", "bodies=3MiB", "storage=2GiB"])
+    assert changed == Allowance(requests=7, bodies=3 * MIB, storage=2 * GIB, models=Allowance().models)
+    assert changed.but(["bodies=123"]).bodies == 123 and Allowance().but([]) == Allowance()
+
+
+@every_row("word", ["requests", "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1",
+                                  "storage=1.5GiB", "RANGES=1", "=1"])
+def test_a_word_that_is_no_limit_is_named(word: str) -> None:
+    with pytest.raises(ValueError, match="is no limit; write requests=4096"):
+        Allowance().but([word])
+
+
+def test_an_allowance_of_nothing_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="models is 0; it must be a whole number, at least 1"):
+        Allowance().but(["models=0"])

@@ -1,17 +1,18 @@
-"""How long the owner of an engine waits for more calls: counted in waits, with a clock of our own."""
+"""How long the owner of an engine waits for more calls: counted in waits, with a clock of our own. An engine must never
+take one conversation, or one set of weights, for another."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import Call
-from lowmem_grpo.service.keys import Keys
-from lowmem_grpo.service.sitting import Sitting
+from lowmem_grpo.service.call import LIVE, Call
+from lowmem_grpo.service.sitting import Keys, Sitting
 from lowmem_grpo.service.waiting import FIRST, NO_ROUND, Asked, Job, Round, Waiting
 from lowmem_grpo.types import Rollout
 
@@ -106,3 +107,20 @@ def test_those_who_were_just_served_are_decoded_together_again_where_decoding_go
         sitting.give(request.key, Rollout([9], [0.0], "stop"))
     line.arrivals.later = [line.call] * 8
     assert (len(first), len(sitting.take(busy=False))) == (8, second)
+
+
+def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(key: int | None, adapter: Path | str | None = LIVE) -> Call:
+        return Call([1], SamplingParams(), adapter, key)
+
+    known, saved = Keys(), Path("saved")
+    asked = [(call(1), 0), (call(2), 0), (call(1, None), 0), (call(1, saved), 0), (call(1, saved), 1), (call(None), 0),
+             (call(None), 0)]
+    first = [known.of(*one) for one in asked]
+    assert len(set(first)) == len(asked)
+    again = [known.of(one, 0) for one, _ in asked]
+    assert again[:4] == first[:4] and not set(again[5:]) & set(first)
+    monkeypatch.setattr("lowmem_grpo.service.sitting.MOST", 3)
+    for number in range(10, 16):
+        known.of(call(number), 0)
+    assert len(known.known) <= 5 and known.of(call(1), 0) not in first

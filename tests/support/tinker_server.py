@@ -11,14 +11,13 @@ import torch
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.datum import as_bytes
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
-from lowmem_grpo.service.users import User, Users
+from lowmem_grpo.service.users import Allowances, User, Users
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
 API = "/api/v1"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from fastapi import Request, Response
-from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.page.asked import Asked, origin_is_ours, text_fields
@@ -16,7 +16,6 @@ from lowmem_grpo.service.page.download import zipped_adapter
 from lowmem_grpo.service.page.sign_in import LASTS, SignIn
 from lowmem_grpo.service.page.source import Source
 from lowmem_grpo.service.page.watching import Watching
-from lowmem_grpo.service.streamed import Events
 from lowmem_grpo.service.users import User
 from lowmem_grpo.views.dashboard.live_page import (
     View,
@@ -44,7 +43,7 @@ class Page:
 
     def user(self, request: Request) -> User:
         """Who asks. ChatError where nobody signed in."""
-        user = self.sign_in.user(request.headers.get("cookie", ""))
+        user = self.sign_in.user(request.cookies)
         if user is None:
             raise ChatError(401, "you are not signed in, or no longer: open / and give your key", None, "not_signed_in")
         return user
@@ -74,14 +73,14 @@ class Page:
     async def leave(self, request: Request) -> Response:
         """Sign out."""
         await self.fields(request)
-        self.sign_in.leave(request.headers.get("cookie", ""))
+        self.sign_in.leave(request.cookies)
         answer = RedirectResponse("/", 303)
         answer.delete_cookie(self.sign_in.name, path="/", httponly=True, samesite="strict")
         return answer
 
     async def show(self, request: Request, curves: bool = True) -> Response:
         """The page of a run or of several, or what of it changes beside its curves."""
-        if self.sign_in.user(request.headers.get("cookie", "")) is None:
+        if self.sign_in.user(request.cookies) is None:
             return HTMLResponse(sign_in_page(), 401)
         user, asked = self.user(request), Asked.of(request)
         view = await asyncio.to_thread(self.view, user, asked, curves)
@@ -113,7 +112,7 @@ class Page:
         user, asked = self.user(request), Asked.of(request)
         if self.open >= MOST_OPEN:
             raise ChatError(503, f"{MOST_OPEN} pages are open already; close some of them", None, "too_many_pages")
-        return Events(self.news(request, user, asked))
+        return StreamingResponse(self.news(request, user, asked), media_type="text/event-stream")
 
     async def news(self, request: Request, user: User, asked: Asked) -> AsyncGenerator[bytes, None]:
         """An event for each look that found something new, until the browser leaves or the server ends."""
@@ -122,7 +121,7 @@ class Page:
         try:
             yield b"retry: 1000\n\n"
             while not self.closing() and not await request.is_disconnected():
-                if self.sign_in.user(request.headers.get("cookie", "")) is None:
+                if self.sign_in.user(request.cookies) is None:
                     return
                 found, more = await asyncio.to_thread(self.watching.look, user, asked.names)
                 version = hashlib.sha256(repr(found).encode()).hexdigest()[:16]

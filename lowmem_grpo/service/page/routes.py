@@ -2,15 +2,13 @@
 
 from importlib.resources import files
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowmem_grpo.service.error_replies import answer_errors
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.gate import HOSTS, Gate
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.page import Page
+from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.units import MIB
 from lowmem_grpo.views.page_file import style
 
@@ -28,61 +26,35 @@ KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
 def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
-    """The page at `/` and below `/page`. `everywhere` takes requests for any name of this machine."""
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
-    add_shown(app, page)
-    add_done(app, page)
-    answer_errors(app, "GET / and those below /page")
-    gate = Gate(app, lambda key: True, Limits(body_bytes=MIB), None if everywhere else HOSTS)
-    return WithHeaders(gate)
+    """Return the page at `/` and below `/page`. `everywhere` takes requests for any name of this machine. Who signed in
+    is known by a cookie, so the gate asks for no key."""
+    return WithHeaders(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
+                                       "GET / and those below /page"))
 
 
-def add_shown(app: FastAPI, page: Page) -> None:
-    """What is looked at."""
+def page_router(page: Page) -> APIRouter:
+    """Return the routes: those with GET show something, the others change something."""
+    router = APIRouter(redirect_slashes=False)
 
-    @app.get("/")
+    @router.get("/")
     async def whole(request: Request) -> Response:
         return await page.show(request)
 
-    @app.get("/page/sections")
+    @router.get("/page/sections")
     async def sections(request: Request) -> Response:
         return await page.show(request, curves=False)
 
-    @app.get("/page/curves")
-    async def curves(request: Request) -> Response:
-        return await page.curves(request)
-
-    @app.get("/page/events")
-    async def events(request: Request) -> Response:
-        return await page.events(request)
-
-    @app.get("/page/files/{name}")
+    @router.get("/page/files/{name}")
     async def file(name: str) -> Response:
         return Response(asset(name), media_type=KINDS[name.rpartition(".")[2]])
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-
-def add_done(app: FastAPI, page: Page) -> None:
-    """What changes something."""
-
-    @app.get("/page/enter")
-    async def enter(request: Request) -> Response:
-        return await page.enter(request)
-
-    @app.post("/page/enter")
-    async def enter_by_key(request: Request) -> Response:
-        return await page.enter_by_key(request)
-
-    @app.post("/page/leave")
-    async def leave(request: Request) -> Response:
-        return await page.leave(request)
-
-    @app.post("/page/do/{action}")
-    async def act(action: str, request: Request) -> Response:
-        return await page.act(request, action)
+    router.add_api_route("/page/curves", page.curves)
+    router.add_api_route("/page/events", page.events)
+    router.add_api_route("/page/enter", page.enter)
+    router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
+    router.add_api_route("/page/leave", page.leave, methods=["POST"])
+    router.add_api_route("/page/do/{action}", page.act, methods=["POST"])
+    return router
 
 
 def asset(name: str) -> str:

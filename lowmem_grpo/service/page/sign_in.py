@@ -2,23 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
-from threading import Lock
+from collections.abc import Callable, Mapping
 
 from lowmem_grpo.service.users import User, hashed
 
 LASTS = 7 * 24 * 3600.0  # seconds that a browser stays signed in
 MOST_BROWSERS = 1000  # that are signed in at a time; the oldest make room
-
-
-@dataclass(frozen=True)
-class Browser:
-    """Who signed in, and until when that holds."""
-
-    user: User
-    until: float
 
 
 class SignIn:
@@ -27,57 +16,40 @@ class SignIn:
 
     def __init__(self, user_of: Callable[[str], User | None], clock: Callable[[], float] = time.monotonic) -> None:
         """`user_of` finds the user with a key."""
-        self.user_of, self.clock, self.lock = user_of, clock, Lock()
+        self.user_of, self.clock = user_of, clock
         self.name = f"lowmem-grpo-{secrets.token_hex(4)}"  # cookies of a host are shared by all of its ports
         self.tickets: dict[bytes, User] = {}
-        self.browsers: dict[bytes, Browser] = {}
-
-    def ticket(self, user: User) -> str:
-        """A text by which this user signs in, once."""
-        made = secrets.token_urlsafe(32)
-        with self.lock:
-            self.tickets[hashed(made)] = user
-        return made
+        self.browsers: dict[bytes, tuple[User, float]] = {}  # and until when that holds
 
     def link(self, user: User) -> str:
-        """The path of an address that signs this user in, once."""
-        return f"/page/enter?ticket={self.ticket(user)}"
+        """Return the path of an address that signs this user in, once."""
+        ticket = secrets.token_urlsafe(32)
+        self.tickets[hashed(ticket)] = user
+        return f"/page/enter?ticket={ticket}"
 
     def by_ticket(self, ticket: str) -> str | None:
-        """The cookie for who brings a ticket; None where it is not one, or was used."""
-        with self.lock:
-            user = self.tickets.pop(hashed(ticket), None)
-        return None if user is None else self.cookie_of(user)
+        """Return the cookie for who brings a link's ticket; None where it is not one, or was used."""
+        return self.cookie_of(self.tickets.pop(hashed(ticket), None))
 
     def by_key(self, key: str) -> str | None:
-        """The cookie for who has this key; None where nobody has."""
-        user = self.user_of(key)
-        return None if user is None else self.cookie_of(user)
+        """Return the cookie for who has this key; None where nobody has."""
+        return self.cookie_of(self.user_of(key))
 
-    def cookie_of(self, user: User) -> str:
-        """A new value of the cookie."""
-        made = secrets.token_urlsafe(32)
-        with self.lock:
-            self.browsers[hashed(made)] = Browser(user, self.clock() + LASTS)
-            while len(self.browsers) > MOST_BROWSERS:
-                del self.browsers[next(iter(self.browsers))]
-        return made
+    def cookie_of(self, user: User | None) -> str | None:
+        """Return a new value of the cookie, for a user."""
+        if user is None:
+            return None
+        cookie = secrets.token_urlsafe(32)
+        self.browsers[hashed(cookie)] = user, self.clock() + LASTS
+        while len(self.browsers) > MOST_BROWSERS:
+            del self.browsers[next(iter(self.browsers))]
+        return cookie
 
-    def user(self, cookies: str) -> User | None:
-        """Who a request's header `Cookie` stands for; None where nobody."""
-        with self.lock:
-            browser = self.browsers.get(hashed(self.value(cookies)))
-        return browser.user if browser is not None and self.clock() < browser.until else None
+    def user(self, cookies: Mapping[str, str]) -> User | None:
+        """Return who a request's cookies stand for; None where nobody."""
+        user, until = self.browsers.get(hashed(cookies.get(self.name, "")), (None, 0.0))
+        return user if self.clock() < until else None
 
-    def leave(self, cookies: str) -> None:
+    def leave(self, cookies: Mapping[str, str]) -> None:
         """Forget a browser."""
-        with self.lock:
-            self.browsers.pop(hashed(self.value(cookies)), None)
-
-    def value(self, cookies: str) -> str:
-        """The value of our cookie in a header; empty where there is none."""
-        try:
-            held = SimpleCookie(cookies).get(self.name)
-        except CookieError:
-            return ""
-        return "" if held is None else held.value
+        self.browsers.pop(hashed(cookies.get(self.name, "")), None)

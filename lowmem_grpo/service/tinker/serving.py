@@ -14,11 +14,10 @@ from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.cutting import Limits as Cut
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.service.limits import Limits
-from lowmem_grpo.service.routes import Completions, chat_router, text_router
+from lowmem_grpo.service.errors import Limits
+from lowmem_grpo.service.routes import Completions, openai_router
 from lowmem_grpo.service.sessions import Sessions
 from lowmem_grpo.service.tinker.adapters import Adapters
 from lowmem_grpo.service.tinker.asking import blamed
@@ -29,7 +28,7 @@ from lowmem_grpo.service.tinker.routes import Served, tinker_router
 from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.training import Training
 from lowmem_grpo.service.tinker.usage import Usage
-from lowmem_grpo.service.users import User
+from lowmem_grpo.service.users import Allowances, User
 
 MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
 AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the desk decodes them together
@@ -46,9 +45,7 @@ class ServedModel:
 
     def routers(self) -> dict[str, APIRouter]:
         """All that answers for it, by the prefixes of the paths."""
-        openai = chat_router(self.completions)
-        openai.include_router(text_router(self.completions))
-        return {"/api/v1": self.router, "/v1": openai}
+        return {"/api/v1": self.router, "/v1": openai_router(self.completions)}
 
     def close(self) -> None:
         """Finish what is being done, and begin no more; the next server goes on."""

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
 from lowmem_grpo.runs.whole_folder import flush, remove
-from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError
@@ -36,6 +35,7 @@ from lowmem_grpo.service.tinker.ledger import (
 from lowmem_grpo.service.tinker.runs import Runs
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
 from lowmem_grpo.service.tinker.usage import Usage
+from lowmem_grpo.service.users import Allowances
 from lowmem_grpo.service.waiting import DeskClosedError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Training:
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.shelf = Shelf(ledger.database, folder / "saved")
-        self.usage = Usage(allowances or Allowances(), ledger, self.shelf, folder)
+        self.usage = Usage(allowances, ledger, self.shelf, folder)
         self.runs = Runs(ledger.database, ledger)
         for model in ledger.models():
             self.pump(model.id)

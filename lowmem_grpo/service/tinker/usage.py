@@ -1,12 +1,12 @@
 """`Usage`: what each user has of the server now, against what their key may have."""
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
-from lowmem_grpo.service.allowance import Allowances
 from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Asked, Ledger, Model
 from lowmem_grpo.service.tinker.shelf import Shelf, size_of
+from lowmem_grpo.service.users import Allowance, Allowances
 from lowmem_grpo.units import size_text
 
 SMALL = 16 * 1024  # bytes of a step or a save, which is taken where bodies are at their limit: it may make room
@@ -19,15 +19,16 @@ class BusyError(Exception):
 class Usage:
     """Any thread may use it."""
 
-    def __init__(self, allowances: Allowances, ledger: Ledger, shelf: Shelf, folder: Path) -> None:
+    def __init__(self, allowances: Allowances | None, ledger: Ledger, shelf: Shelf, folder: Path) -> None:
         """`folder` has the models' states, and the snapshots that samplers name."""
-        self.allowances, self.ledger, self.shelf, self.folder = allowances, ledger, shelf, folder
+        self.ledger, self.shelf, self.folder = ledger, shelf, folder
+        self.allowances = defaultdict(Allowance) if allowances is None else allowances
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: Asked, model: Model) -> Asked:
         """A request as it is kept: in its turn one above a limit fails, with a message that says so. BusyError where
         there is room as soon as others are answered."""
-        have, may = self.ledger.open_of(model.owner), self.allowances.of(model.owner)
+        have, may = self.ledger.open_of(model.owner), self.allowances[model.owner]
         requests = have.requests + self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
             told = too_many(requests, may.requests)
@@ -43,7 +44,7 @@ class Usage:
 
     def begin_sample(self, owner: str) -> None:
         """BusyError where no more may wait. Each is to be ended."""
-        may = self.allowances.of(owner).requests
+        may = self.allowances[owner].requests
         with self.lock:
             requests = self.ledger.open_of(owner).requests + self.samples[owner]
             if requests >= may:
@@ -56,7 +57,7 @@ class Usage:
 
     def check_model(self, model: str, owner: str) -> None:
         """ValueError where a user has as many models as they may, and this is another one."""
-        have, may = {one.id for one in self.ledger.models(owner)}, self.allowances.of(owner).models
+        have, may = {one.id for one in self.ledger.models(owner)}, self.allowances[owner].models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
                              "(list_training_runs names them, and POST unload_model unloads one), or close their "
@@ -64,7 +65,7 @@ class Usage:
 
     def check_storage(self, owner: str, more: int) -> None:
         """ValueError where so many bytes more are not to be written for a user."""
-        have, may = self.stored(owner), self.allowances.of(owner).storage
+        have, may = self.stored(owner), self.allowances[owner].storage
         if have + more > may:
             raise ValueError(f"storage: this key has {size_text(have)} on the disk, this takes {size_text(more)} more, "
                              f"and {size_text(may)} is the most: delete saved weights (list_user_checkpoints names "

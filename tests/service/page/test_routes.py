@@ -78,15 +78,14 @@ def test_a_wrong_cookie_or_key_is_refused(page: Page, stranger: TestClient, cook
 
 
 def test_the_link_works_once_and_its_cookie_is_for_this_page_only(page: Page, stranger: TestClient) -> None:
-    path = f"/page/enter?ticket={page.sign_in.ticket(User(OWNER))}"
+    path = page.sign_in.link(User(OWNER))
     answer = stranger.get(path)
     cookie = answer.headers["set-cookie"]
     assert answer.status_code == 200 and "HttpOnly" in cookie and "SameSite=strict" in cookie and "Path=/" in cookie
     assert "Secure" not in cookie  # which a browser would not send to a loopback address
     assert stranger.get("/").status_code == 200
     assert TestClient(page_app(page), base_url=HERE).get(path).status_code == 401
-    secure = TestClient(page_app(page), base_url="https://127.0.0.1").get(
-        f"/page/enter?ticket={page.sign_in.ticket(User(OWNER))}")
+    secure = TestClient(page_app(page), base_url="https://127.0.0.1").get(page.sign_in.link(User(OWNER)))
     assert "Secure" in secure.headers["set-cookie"]
 
 
@@ -183,7 +182,7 @@ def event(page: Page, cookie: str, name: str, looks: int) -> list[bytes]:
     """The first events of a page, while a run writes after the first."""
 
     class Request:
-        headers = {"cookie": f"{page.sign_in.name}={cookie}"}
+        cookies = {page.sign_in.name: cookie}
 
         async def is_disconnected(self) -> bool:
             return False

@@ -1,5 +1,6 @@
 """JSON that nobody expects, by schemathesis: no route answers it with a 500, or with anything of what is inside."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from tinker_server import API, OTHER, OWNER, Server
 
-from lowmem_grpo.service.allowance import Allowance, Allowances
+from lowmem_grpo.service.users import Allowance
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="pip install schemathesis==4.32.5")
 FUZZ = settings(max_examples=12, derandomize=True, deadline=None, database=None,
@@ -84,7 +85,7 @@ def schema_of(server: Server) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("fuzzed"), Allowances(None, {"owner": Allowance(models=12)}))
+    made = Server(tmp_path_factory.mktemp("fuzzed"), defaultdict(Allowance, owner=Allowance(models=12)))
     yield made
     made.close()
 

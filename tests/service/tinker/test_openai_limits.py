@@ -1,6 +1,7 @@
 """Requests over OpenAI's routes count among those of their key, for as long as somebody waits for them."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from scripted_chat import begun, until
 from served import OTHER, OWNER, Serving, serving
 
-from lowmem_grpo.service.allowance import Allowance, Allowances
+from lowmem_grpo.service.users import Allowance
 
 SAYS: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -19,7 +20,7 @@ SAYS: list[Any] = [{"role": "user", "content": "Hello"}]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Its owner may have two requests at a time, and others as many as usual."""
-    allowances = Allowances(Allowance(), {"owner": Allowance(requests=2)})
+    allowances = defaultdict(Allowance, owner=Allowance(requests=2))
     with serving(tmp_path_factory.mktemp("server"), context=512, allowances=allowances) as made:
         yield made
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.limits import Limits
+from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.service.users import Users

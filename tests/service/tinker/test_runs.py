@@ -1,5 +1,6 @@
 """What a client leaves behind: models that are unloaded, snapshots that are replaced, weights whose time is over."""
 
+from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ from typing import Any
 import pytest
 from tinker_server import API, OTHER, OWNER, Server, body
 
-from lowmem_grpo.service.allowance import Allowance, Allowances
 from lowmem_grpo.service.tinker import gaps
+from lowmem_grpo.service.users import Allowance
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
 
 
 def test_a_model_whose_client_left_makes_room_for_a_new_one(tmp_path: Path) -> None:
-    server = Server(tmp_path, Allowances(Allowance(models=2)))
+    server = Server(tmp_path, defaultdict(lambda: Allowance(models=2)))
     first, second = trained(server), trained(server)
     session = server.post("create_session", {}).json()["session_id"]
     asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}

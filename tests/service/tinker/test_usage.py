@@ -1,19 +1,20 @@
 """Limits of a key: what is above one is refused with its name, and costs nobody else anything."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tinker_server import OTHER, Server, body
 
-from lowmem_grpo.service.allowance import Allowance, Allowances
+from lowmem_grpo.service.users import Allowance
 from lowmem_grpo.units import MIB
 
 SIZE = len(body("m" * 40, 1, 1))
 
 
 def served(folder: Path, **limits: int) -> Server:
-    return Server(folder, Allowances(Allowance(), {"owner": Allowance(**limits)}))
+    return Server(folder, defaultdict(Allowance, owner=Allowance(**limits)))
 
 
 def kept(server: Server, owner: str = "owner") -> int:
