@@ -3,7 +3,7 @@ meaning here by its name."""
 
 from typing import Any, TypedDict
 
-from lowmem_grpo.agents.refused import REFUSED, refuse
+from lowmem_grpo.agents.refused import refuse
 
 InitArgs = dict[str, Any]  # of FastLanguageModel.from_pretrained
 EngineArgs = dict[str, Any]  # of vLLM
@@ -27,6 +27,6 @@ class InternalModelConfig(TypedDict, total=False):
 
 
 def __getattr__(name: str) -> Any:
-    refuse("lowmem_grpo.agents.dev", name, REFUSED)
+    refuse("lowmem_grpo.agents.dev", name)
     known = sorted(one for one in globals() if one.endswith(("Args", "Config")))
     raise AttributeError(f"module 'lowmem_grpo.agents.dev' has no attribute {name!r}; it has {', '.join(known)}")

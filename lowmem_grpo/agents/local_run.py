@@ -12,10 +12,9 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lowmem_grpo.agents.judges import OPEN, DeskJudge
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.sampled import Sampled
-from lowmem_grpo.agents.tally import Tally, of_split, tally_of
+from lowmem_grpo.agents.rewards import OPEN, DeskJudge
+from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.parallel.ranks import ranks
@@ -200,7 +199,7 @@ class LocalRun:
 
     def note(self, tally: Tally, split: str, step: int) -> None:
         """Write the numbers of all ranks together, if there are any."""
-        if line := of_split(split, Tally.total(self.ranks.gather(f"the log of {split}", tally))):
+        if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 
     async def best_step(self, metric: str) -> int | None:

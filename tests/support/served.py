@@ -15,7 +15,7 @@ from scripted import TEMPLATE, ScriptedEngine
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
-from lowmem_grpo.agents.judges import DeskJudge
+from lowmem_grpo.agents.rewards import DeskJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.service.allowance import Allowances
