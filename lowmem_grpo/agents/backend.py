@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
@@ -89,12 +88,8 @@ class LocalBackend:
         await run.open(self.given)
         self.runs[key] = run
 
-    async def close(self) -> None:
-        """End every run: what is going on is finished, and reports are written."""
-        await self.end(None)
-
-    async def end(self, error: BaseException | None) -> None:
-        """End every run, as failed where there is an error."""
+    async def close(self, error: BaseException | None = None) -> None:
+        """End every run, as failed where there is an error: what is going on is finished, and reports are written."""
         runs, self.runs = list(self.runs.values()), {}
         for run in runs:
             await run.close(error)
@@ -102,10 +97,8 @@ class LocalBackend:
     async def __aenter__(self) -> "LocalBackend":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.end(error)
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        await self.close(error)
 
     # Training
 

@@ -92,21 +92,19 @@ class LocalRun:
         """End the run; what is going on is finished first. With an error, it has failed."""
         if not self.closed:
             self.closed = True
-            OPEN.remove(self)
             atexit.unregister(self.at_exit)
-            for endpoint in self.endpoints:
-                await asyncio.to_thread(endpoint.close)
-            await self.at_desk(partial(self.finish, error), sleep=False)
-            await asyncio.to_thread(self.desk.close)
+            await asyncio.to_thread(self.close_now, error)
 
     def at_exit(self) -> None:
-        """The program ends without having closed the run."""
-        self.closed = True
+        """Close the run at the end of a program that has not closed it."""
         if self.training:
             logger.warning("the step in progress is finished and saved first; Ctrl-C once more stops at once")
+        self.close_now(getattr(sys, "last_value", None))  # the error that ended the program
+
+    def close_now(self, error: BaseException | None) -> None:
+        OPEN.remove(self)
         for endpoint in self.endpoints:
             endpoint.close()
-        error = getattr(sys, "last_value", None)  # that ended the program
         self.desk.run(partial(self.finish, error), sleep=False).result()
         self.desk.close()
 
