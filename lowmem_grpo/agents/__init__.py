@@ -39,7 +39,7 @@ HOMES = {name: home for home, names in {
     "agents.types": "Message Messages MessagesAndChoices Tools",
 }.items() for name in names.split()}
 MODULES = ("dev", "local", "rewards", "types")  # that programs use as `art.dev`
-NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # of `pip install lowmem-grpo[agents]`
+NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # that lowmem-grpo[agents] brings
 
 
 def __getattr__(name: str) -> Any:

@@ -175,10 +175,6 @@ class LocalBackend:
         """The base model of a run as a judge, with the options of `rewards.SelfJudge`."""
         return self.run(model).judge(**options)
 
-    def inference_name(self, model: Any, step: int | None = None) -> str:
-        """What to ask for: the policy as it is, or as it was at a step."""
-        return str(model.name) if step is None else f"{model.name}@{step}"
-
     # Inside
 
     def folder(self, model: Any) -> Path:

@@ -5,10 +5,10 @@ from typing import Any, TypedDict
 
 from lowmem_grpo.agents.refused import refuse
 
-InitArgs = dict[str, Any]  # of FastLanguageModel.from_pretrained
-EngineArgs = dict[str, Any]  # of vLLM
-PeftArgs = dict[str, Any]  # of FastLanguageModel.get_peft_model
-TrainerArgs = dict[str, Any]  # of GRPOConfig
+InitArgs = dict[str, Any]  # for FastLanguageModel.from_pretrained
+EngineArgs = dict[str, Any]  # for vLLM
+PeftArgs = dict[str, Any]  # for FastLanguageModel.get_peft_model
+TrainerArgs = dict[str, Any]  # for GRPOConfig
 OpenAIServerConfig = dict[str, Any]
 ServerArgs = dict[str, Any]
 TrainConfig = dict[str, Any]  # ART's experimental options of one call of train

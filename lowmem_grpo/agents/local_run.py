@@ -42,7 +42,7 @@ class LocalRun:
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
-        self.error: BaseException | None = None  # of the last step, where that failed
+        self.error: BaseException | None = None  # why the last step failed, if it did
         self.training = False
         self.closed = False
         self.endpoints: list[Any] = []

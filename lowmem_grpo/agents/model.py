@@ -184,11 +184,6 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             self._client = self.backend().client(self)
         return self._client
 
-    def get_inference_name(self, step: int | None = None) -> str:
-        if self._backend is None:
-            return super().get_inference_name(step)
-        return self.backend().inference_name(self, step)
-
     def serve(self, **options: Any) -> Any:
         """Open an address on this machine for clients in other processes and frameworks. A second call without options
         returns the one that is open, if it still is. `inference_base_url` and `inference_api_key` are set."""

@@ -14,7 +14,7 @@ from lowmem_grpo.loader import FastLanguageModel, check_options
 from lowmem_grpo.models.named import find
 
 CONTEXT = 8192  # tokens, where nobody says how long conversations are and the model can do as much
-DEFAULTS: dict[str, Any] = {  # of GRPOConfig, where they differ from its own
+DEFAULTS: dict[str, Any] = {  # for GRPOConfig, where they differ from its own
     "learning_rate": 5e-6, "loss_type": "cispo", "lr_scheduler_type": "constant", "save_steps": 1,
     "save_total_limit": None, "kl_reference": "base",
 }
@@ -22,7 +22,7 @@ OWN = {  # what the backend decides
     "output_dir": "it is path/project/name", "overwrite_output_dir": "every run goes on from its last checkpoint",
     "model_name": "it is the base_model of TrainableModel",
 }
-PARTS = ("init_args", "engine_args", "peft_args", "trainer_args")  # of `_internal_config`
+PARTS = ("init_args", "engine_args", "peft_args", "trainer_args")  # in `_internal_config`
 TEMPLATES = ("chat_template", "chat_template_path", "chat_template_kwargs")
 CONFIG: dict[str, Fate] = {  # the rest of `_internal_config`
     **off("there is one device, which samples and trains by turns", "trainer_gpu_ids", "inference_gpu_ids",
@@ -34,7 +34,7 @@ CONFIG: dict[str, Fate] = {  # the rest of `_internal_config`
     **off("tools are given to the template as OpenAI's schemas", "chat_template_tool_schema_format",
           also=("default", "vllm_openai")),
 }
-ENGINE: dict[str, Fate] = {  # of vLLM's options those that the loader does not have
+ENGINE: dict[str, Fate] = {  # vLLM's options that the loader does not have
     **any_value("it is the base_model of TrainableModel", "model"),
     **any_value("vLLM always sleeps while the model trains", "enable_sleep_mode"),
     **any_value("vLLM has no such option any more: it schedules each step", "num_scheduler_steps"),
@@ -50,9 +50,9 @@ ENGINE: dict[str, Fate] = {  # of vLLM's options those that the loader does not 
 class ModelOptions:
     """The options of one model, by what takes them."""
 
-    loading: dict[str, Any] = field(default_factory=dict)  # of FastLanguageModel.from_pretrained
-    lora: dict[str, Any] = field(default_factory=dict)  # of FastLanguageModel.get_peft_model
-    training: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
+    loading: dict[str, Any] = field(default_factory=dict)  # for FastLanguageModel.from_pretrained
+    lora: dict[str, Any] = field(default_factory=dict)  # for FastLanguageModel.get_peft_model
+    training: dict[str, Any] = field(default_factory=dict)  # for GRPOConfig
     chat_template: str | None = None
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ class Progress:
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
         """Return what a rollout returns, or the error with which it failed; that is told only here. `kinds` are what it
         may return, `noun` says so."""
-        SESSION.set(uuid4().hex)  # of this task only
+        SESSION.set(uuid4().hex)  # for this task only
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:

@@ -96,7 +96,7 @@ HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # in this order: a
     "normalize_advantages": lambda value, _: {} if value else {"scale_rewards": "none"},
     "beta": kl, "kl_penalty_coef": kl, "epsilon": low, "epsilon_high": high,
     "max_negative_advantage_importance_sampling_weight": largest,
-    "truncated_importance_sampling": lambda value, _: {} if not value else {  # of what sampler and trainer disagree on
+    "truncated_importance_sampling": lambda value, _: {} if not value else {  # where sampler and trainer disagree
         "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_max": value},
 }

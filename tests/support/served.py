@@ -201,8 +201,5 @@ class ScriptedBackend:
     def judge(self, model: Any, **options: Any) -> DeskJudge:
         return DeskJudge(self.desk, self.desk.model, **options)
 
-    def inference_name(self, model: Any, step: int | None = None) -> str:
-        return "agent" if step is None else f"agent@{step}"
-
     async def close(self) -> None:
         self.desk.close()
