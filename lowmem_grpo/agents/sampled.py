@@ -5,14 +5,14 @@ plain messages: those that the policy is known to have said are its turns. What 
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
-from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
+from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.from_turns import group_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.histories import Histories
@@ -92,19 +92,22 @@ class Member:
         chosen = any(isinstance(one, Choice) for each in trajectory.histories for one in each.messages_and_choices)
         self.histories = [self.read(number, history, chosen) for number, history in enumerate(trajectory.histories)]
         if not self.turns:
-            raise UnexplainedError(NOTHING)
+            raise UnexplainedError(
+                "the policy is not known to have said anything in it. Put the choices of its replies into the messages "
+                "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
         """The turns of one conversation. What an earlier one holds already is not shown again."""
-        names = list(names_of(history)) if chosen else self.find(history)
+        entries = history.messages_and_choices  # a choice of another model names no turn, and no message does
+        names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."
         turns: list[Turn] = []
         said: list[Message] = []  # since the last turn
-        for place, (one, name) in enumerate(zip(history.messages_and_choices, names, strict=True)):
+        for place, (message, name) in enumerate(zip(history.messages(), names, strict=True)):
             known = name in self.turns
-            turn = None if name is None else self.turn(name, message_of(one), f"{before}messages_and_choices[{place}]")
+            turn = None if name is None else self.turn(name, message, f"{before}messages_and_choices[{place}]")
             if turn is None:
-                said.append(message_of(one))
+                said.append(message)
                 continue
             if not known:
                 self.show(said, turn)
@@ -143,16 +146,6 @@ class Member:
             calls = held.calls or len(message.get("tool_calls") or [])
             self.turns[name] = replace(held, message=message, replies=[], calls=calls)
         return self.turns[name]
-
-
-NOTHING = ("the policy is not known to have said anything in it. Put the choices of its replies into the messages "
-           "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
-
-
-def names_of(history: History) -> Iterator[str | None]:
-    """For each message: the turn that a choice names; None for messages, and for choices of other models."""
-    for one in history.messages_and_choices:
-        yield (getattr(one, "turn", None) or None) if isinstance(one, Choice) else None
 
 
 @dataclass

@@ -111,11 +111,14 @@ def test_one_member_in_place_of_a_list_is_refused_with_how_to_write_it(wrong: An
         art.TrajectoryGroup(wrong())
 
 
-@every_row("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron",
-                                  "PipelineTrainer", "TrainSFTConfig", "utils"])
+@every_row("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron", "PipelineTrainer", "utils",
+                    "TrainSFTConfig", "train_sft", "update_wandb_config", "set_cost_calculator"])
 def test_a_name_of_art_that_is_not_here_is_refused_with_what_to_do(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):
-        getattr(art, name)
+    for owner in (art, art.TrainableModel(name="agent", project="mail", base_model="tiny")):
+        with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):
+            getattr(owner, name)
+        with pytest.raises(AttributeError, match=f"{name}_"):
+            getattr(owner, name + "_")
     with pytest.raises(AttributeError, match=r"it has .*InternalModelConfig"):
         getattr(art.dev, name + "_")
 
