@@ -25,7 +25,8 @@ def test_a_part_of_a_config_that_has_no_meaning_here_is_refused_by_name() -> Non
     assert not_refused(read, [
         ({"engine_args": {"tensor_parallel_size": 2}}, "engine_args: tensor_parallel_size=2 is not supported"),
         ({"engine_args": {"trust_remote_code": True}}, "trust_remote_code=True"), ({"trainer_gpu_ids": [1]}, "device"),
-        ({"init_args": {"model_name": "m"}}, "base_model"), ({"chat_template": "a", "chat_template_path": "b"}, "one of"),
+        ({"init_args": {"model_name": "m"}}, "base_model"),
+        ({"chat_template": "a", "chat_template_path": "b"}, "one of"),
     ]) == []
     assert not_refused(read, [({"engine_args": {"max_num_seq": 2}}, "did you mean max_num_seqs"),
                               ({"engine_arg": {}}, "did you mean engine_args")], TypeError) == []
