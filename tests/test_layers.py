@@ -56,7 +56,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "train": {"bitsandbytes", "peft", "transformers"},
     "service": {"anyio", "fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
                 "zstandard"},
-    "agents": {"openai", "pydantic", "tqdm"},
+    "agents": {"openai", "pydantic", "tenacity", "tqdm"},
     "recipes": {"click", "datasets", "pydantic", "rich"},
     "jobs": {"fastapi", "starlette"},
     "commands": {"click"},

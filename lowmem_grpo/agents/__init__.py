@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.agents.attempts import limit_concurrency, retry
-    from lowmem_grpo.agents.auto import (
+    from lowmem_grpo.agents.backend import Backend, LocalBackend, LocalTrainResult, TrainResult
+    from lowmem_grpo.agents.endpoint import (
         auto_trajectory,
         capture_auto_trajectory,
         capture_yielded_trajectory,
         yield_trajectory,
     )
-    from lowmem_grpo.agents.backend import LocalBackend, LocalTrainResult, TrainResult
     from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups
-    from lowmem_grpo.agents.model import Backend, Model, TrainableModel
+    from lowmem_grpo.agents.model import Model, TrainableModel
     from lowmem_grpo.agents.train_config import TrainConfig
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
     from lowmem_grpo.agents.types import Message, Messages, MessagesAndChoices, Tools
@@ -30,21 +30,21 @@ __all__ = [
 
 HOMES = {name: home for home, names in {
     "agents.attempts": "limit_concurrency retry",
-    "agents.auto": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
-    "agents.backend": "LocalBackend LocalTrainResult TrainResult",
+    "agents.backend": "Backend LocalBackend LocalTrainResult TrainResult",
+    "agents.endpoint": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
     "agents.gather": "gather_trajectories gather_trajectory_groups",
-    "agents.model": "Backend Model TrainableModel",
+    "agents.model": "Model TrainableModel",
     "agents.train_config": "TrainConfig",
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
     "agents.types": "Message Messages MessagesAndChoices Tools",
 }.items() for name in names.split()}
 MODULES = ("dev", "local", "rewards", "types")  # that programs use as `art.dev`
-NEEDED = ("openai", "pydantic", "tqdm", "fastapi", "uvicorn")  # what `pip install lowmem-grpo[agents]` brings
+NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # that lowmem-grpo[agents] brings
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES and name not in MODULES:
-        import_module("lowmem_grpo.agents.refused").refuse_name(name)
+        import_module("lowmem_grpo.agents.refused").refuse("lowmem_grpo.agents", name)
         known = ", ".join([*__all__, *MODULES])
         raise AttributeError(f"module 'lowmem_grpo.agents' has no attribute {name!r}; it has {known}")
     try:

@@ -2,12 +2,12 @@
 
 import asyncio
 import functools
-import inspect
 import logging
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
+
+import tenacity
 
 from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule
 
@@ -20,61 +20,37 @@ def retry(
     exceptions: tuple[type[BaseException], ...] = (Exception,),
     on_retry: Callable[[Any, int], None] | None = None,
 ) -> Callable[[Function], Function]:
-    """A decorator, for plain and async functions: call again, up to `max_attempts` times in all, after one of
-    `exceptions`; first `delay` seconds later, then `backoff_factor` times as long each time.
+    """Return a decorator, for plain and async functions, that calls again, up to `max_attempts` times in all, after one
+    of `exceptions`; first `delay` seconds later, then `backoff_factor` times as long each time.
 
     Each time `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises ValueError
     for settings that make no sense.
     """
-    check("max_attempts", max_attempts, COUNT, "write @retry() or @retry(max_attempts=3)")
+    check("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
     check("delay", delay, ZERO_OR_MORE)
     check("backoff_factor", backoff_factor, ZERO_OR_MORE)
 
-    def tell(function: Any, error: BaseException, attempt: int) -> None:
+    def tell(state: tenacity.RetryCallState) -> None:
+        error = state.outcome and state.outcome.exception()
         if on_retry is not None:
-            on_retry(error, attempt)
+            on_retry(error, state.attempt_number)
         else:
-            logger.warning("attempt %d of %d of %s failed (%s: %s); trying again", attempt, max_attempts,
-                           getattr(function, "__name__", function), type(error).__name__, error)
+            logger.warning("attempt %d of %d of %s failed (%s: %s); trying again", state.attempt_number, max_attempts,
+                           state.get_fn_name(), type(error).__name__, error)
 
-    def waits() -> Iterator[tuple[int, float]]:
-        for attempt in range(1, max_attempts + 1):
-            yield attempt, delay * backoff_factor ** (attempt - 1)
-
-    def decorate(function: Any) -> Any:
-        @functools.wraps(function)
-        async def later(*args: Any, **options: Any) -> Any:
-            for attempt, pause in waits():
-                try:
-                    return await function(*args, **options)
-                except exceptions as error:
-                    if attempt == max_attempts:
-                        raise
-                    tell(function, error, attempt)
-                await asyncio.sleep(pause)
-
-        @functools.wraps(function)
-        def now(*args: Any, **options: Any) -> Any:
-            for attempt, pause in waits():
-                try:
-                    return function(*args, **options)
-                except exceptions as error:
-                    if attempt == max_attempts:
-                        raise
-                    tell(function, error, attempt)
-                time.sleep(pause)
-
-        return later if inspect.iscoroutinefunction(function) else now
-
-    return decorate
+    decorator: Any = tenacity.retry(
+        stop=tenacity.stop_after_attempt(max_attempts), retry=tenacity.retry_if_exception_type(exceptions),
+        wait=lambda state: delay * backoff_factor ** (state.attempt_number - 1), before_sleep=tell, reraise=True,
+    )
+    return decorator
 
 
 def limit_concurrency(
     n: int, derive_key: Callable[..., str] | None = None
 ) -> Callable[[Function], Function]:
-    """A decorator for async functions: at most `n` calls at a time, or `n` of each key that `derive_key` makes of a
-    call's arguments."""
-    check("n", n, COUNT, "write @limit_concurrency(8)")
+    """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` of each key that
+    `derive_key` makes of a call's arguments."""
+    check("n", n, COUNT, ": write @limit_concurrency(8)")
     places: dict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(n))
 
     def decorate(function: Any) -> Any:
@@ -90,7 +66,7 @@ def limit_concurrency(
 
 
 def check(name: str, value: object, rule: Rule, fix: str = "") -> None:
-    """Raises ValueError where a value breaks a rule."""
+    """Raise ValueError where a value breaks a rule."""
     words, holds = rule
     if not holds(value):
-        raise ValueError(f"{name} is {value!r}; it must be {words}" + (f": {fix}" if fix else ""))
+        raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")

@@ -4,15 +4,14 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
-from lowmem_grpo.agents.judges import DeskJudge
 from lowmem_grpo.agents.local_run import LocalRun
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.refused import OF_BACKEND, refuse
-from lowmem_grpo.agents.tally import Tally, of_split, tally_of
+from lowmem_grpo.agents.refused import refuse
+from lowmem_grpo.agents.rewards import DeskJudge
+from lowmem_grpo.agents.sampled import Tally, tally_of
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.parallel.ranks import ranks
@@ -59,11 +58,11 @@ class LocalBackend:
         if gpu_cost_per_hour_usd is not None:
             raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
                              "hours in summary.json (train_seconds), and leave it out")
-        self.path, self.given, self.options = Path(path or "runs"), model, ModelOptions.of(options)
+        self.path, self.given, self.options = Path(path or "runs"), model, ModelOptions.from_names(options)
         self.runs: dict[tuple[str, str], LocalRun] = {}
 
     def __getattr__(self, name: str) -> Any:
-        refuse(type(self).__name__, name, OF_BACKEND)
+        refuse(type(self).__name__, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # Begin and end
@@ -89,12 +88,8 @@ class LocalBackend:
         await run.open(self.given)
         self.runs[key] = run
 
-    async def close(self) -> None:
-        """End every run: what is going on is finished, and reports are written."""
-        await self.end(None)
-
-    async def end(self, error: BaseException | None) -> None:
-        """End every run, as failed where there is an error."""
+    async def close(self, error: BaseException | None = None) -> None:
+        """End every run, as failed where there is an error: what is going on is finished, and reports are written."""
         runs, self.runs = list(self.runs.values()), {}
         for run in runs:
             await run.close(error)
@@ -102,10 +97,8 @@ class LocalBackend:
     async def __aenter__(self) -> "LocalBackend":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.end(error)
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        await self.close(error)
 
     # Training
 
@@ -143,7 +136,7 @@ class LocalBackend:
     def write_down(self, model: Any, tally: Tally, split: str, step: int) -> None:
         """What was measured of a model that is only asked, by all ranks together; the first one writes."""
         joined = ranks()
-        line = of_split(split, Tally.total(joined.gather(f"the log of {model.name}", tally)))
+        line = Tally.total(joined.gather(f"the log of {model.name}", tally)).of_split(split)
         if line and joined.leads:
             RunRecords(self.folder(model)).metrics({"step": step, **line})
 
@@ -182,10 +175,6 @@ class LocalBackend:
         """The base model of a run as a judge, with the options of `rewards.SelfJudge`."""
         return self.run(model).judge(**options)
 
-    def inference_name(self, model: Any, step: int | None = None) -> str:
-        """What to ask for: the policy as it is, or as it was at a step."""
-        return str(model.name) if step is None else f"{model.name}@{step}"
-
     # Inside
 
     def folder(self, model: Any) -> Path:
@@ -199,6 +188,9 @@ class LocalBackend:
             raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
                              "call `await model.register(backend)` first")
         return found
+
+
+Backend = LocalBackend  # ART's name of what trains models and answers for them
 
 
 def trains(model: Any) -> bool:

@@ -3,12 +3,12 @@ meaning here by its name."""
 
 from typing import Any, TypedDict
 
-from lowmem_grpo.agents.refused import REFUSED, refuse
+from lowmem_grpo.agents.refused import refuse
 
-InitArgs = dict[str, Any]  # of FastLanguageModel.from_pretrained
-EngineArgs = dict[str, Any]  # of vLLM
-PeftArgs = dict[str, Any]  # of FastLanguageModel.get_peft_model
-TrainerArgs = dict[str, Any]  # of GRPOConfig
+InitArgs = dict[str, Any]  # for FastLanguageModel.from_pretrained
+EngineArgs = dict[str, Any]  # for vLLM
+PeftArgs = dict[str, Any]  # for FastLanguageModel.get_peft_model
+TrainerArgs = dict[str, Any]  # for GRPOConfig
 OpenAIServerConfig = dict[str, Any]
 ServerArgs = dict[str, Any]
 TrainConfig = dict[str, Any]  # ART's experimental options of one call of train
@@ -27,6 +27,6 @@ class InternalModelConfig(TypedDict, total=False):
 
 
 def __getattr__(name: str) -> Any:
-    refuse("lowmem_grpo.agents.dev", name, REFUSED)
+    refuse("lowmem_grpo.agents.dev", name)
     known = sorted(one for one in globals() if one.endswith(("Args", "Config")))
     raise AttributeError(f"module 'lowmem_grpo.agents.dev' has no attribute {name!r}; it has {', '.join(known)}")

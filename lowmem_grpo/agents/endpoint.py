@@ -1,9 +1,18 @@
-"""Agents that speak HTTP: an endpoint whose sessions yield trajectories."""
+"""Trajectories that nobody writes down: of the calls of a session of an endpoint, of those that a coroutine makes, or
+handed over from deep inside of it."""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from contextvars import ContextVar
+from typing import Any
+from uuid import uuid4
 
 from openai.types.chat.chat_completion import Choice
 
-from lowmem_grpo.agents.trajectories import History, Metadata, Trajectory
+from lowmem_grpo.agents.trajectories import History, Metadata, Metrics, Trajectory
 from lowmem_grpo.service.endpoint import Endpoint
+from lowmem_grpo.service.errors import Limits
+from lowmem_grpo.service.rollouts import RECORDER, SESSION
 from lowmem_grpo.service.sessions import Conversation, Session
 
 
@@ -11,34 +20,105 @@ class RolloutSession(Session):
     """The calls of one rollout, which make up its trajectory."""
 
     def trajectory(
-        self, reward: float = 0.0, metrics: dict[str, float | int | bool] | None = None,
-        metadata: dict[str, Metadata] | None = None, logs: list[str] | None = None,
+        self, reward: float = 0.0, metrics: Metrics | None = None, metadata: dict[str, Metadata] | None = None,
+        logs: list[str] | None = None,
     ) -> Trajectory:
-        """All that the policy said in this session, its conversations as histories of one trajectory.
+        """Return all that the policy said in this session, its conversations as histories of one trajectory.
 
         Raises ValueError where it said nothing.
         """
-        histories = [history_of(one) for one in self.conversations()]
+        histories = list(map(history_of, self.conversations()))
         if not histories:
             raise ValueError("nothing was said in this session, so that there is nothing to train on: the agent must "
                              f"call {self.base_url} (base_url of the session, not that of the endpoint), with the name "
                              "of the model that is trained, and get a reply")
         first, *others = histories
-        return Trajectory(
-            messages_and_choices=first.messages_and_choices, tools=first.tools, additional_histories=others,
-            reward=reward, metrics=metrics or {}, metadata=metadata or {}, logs=logs or [],
-        )
+        return Trajectory(**dict(first), additional_histories=others, reward=reward, metrics=metrics or {},
+                          metadata=metadata or {}, logs=logs or [])
 
 
 class AgentEndpoint(Endpoint):
     """An endpoint for rollouts, as `model.serve()` gives it."""
 
     def session(self) -> RolloutSession:
-        """An address of its own for one rollout: a context manager, with `base_url`, `api_key` and `trajectory`."""
+        """Return an address of its own for one rollout: a context manager, with `base_url`, `api_key` and
+        `trajectory`."""
         return self.begin(RolloutSession)
 
 
 def history_of(conversation: Conversation) -> History:
-    """A recorded conversation in the form of ART."""
+    """Return a recorded conversation in the form of ART."""
     said = [Choice.model_validate(one) if "turn" in one else one for one in conversation.messages_and_choices]
     return History(messages_and_choices=said, tools=conversation.tools)
+
+
+class Capture:
+    """The trajectory of a coroutine whose calls are recorded."""
+
+    def __init__(self) -> None:
+        self.trajectory = Trajectory()
+        self.session = RolloutSession("model.openai_client()", "", Limits(), lambda name: None)
+
+    def refresh(self) -> Trajectory:
+        """Return the trajectory with all that has been said so far."""
+        if self.session.replies:
+            said = self.session.trajectory()
+            for name in ("messages_and_choices", "tools", "additional_histories"):
+                setattr(self.trajectory, name, getattr(said, name))
+        return self.trajectory
+
+
+CAPTURE: ContextVar[Capture | None] = ContextVar("lowmem_grpo_capture", default=None)
+YIELDED: ContextVar[list[Trajectory] | None] = ContextVar("lowmem_grpo_yielded", default=None)
+
+
+async def run_with(coroutine: Awaitable[Any], values: dict[ContextVar[Any], Any]) -> None:
+    """Await a coroutine in a task of its own, where these variables have these values."""
+    async def run() -> None:
+        for variable, value in values.items():
+            variable.set(value)
+        await coroutine
+
+    await asyncio.create_task(run())
+
+
+def auto_trajectory(*, required: bool = False) -> Trajectory | None:
+    """The trajectory of the coroutine that `capture_auto_trajectory` runs, with all calls so far; to set its reward.
+    Outside of one None, or RuntimeError if it is required."""
+    capture = CAPTURE.get()
+    if capture is not None:
+        return capture.refresh()
+    if required:
+        raise RuntimeError("there is no auto trajectory here: run this coroutine with capture_auto_trajectory(...)")
+    return None
+
+
+async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+    """The trajectory of all calls that a coroutine makes through `model.openai_client()` of a model in training; a new
+    conversation becomes a further history. Other clients are not seen: for these, see `model.serve()`.
+
+    Raises ValueError if it made no call.
+    """
+    capture = Capture()
+    await run_with(coroutine, {CAPTURE: capture, RECORDER: capture.session, SESSION: uuid4().hex})
+    if not capture.session.replies:
+        raise ValueError("the coroutine called no model through model.openai_client(), so that there is nothing to "
+                         "train on; what another client asks is recorded at an address of model.serve().session()")
+    return capture.refresh().finish()
+
+
+def yield_trajectory(trajectory: Trajectory) -> None:
+    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine. RuntimeError without one."""
+    taken = YIELDED.get()
+    if taken is None:
+        raise RuntimeError("nobody takes this trajectory: run this coroutine with capture_yielded_trajectory(...)")
+    taken.append(trajectory)
+
+
+async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+    """The last trajectory that a coroutine hands over with `yield_trajectory`. RuntimeError without one."""
+    taken: list[Trajectory] = []
+    await run_with(coroutine, {YIELDED: taken})
+    if not taken:
+        raise RuntimeError("the coroutine ended without yield_trajectory(trajectory)")
+    return taken[-1]

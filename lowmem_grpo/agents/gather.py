@@ -73,24 +73,17 @@ async def gather_trajectories(
     chosen = list(trajectories)
     progress = Progress(max_exceptions, None, timeout, len(chosen))
 
-    async def one(rollout: Any) -> Any:
-        found = await progress.watch(rollout, (Trajectory, list, tuple), "a Trajectory, or a list of them")
-        for trajectory in [found] if isinstance(found, Trajectory) else found if is_many(found) else ():
-            progress.done(trajectory)
-        return found
+    async def play(rollout: Any) -> Any:
+        result = await progress.watch(rollout, (Trajectory, list, tuple), "a Trajectory, or a list of them")
+        for member in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(member, Trajectory):
+                progress.done(member)
+            elif member is not result:
+                raise TypeError(f"a rollout returned a list with {described(member)}; all must be trajectories")
+        return result
 
     with progress.shown(pbar_desc):
-        return await together(map(one, chosen))
-
-
-def is_many(found: object) -> bool:
-    """Whether it is a list of trajectories. TypeError for a list of anything else."""
-    if not isinstance(found, list | tuple):
-        return False
-    for one in found:
-        if not isinstance(one, Trajectory):
-            raise TypeError(f"a rollout returned a list with {described(one)}; all must be trajectories")
-    return True
+        return await together(map(play, chosen))
 
 
 def say_deprecated(pbar_total_completion_tokens: bool) -> None:

@@ -12,10 +12,9 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lowmem_grpo.agents.judges import OPEN, DeskJudge
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.sampled import Sampled
-from lowmem_grpo.agents.tally import Tally, of_split, tally_of
+from lowmem_grpo.agents.rewards import OPEN, DeskJudge
+from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.parallel.ranks import ranks
@@ -43,7 +42,7 @@ class LocalRun:
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
-        self.error: BaseException | None = None  # of the last step, where that failed
+        self.error: BaseException | None = None  # why the last step failed, if it did
         self.training = False
         self.closed = False
         self.endpoints: list[Any] = []
@@ -93,21 +92,19 @@ class LocalRun:
         """End the run; what is going on is finished first. With an error, it has failed."""
         if not self.closed:
             self.closed = True
-            OPEN.remove(self)
             atexit.unregister(self.at_exit)
-            for endpoint in self.endpoints:
-                await asyncio.to_thread(endpoint.close)
-            await self.at_desk(partial(self.finish, error), sleep=False)
-            await asyncio.to_thread(self.desk.close)
+            await asyncio.to_thread(self.close_now, error)
 
     def at_exit(self) -> None:
-        """The program ends without having closed the run."""
-        self.closed = True
+        """Close the run at the end of a program that has not closed it."""
         if self.training:
             logger.warning("the step in progress is finished and saved first; Ctrl-C once more stops at once")
+        self.close_now(getattr(sys, "last_value", None))  # the error that ended the program
+
+    def close_now(self, error: BaseException | None) -> None:
+        OPEN.remove(self)
         for endpoint in self.endpoints:
             endpoint.close()
-        error = getattr(sys, "last_value", None)  # that ended the program
         self.desk.run(partial(self.finish, error), sleep=False).result()
         self.desk.close()
 
@@ -200,7 +197,7 @@ class LocalRun:
 
     def note(self, tally: Tally, split: str, step: int) -> None:
         """Write the numbers of all ranks together, if there are any."""
-        if line := of_split(split, Tally.total(self.ranks.gather(f"the log of {split}", tally))):
+        if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 
     async def best_step(self, metric: str) -> int | None:

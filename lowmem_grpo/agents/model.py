@@ -3,51 +3,26 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from lowmem_grpo.agents.dev import InternalModelConfig
 from lowmem_grpo.agents.progress import described
-from lowmem_grpo.agents.refused import OF_MODEL, refuse
+from lowmem_grpo.agents.refused import refuse
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
 from lowmem_grpo.parallel.place import this_place
 from lowmem_grpo.parallel.shares import share
 from lowmem_grpo.rewards.judge.judge import Judge
 
+if TYPE_CHECKING:
+    from lowmem_grpo.agents.backend import LocalBackend
+
 ConfigT = TypeVar("ConfigT")
 Thing = TypeVar("Thing")
 STATE = "program_state.json"  # what a program keeps for itself in the folder of its run
 BEST = "val/reward"
-
-
-class Backend(Protocol):
-    """What trains models and answers for them. LocalBackend is one."""
-
-    path: Any
-
-    async def register(self, model: Any) -> None: ...
-
-    async def train(self, model: Any, trajectory_groups: Any, **options: Any) -> Any: ...
-
-    async def log(self, model: Any, groups: Any, split: str = "val", metrics: Any = None, step: Any = None) -> None: ...
-
-    async def get_step(self, model: Any) -> int: ...
-
-    async def best_step(self, model: Any, metric: str = BEST) -> int | None: ...
-
-    async def delete_checkpoints(self, model: Any, keep: list[int]) -> None: ...
-
-    def client(self, model: Any) -> Any: ...
-
-    def serve(self, model: Any, **options: Any) -> Any: ...
-
-    def judge(self, model: Any, **options: Any) -> Judge: ...
-
-    def inference_name(self, model: Any, step: int | None = None) -> str: ...
-
-    async def close(self) -> None: ...
 
 
 class Model(BaseModel, Generic[ConfigT]):
@@ -83,17 +58,17 @@ class Model(BaseModel, Generic[ConfigT]):
                              "and LocalBackend(report_to='wandb') sends them on: leave report_metrics out")
 
     def __getattr__(self, name: str) -> Any:
-        refuse(type(self).__name__, name, OF_MODEL)
+        refuse(type(self).__name__, name)
         return super().__getattr__(name)  # type: ignore[misc]
 
-    def backend(self) -> Backend:
+    def backend(self) -> "LocalBackend":
         """The backend with which it is registered. ValueError without one."""
         if self._backend is None:
             raise ValueError(f"the model {self.name!r} has no backend yet: call `await model.register(backend)` first")
-        found: Backend = self._backend
-        return found
+        backend: LocalBackend = self._backend
+        return backend
 
-    async def register(self, backend: Backend) -> None:
+    async def register(self, backend: "LocalBackend") -> None:
         """Hand it to a backend, which keeps its folder."""
         if not hasattr(backend, "register"):
             raise TypeError(f"register takes a backend, and got {described(backend)}: LocalBackend()")
@@ -170,9 +145,7 @@ class Model(BaseModel, Generic[ConfigT]):
         self.overwrite_state(merged)
         return merged
 
-    def write_state(self, state: Mapping[str, Any]) -> None:
-        """ART's old name of `overwrite_state`."""
-        self.overwrite_state(state)
+    write_state = overwrite_state  # its old name in ART
 
 
 class TrainableModel(Model[ConfigT], Generic[ConfigT]):
@@ -192,7 +165,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         super().__init__(**fields)
         self._internal_config = _internal_config
 
-    async def register(self, backend: Backend, _openai_client_config: Any = None) -> None:
+    async def register(self, backend: "LocalBackend", _openai_client_config: Any = None) -> None:
         """Load it, and go on from its last checkpoint if it has one."""
         if _openai_client_config:
             raise ValueError("_openai_client_config does nothing: there is no server of its own beside the trainer. "
@@ -210,11 +183,6 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         if self._client is None:
             self._client = self.backend().client(self)
         return self._client
-
-    def get_inference_name(self, step: int | None = None) -> str:
-        if self._backend is None:
-            return super().get_inference_name(step)
-        return self.backend().inference_name(self, step)
 
     def serve(self, **options: Any) -> Any:
         """Open an address on this machine for clients in other processes and frameworks. A second call without options

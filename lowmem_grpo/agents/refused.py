@@ -1,24 +1,19 @@
 """ART's names that are not here, and what to use in their place."""
 
-from typing import NoReturn
-
 from lowmem_grpo.unsloth_names import UnsupportedError
 
 LOCAL = "Training runs in this process, on this machine: use LocalBackend()."
-FOLDERS = ("A run's folder holds all of it (path/project/name, with checkpoint-N): copy that folder with any tool, "
-           "and the next register() goes on from its last checkpoint.")
-EXPORT = ("Export the adapter or the merged model, `lowmem-grpo export path/project/name`, and serve what it wrote "
-          "with any server.")
-REFUSED = {
+REFUSED = {  # names of its door, of its dev, of its backend and of its models
     **dict.fromkeys(("ServerlessBackend", "ServerlessTrainResult", "SkyPilotBackend", "TinkerBackend",
                      "TinkerNativeBackend", "MegatronBackend", "serverless", "skypilot", "tinker", "tinker_native",
-                     "megatron"), LOCAL),
-    **dict.fromkeys(("TinkerArgs", "TinkerNativeArgs", "TinkerTrainingClientArgs"), LOCAL),
+                     "megatron", "TinkerArgs", "TinkerNativeArgs", "TinkerTrainingClientArgs", "initialize_cluster",
+                     "down"), LOCAL),
     **dict.fromkeys(("PipelineTrainer", "pipeline_trainer", "trajectory_group_batches"),
                     "Write the loop: `groups = await gather_trajectory_groups(...)`, then `await model.train(groups)`. "
                     "One GPU samples or trains, so nothing is gained by doing both at a time."),
-    "TrainSFTConfig": "Train on given answers with SFTTrainer(model, args=SFTConfig(...), train_dataset=rows): "
-                      "docs/sft.md.",
+    **dict.fromkeys(("TrainSFTConfig", "train_sft"),
+                    "Train on given answers with SFTTrainer(model, args=SFTConfig(...), train_dataset=rows): "
+                    "docs/sft.md."),
     "utils": "There is no module of that name: retry and limit_concurrency are names of lowmem_grpo.agents itself, "
              "format_message is in lowmem_grpo.agents.types. For iterate_dataset, shuffle the rows with a seeded "
              "random.Random and slice them.",
@@ -29,15 +24,12 @@ REFUSED = {
     **dict.fromkeys(("get_openai_server_config", "is_dedicated_mode", "validate_dedicated_config"),
                     "There is no server of its own beside the trainer: model.serve() opens an address of the trainer's "
                     "own engine."),
-}
-OF_BACKEND = {
     **dict.fromkeys(("_experimental_pull_from_s3", "_experimental_push_to_s3", "_experimental_pull_model_checkpoint",
-                     "_experimental_fork_checkpoint"), FOLDERS),
-    "_experimental_deploy": EXPORT,
-    **dict.fromkeys(("initialize_cluster", "down"), LOCAL),
-}
-OF_MODEL = {
-    "train_sft": REFUSED["TrainSFTConfig"],
+                     "_experimental_fork_checkpoint"),
+                    "A run's folder holds all of it (path/project/name, with checkpoint-N): copy that folder with any "
+                    "tool, and the next register() goes on from its last checkpoint."),
+    "_experimental_deploy": "Export the adapter or the merged model, `lowmem-grpo export path/project/name`, and serve "
+                            "what it wrote with any server.",
     **dict.fromkeys(("update_wandb_config", "metrics_builder", "activate_metrics_context"),
                     "Every number goes into the run's metrics.jsonl; give LocalBackend(report_to='wandb') to send them "
                     "on."),
@@ -46,17 +38,7 @@ OF_MODEL = {
 }
 
 
-def refuse_name(name: str) -> None:
-    """UnsupportedError for a name of ART's door that this one has not."""
-    refuse("lowmem_grpo.agents", name, REFUSED)
-
-
-def refuse(owner: str, name: str, names: dict[str, str]) -> None:
-    """UnsupportedError for a name of ART that is among `names`."""
-    if name in names:
-        refused(owner, name, names[name])
-
-
-def refused(owner: str, name: str, fix: str) -> NoReturn:
-    """Raise UnsupportedError for a name of ART that is not here, with what to do."""
-    raise UnsupportedError(f"{owner} has no {name}. {fix}")
+def refuse(owner: str, name: str) -> None:
+    """Raise UnsupportedError, with what to do, for a name that ART has and `owner` has not."""
+    if name in REFUSED:
+        raise UnsupportedError(f"{owner} has no {name}. {REFUSED[name]}")

@@ -5,16 +5,17 @@ plain messages: those that the policy is known to have said are its turns. What 
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from statistics import fmean, stdev
+from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
-from lowmem_grpo.agents.tally import Tally
-from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
+from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.from_turns import group_of
 from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.histories import Histories
 from lowmem_grpo.service.messages import plain
 from lowmem_grpo.types import Message, RolloutGroup, Turn
 
@@ -22,21 +23,6 @@ logger = logging.getLogger(__name__)
 
 SAID = 3  # trajectories of a step that the log names
 LEAST = 2  # trajectories that can be compared
-
-
-class Held(Protocol):
-    """What holds the turns; `service.histories.Histories` does."""
-
-    def turn(self, name: str) -> Turn | None:
-        """A turn as the engine returned it; None where it is not held."""
-        ...
-
-    def find(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, models: Collection[str] = (),
-        taken: Collection[str] = (),
-    ) -> list[str | None]:
-        """For each message in plain form: the turn that it is, by name, or None."""
-        ...
 
 
 class UnexplainedError(ValueError):
@@ -47,7 +33,7 @@ class UnexplainedError(ValueError):
 class Sampled:
     """The groups of one step."""
 
-    held: Held
+    held: Histories
     models: Collection[str] = ()  # names under which the policy was asked
     found: set[str] = field(default_factory=set)  # turns that were found by what they say
     lost: list[str] = field(default_factory=list)  # why trajectories were left out
@@ -82,7 +68,7 @@ class Sampled:
             rollout.opening = member.opening
         return made
 
-    def tally(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> Tally:
+    def tally(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> "Tally":
         """How many trajectories there were and what became of them, and what the caller measured."""
         given = list(given)
         found = Tally({
@@ -106,19 +92,22 @@ class Member:
         chosen = any(isinstance(one, Choice) for each in trajectory.histories for one in each.messages_and_choices)
         self.histories = [self.read(number, history, chosen) for number, history in enumerate(trajectory.histories)]
         if not self.turns:
-            raise UnexplainedError(NOTHING)
+            raise UnexplainedError(
+                "the policy is not known to have said anything in it. Put the choices of its replies into the messages "
+                "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
         """The turns of one conversation. What an earlier one holds already is not shown again."""
-        names = list(names_of(history)) if chosen else self.find(history)
+        entries = history.messages_and_choices  # a choice of another model names no turn, and no message does
+        names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."
         turns: list[Turn] = []
         said: list[Message] = []  # since the last turn
-        for place, (one, name) in enumerate(zip(history.messages_and_choices, names, strict=True)):
+        for place, (message, name) in enumerate(zip(history.messages(), names, strict=True)):
             known = name in self.turns
-            turn = None if name is None else self.turn(name, message_of(one), f"{before}messages_and_choices[{place}]")
+            turn = None if name is None else self.turn(name, message, f"{before}messages_and_choices[{place}]")
             if turn is None:
-                said.append(message_of(one))
+                said.append(message)
                 continue
             if not known:
                 self.show(said, turn)
@@ -159,11 +148,51 @@ class Member:
         return self.turns[name]
 
 
-NOTHING = ("the policy is not known to have said anything in it. Put the choices of its replies into the messages "
-           "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
+@dataclass
+class Tally:
+    """Sums, and values of which the mean is told, by their names. Those of several processes add up."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=dict)  # the mean of none is 0
+
+    def measure(self, prefix: str, measured: Iterable[Mapping[str, Any]]) -> "Tally":
+        """Take in numbers by name, of those that have them; return this."""
+        for numbers in measured:
+            for name, value in numbers.items():
+                self.values.setdefault(prefix + name, []).append(float(value))
+        return self
+
+    @classmethod
+    def total(cls, tallies: Iterable["Tally"]) -> "Tally":
+        """Return all of them together."""
+        total = cls()
+        for tally in tallies:
+            for name, count in tally.counts.items():
+                total.counts[name] = total.counts.get(name, 0) + count
+            for name, values in tally.values.items():
+                total.values.setdefault(name, []).extend(values)
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sums and the means."""
+        return self.counts | {name: fmean(values) if values else 0.0 for name, values in sorted(self.values.items())}
+
+    def of_split(self, split: str) -> dict[str, float]:
+        """Return the line of a split: the numbers as `split/NAME`."""
+        return {name if name.startswith(f"{split}/") else f"{split}/{name}": value
+                for name, value in self.metrics().items()}
 
 
-def names_of(history: History) -> Iterator[str | None]:
-    """For each message: the turn that a choice names; None for messages, and for choices of other models."""
-    for one in history.messages_and_choices:
-        yield (getattr(one, "turn", None) or None) if isinstance(one, Choice) else None
+def tally_of(groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float]) -> Tally:
+    """Return what is logged of trajectories that are not trained on, under ART's names, and the caller's numbers."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    failed = sum(len(group.exceptions) for group in groups)
+    tally = Tally().measure("group_", (group.metrics for group in groups))
+    tally.measure("", (trajectory.metrics for trajectory in trajectories))
+    if trajectories:
+        spreads = [stdev(rewards) for group in groups if len(rewards := [member.reward for member in group]) > 1]
+        tally.values |= {"reward": [trajectory.reward for trajectory in trajectories], "reward_std_dev": spreads}
+    if trajectories or failed:
+        tally.values["exception_rate"] = [0.0] * len(trajectories) + [1.0] * failed
+    tally.values |= {name: [float(value)] for name, value in metrics.items()}
+    return tally

@@ -19,7 +19,7 @@ from tables import every_row
 
 from bench.attacks.small_run import differences
 from lowmem_grpo import agents as art
-from lowmem_grpo.agents.judges import judge_of
+from lowmem_grpo.agents.rewards import judge_of
 from lowmem_grpo.runs.lock import RunInUseError
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.unsloth_names import UnsupportedError

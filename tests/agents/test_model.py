@@ -14,7 +14,6 @@ from tables import every_row
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.rewards import ruler_score_group
-from lowmem_grpo.unsloth_names import UnsupportedError
 
 
 class Policy(BaseModel):
@@ -165,14 +164,6 @@ def test_the_internal_config_is_given_or_set_as_in_art() -> None:
 def test_what_cannot_be_done_yet_is_said_with_what_to_do(call: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError, ValidationError), match=words):
         call(model_of())
-
-
-@pytest.mark.parametrize("name", ["train_sft", "update_wandb_config", "set_cost_calculator"])
-def test_methods_of_art_that_are_not_here_are_refused_with_what_to_use(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):
-        getattr(model_of(), name)
-    with pytest.raises(AttributeError, match="no_such"):
-        getattr(model_of(), "no_such" + name)
 
 
 def test_a_prompted_model_is_reached_by_the_client_of_openai() -> None:

@@ -1,4 +1,4 @@
-"""From trajectories to what is trained: only what the policy drew, once, and shown as it was said."""
+"""From trajectories to what is trained: only what the policy drew, once, and shown as it was said; and to numbers."""
 
 import logging
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai.types.chat.chat_completion import Choice
 
-from lowmem_grpo.agents.sampled import Sampled
+from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.runs.trajectory import turn_records
 from lowmem_grpo.types import Message, Turn
@@ -125,3 +125,29 @@ def test_what_no_turn_explains_is_left_out_by_name(
     assert "trajectory 1 of group 0" in caplog.text and words in caplog.text
     sampled, groups = of(TWO, wrong)
     assert not groups and sampled.left_out == 1
+
+
+def tallied(*rewards: float, failed: int = 0) -> TrajectoryGroup:
+    return TrajectoryGroup([Trajectory(reward=reward, metrics={"won": reward > 0}) for reward in rewards],
+                           exceptions=[ValueError("x")] * failed, metrics={"size": len(rewards)})
+
+
+def test_numbers_of_parts_of_any_size_have_the_means_of_the_whole() -> None:
+    groups = [tallied(1.0, 0.0), tallied(1.0, 1.0, 0.0, failed=1), tallied(0.5)]
+    whole = tally_of(groups, {}).metrics()
+    assert whole["reward"] == pytest.approx(3.5 / 6) and whole["won"] == pytest.approx(4 / 6)
+    assert whole["exception_rate"] == pytest.approx(1 / 7) and whole["group_size"] == 2
+    for cut in range(4):
+        parts = Tally.total([tally_of(groups[:cut], {}), tally_of(groups[cut:], {})])
+        assert parts.metrics() == pytest.approx(whole)
+
+
+def test_sums_are_added_and_a_mean_of_none_is_zero() -> None:
+    total = Tally.total([Tally({"seen": 2}, {"spread": []}), Tally({"seen": 3, "lost": 1})])
+    assert total.metrics() == {"seen": 5, "lost": 1, "spread": 0.0}
+
+
+def test_numbers_of_the_caller_go_before_those_of_trajectories_and_carry_the_split() -> None:
+    assert tally_of([], {}).of_split("val") == {}
+    line = tally_of([tallied(1.0)], {"won": 0.25, "val/cost": 2}).of_split("val")
+    assert (line["val/won"], line["val/cost"], line["val/reward_std_dev"]) == (0.25, 2.0, 0.0)

@@ -111,18 +111,13 @@ def test_one_member_in_place_of_a_list_is_refused_with_how_to_write_it(wrong: An
         art.TrajectoryGroup(wrong())
 
 
-@every_row("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron",
-                                  "PipelineTrainer", "TrainSFTConfig", "utils"])
+@every_row("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron", "PipelineTrainer", "utils",
+                    "TrainSFTConfig", "TinkerArgs", "train_sft", "update_wandb_config", "set_cost_calculator"])
 def test_a_name_of_art_that_is_not_here_is_refused_with_what_to_do(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):
-        getattr(art, name)
+    for owner in (art, art.dev, art.TrainableModel(name="agent", project="mail", base_model="tiny")):
+        with pytest.raises(UnsupportedError, match=rf"has no {name}\. \w"):
+            getattr(owner, name)
+        with pytest.raises(AttributeError, match=f"{name}_"):
+            getattr(owner, name + "_")
     with pytest.raises(AttributeError, match=r"it has .*InternalModelConfig"):
         getattr(art.dev, name + "_")
-
-
-def test_the_parts_of_an_internal_config_are_plain_dicts() -> None:
-    config = art.dev.InternalModelConfig(init_args=art.dev.InitArgs(max_seq_length=64),
-                                         engine_args=art.dev.EngineArgs(enforce_eager=True))
-    assert config == {"init_args": {"max_seq_length": 64}, "engine_args": {"enforce_eager": True}}
-    with pytest.raises(UnsupportedError, match="LocalBackend"):
-        art.dev.TinkerArgs  # noqa: B018

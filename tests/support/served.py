@@ -15,7 +15,7 @@ from scripted import TEMPLATE, ScriptedEngine
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
-from lowmem_grpo.agents.judges import DeskJudge
+from lowmem_grpo.agents.rewards import DeskJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.service.call import LIVE, Call
@@ -199,9 +199,6 @@ class ScriptedBackend:
 
     def judge(self, model: Any, **options: Any) -> DeskJudge:
         return DeskJudge(self.desk, self.desk.model, **options)
-
-    def inference_name(self, model: Any, step: int | None = None) -> str:
-        return "agent" if step is None else f"agent@{step}"
 
     async def close(self) -> None:
         self.desk.close()
