@@ -14,7 +14,7 @@ BUDGET = {
     "uses of `found`": 1_303, "uses of `one`": 866, "uses of `given`": 800, "docstrings without a verb": 565,
     "comments that begin with of": 248, "bench lines": 15_964, "tests lines": 61_865,
 }
-FILES = {"first rollout()": 72, "second rollout()": 54, "update()": 60, "chat call": 56, "train(groups)": 120}
+FILES = {"first rollout()": 74, "second rollout()": 56, "update()": 60, "chat call": 56, "train(groups)": 120}
 MODULE = '''"""A module."""
 
 from lowmem_grpo.lower.words import Word
