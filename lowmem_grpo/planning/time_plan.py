@@ -51,8 +51,7 @@ DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of
 # card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say.
 CALIBRATION: dict[str, dict[str, float]] = {}
 # Where lengths are not given: shares that problems of GSM8K have of a context of 640 tokens (128, 205 and 512).
-PROMPT_SHARE, COMPLETION_SHARE = 1 / 5, 2 / 5  # of the context; of the longest completion
-PROMPTS = 8
+PROMPT_SHARE, COMPLETION_SHARE, PROMPTS = 1 / 5, 2 / 5, 8  # of the context; of the longest completion
 TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")

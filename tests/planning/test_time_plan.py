@@ -98,11 +98,6 @@ def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
             assert block_outputs(outputs, rows) == decode_launch(rows, outputs, 90).constexprs["BLOCK_N"]
 
 
-def test_16_bit_weights_are_faster_than_4_bits_at_many_rows_and_slower_at_one() -> None:
-    assert step(**WIDE).token_step(64, 300) < step().token_step(64, 300)
-    assert step(**WIDE).token_step(1, 300) > step().token_step(1, 300)
-
-
 def test_rows_beyond_what_the_4_bit_kernel_takes_dequantize_every_token() -> None:
     for card, rows, times in (("h200", 64, 1.1), ("t4", 40, 1.0)):
         few, many = (step(card).product(DOWN, n) for n in (rows, rows + 1))
@@ -247,10 +242,6 @@ def test_the_drivers_names_are_known_and_no_other_card_is_taken_for_one() -> Non
         "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4060": None, "": None,
     }
     assert {name: card_of(name) for name in cards} == cards
-
-
-def test_a_t4_without_bfloat16_is_estimated_at_its_rate_of_float16() -> None:
-    assert (seconds(card="t4").step_seconds or 0) > 5 * (seconds().step_seconds or 0)
 
 
 def test_a_size_and_a_plan_that_does_not_fit_have_no_time_and_say_why() -> None:
