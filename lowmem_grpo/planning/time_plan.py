@@ -11,6 +11,7 @@ logits, that of its launches, and for a layer's W weights
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
@@ -50,8 +51,7 @@ DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
 # card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say.
 CALIBRATION: dict[str, dict[str, float]] = {}
-# Where lengths are not given: shares that problems of GSM8K have of a context of 640 tokens (128, 205 and 512).
-PROMPT_SHARE, COMPLETION_SHARE, PROMPTS = 1 / 5, 2 / 5, 8  # of the context; of the longest completion
+PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # of context and longest completion, as in GSM8K
 TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
@@ -150,7 +150,7 @@ class StepTime:
     micro_batches: int = 1  # of a pass of training; taken to be of one size
     reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
 
-    @property
+    @cached_property
     def linears(self) -> list[Linear]:
         """The weights of a layer."""
         return list(self.shape.linears())
