@@ -56,7 +56,7 @@ TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 # Instructions a weight of the decode kernels by rows (at most), counted in their compiled loops: by form, and by the
-# compute capability from which on they hold. Before sm_80 there are no tensor cores, and before sm_89 no type e4m3.
+# compute capability from which on they hold (no tensor cores before sm_80, no type e4m3 before sm_89).
 DECODE_INSTRUCTIONS = {
     "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
             0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
@@ -100,10 +100,8 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work of a context in tokens, with the shares that GSM8K has where a length is left out.
-
-        ValueError where prompt and longest completion do not fit the context together.
-        """
+        """Return the work of a context in tokens, with the shares that GSM8K has where a length is left out. ValueError
+        where prompt and longest completion do not fit it together."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -168,8 +166,7 @@ class StepTime:
     @property
     def eager(self) -> bool:
         """Whether token steps are no CUDA graphs: our own engine has none of a cache that changes its place."""
-        changing = self.shape.delta or self.shape.experts or self.shape.forms
-        return self.settings.engine != "vllm" and bool(changing)
+        return self.settings.engine != "vllm" and bool(self.shape.delta or self.shape.experts or self.shape.forms)
 
     def multiply(self, weights: float, rows: float) -> float:
         """Return the seconds of 16-bit weights times M rows: as slow as the FLOP or as the weights' bytes."""
@@ -253,24 +250,25 @@ class StepTime:
         """Return the seconds of a layer's attention, forward, for so many tokens squared."""
         return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
-    def passes(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the seconds of the card and of the host, which work at the same time, for one forward pass over all
-        completions, and for one backward pass. What is recomputed is a part of that: all but `down` in tiles."""
+    def passes(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds of the card and of the host, which work at the same time, for one forward and one backward
+        pass over all completions. What is recomputed (in tiles all but `down`) is a part of the second."""
         shape, settings, linears = self.shape, self.settings, self.linears
-        again, grouped = bool(settings.checkpointing), self.grouped
-        attention, elementwise = self.attention(self.work.sequences * self.work.squared_length), self.elementwise()
+        again, elementwise = bool(settings.checkpointing), self.elementwise()
+        attention = self.attention(self.work.sequences * self.work.squared_length)
         forward = self.layer(linears, 1) + elementwise + attention
         backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
-        backward += (BACKWARD_ATTENTION + again + grouped) * attention
+        backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
         if again:
             backward += self.layer([w for w in linears if not settings.mlp_tile or w.name != "down_proj"], 1)
-        if grouped:  # each group of heads is computed once more, and q, k and v before it
+        if self.grouped:  # each group of heads is computed once more, and q, k and v before it
             backward += self.products([w for w in linears if w.name in ATTENTION_IN], 0)
         trained = self.work.sequences * self.work.completion_length
         head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
         launches = LAUNCHES_BACKWARD - (0 if again else LAUNCHES_FORWARD)
-        return (shape.layers * forward + head, host * LAUNCHES_FORWARD), (shape.layers * backward, host * launches)
+        return {"forward": (shape.layers * forward + head, host * LAUNCHES_FORWARD),
+                "backward": (shape.layers * backward, host * launches)}
 
     def layer(self, linears: list[Linear], lora: int) -> float:
         """Return the seconds of all tokens times these weights, which are dequantized for each micro-batch, of an MLP
@@ -289,9 +287,9 @@ class StepTime:
     def elementwise(self) -> float:
         """Return the seconds of a layer's norms, residuals, rope (10 launches), q, k, v side by side and back, and its
         gated activation, forward; LoRA reads x and adds to y."""
-        linears = sum(linear.taken * (2 * linear.columns + 4 * linear.rows) for linear in self.linears)
-        heads = self.shape.queries + self.shape.keys
-        return self.move(self.work.places * (20 * self.shape.hidden + 28 * heads + 6 * self.shape.inner + linears))
+        shape, linears = self.shape, sum(w.taken * (2 * w.columns + 4 * w.rows) for w in self.linears)
+        size = 20 * shape.hidden + 28 * (shape.queries + shape.keys) + 6 * shape.inner + linears
+        return self.move(self.work.places * size)
 
     def optimizer(self) -> float:
         """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
@@ -360,11 +358,11 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
                         f"t4, rtx4090 or h200 ({len(SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
     if not plan.fits:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
-    together = sampled_together(plan, shape, work)
-    step = StepTime(shape, settings, SPEEDS[card], work, together, micro_batches(plan, work),
-                    prefill_tokens(plan.device.total, together))
+    rows = sampled_together(plan, shape, work)
+    reads = prefill_tokens(plan.device.total, rows)
+    step = StepTime(shape, settings, SPEEDS[card], work, rows, micro_batches(plan, work), reads)
     passes = step.passes()
-    forward, backward = map(max, passes)
+    forward, backward = map(max, passes.values())
     sampling, training = calibration(card, "generate"), calibration(card, "train")
     gradients = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank)
     seconds = {
@@ -378,12 +376,14 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     }
     stretches = step.stretches()
     tail = [stretch for stretch in stretches if stretch[1] < TAIL * stretches[0][1]]
+    steps, last = (sum(stretch[0] for stretch in part) for part in (stretches, tail))
+    generate, train = (sum(seconds[part] for part in parts) for parts in (GENERATE, TRAIN))
     return TimePlan(
-        work, card, seconds, None, step.micro_batches, stretches[0][1], ceil(sum(steps for steps, *_ in stretches)),
-        {NF4: 4, FP8: 8}[settings.form] if step.quantized else 16, round(sum(steps for steps, *_ in tail)),
-        sampling * step.token_steps(tail),
-        {name: "card" if device >= host else "launches" for name, (device, host) in zip(TRAIN, passes, strict=False)},
-        True, sum(seconds.values()), *(sum(seconds[part] for part in parts) for parts in (GENERATE, TRAIN)),
+        work, card, seconds, micro_batches=step.micro_batches, sampled_together=stretches[0][1],
+        token_steps=ceil(steps - 1e-6), sampling_bits={NF4: 4, FP8: 8}[settings.form] if step.quantized else 16,
+        tail_steps=round(last), tail_seconds=sampling * step.token_steps(tail),
+        bound={name: "card" if device >= host else "launches" for name, (device, host) in passes.items()},
+        step_seconds=sum(seconds.values()), generate_seconds=generate, train_seconds=train,
     )
 
 
