@@ -38,7 +38,7 @@ come from lengths, never from comparing ids. fp16 always has a loss scale.
 ## The first two steps
 
 Before the first step, one line estimates how long a step and the run will take, if the data sheet of the card is known
-(`card_speeds.py`). The estimate assumes prompts as long as those of the sampled rows, and completions of 40% of
+(`memory/cards.py`). The estimate assumes prompts as long as those of the sampled rows, and completions of 40% of
 `max_completion_length`. On the CPU there is no estimate.
 
 After the first step, there is a warning for each of these:

@@ -9,10 +9,10 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 65_047, "core lines": 48_774, "package files": 552, "files below 60 lines with one importer": 30,
-    "folders at the top": 25, "files at the top": 13, "arrows between folders": 211, "class names that stand twice": 47,
-    "uses of `found`": 1_303, "uses of `one`": 866, "uses of `given`": 800, "docstrings without a verb": 565,
-    "comments that begin with of": 248, "bench lines": 15_964, "tests lines": 61_865,
+    "package lines": 64_721, "core lines": 48_449, "package files": 547, "files below 60 lines with one importer": 30,
+    "folders at the top": 25, "files at the top": 13, "arrows between folders": 210, "class names that stand twice": 45,
+    "uses of `found`": 1_303, "uses of `one`": 816, "uses of `given`": 798, "docstrings without a verb": 545,
+    "comments that begin with of": 242, "bench lines": 15_963, "tests lines": 61_831,
 }
 FILES = {"first rollout()": 74, "second rollout()": 56, "update()": 60, "chat call": 56, "train(groups)": 120}
 MODULE = '''"""A module."""

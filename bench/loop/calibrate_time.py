@@ -2,7 +2,7 @@
 
     python -m bench.loop.calibrate_time
 
-prints what `CALIBRATION` in lowmem_grpo/planning/costs.py should hold. It uses rows of results/loop.jsonl that have
+prints what `CALIBRATION` in lowmem_grpo/planning/time_plan.py should hold. It uses rows of results/loop.jsonl that have
 planned seconds and come from a card whose data sheet is known; there are none yet. Planned seconds in a row are those
 before calibration, so that no factor is counted twice.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lowmem_grpo.planning.card_speeds import card_of
+from lowmem_grpo.memory.cards import card_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "loop.jsonl"
 PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # of a plan: those of a row

@@ -9,11 +9,10 @@ from bench.rollout.shapes import LORA_RANK, Shape
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.base import Conversation, Engine, OnGroup
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.cards import Device, card_of
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.planning.card_speeds import card_of
-from lowmem_grpo.planning.costs import calibration
 from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.planning.time_plan import calibration
 from lowmem_grpo.train.run_memory import settings_of
 from lowmem_grpo.types import Rollout
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -59,8 +59,7 @@ def plan(
         from lowmem_grpo.memory.plan import RunSettings
         from lowmem_grpo.models.named import config_of
         from lowmem_grpo.planning import planner
-        from lowmem_grpo.planning.time_plan import plan_time
-        from lowmem_grpo.planning.workload import PROMPTS, Workload
+        from lowmem_grpo.planning.time_plan import PROMPTS, Workload, plan_time
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         said = planned_as(config, model, settings["engine"])
@@ -85,7 +84,7 @@ def plan(
         time = plan_time(found, ModelShape.of(config), work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
-            click.echo(json.dumps(found.to_dict() | {"time": time.to_dict(), "family": said} | extra, indent=2))
+            click.echo(json.dumps(found.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
         else:
             from lowmem_grpo.views.plan_table import show
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from lowmem_grpo.planning.workload import TAIL
+from lowmem_grpo.planning.time_plan import TAIL
 
 PHASES = ("prefill", "full", "tail")
 

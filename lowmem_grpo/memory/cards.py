@@ -1,8 +1,9 @@
-"""Cards by name, and how much memory each has."""
+"""Cards by name: how much memory each has, and how fast it is by its data sheet."""
 
 import difflib
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowmem_grpo.units import GIB, MIB
 
@@ -69,3 +70,46 @@ def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
     """Sequences that are decoded together: those that a run samples (None: not known), and no more than a cache for
     `longest_in_cache` sequences of the longest length holds when they are half as long."""
     return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))
+
+
+class CardSpeed(NamedTuple):
+    """What NVIDIA's data sheet says of a card."""
+
+    tflops: float  # dense, 16-bit, sums in float32: half of the best rate on a GeForce card
+    memory_tb_s: float
+    pcie_gb_s: float  # in one direction
+    sms: int
+    ghz: float  # boost
+    capability: int  # 75 is sm_75
+
+
+SPEEDS = {name: CardSpeed(*sheet) for name, sheet in {  # by the names of CARDS
+    "t4": (65, 0.320, 15.75, 40, 1.59, 75), "p100": (18.7, 0.732, 15.75, 56, 1.30, 60),
+    "v100-16": (125, 0.900, 15.75, 80, 1.53, 70), "v100-32": (125, 0.900, 15.75, 80, 1.53, 70),
+    "a10g": (70, 0.600, 31.5, 72, 1.71, 86), "a10": (125, 0.600, 31.5, 72, 1.695, 86),
+    "l4": (121, 0.300, 31.5, 58, 2.04, 89), "rtx3060": (25.5, 0.360, 31.5, 28, 1.78, 86),
+    "rtx3090": (71, 0.936, 31.5, 82, 1.695, 86), "rtx4060ti-16": (44.1, 0.288, 15.75, 34, 2.535, 89),
+    "rtx4070ti": (80.2, 0.504, 31.5, 60, 2.61, 89), "rtx4080": (97.5, 0.717, 31.5, 76, 2.505, 89),
+    "rtx4090": (165.2, 1.008, 31.5, 128, 2.52, 89), "rtx5080": (112.6, 0.960, 63, 84, 2.62, 120),
+    "rtx5090": (209.5, 1.792, 63, 170, 2.41, 120), "a4000": (76.7, 0.448, 31.5, 48, 1.56, 86),
+    "a5000": (111.1, 0.768, 31.5, 64, 1.695, 86), "a6000": (154.8, 0.768, 31.5, 84, 1.80, 86),
+    "l40s": (362, 0.864, 31.5, 142, 2.52, 89), "a100-40": (312, 1.555, 31.5, 108, 1.41, 80),
+    "a100-80": (312, 2.039, 31.5, 108, 1.41, 80), "h100": (989, 3.35, 63, 132, 1.83, 90),
+    "h100-nvl": (835, 3.9, 63, 132, 1.785, 90), "h200": (989, 4.8, 63, 132, 1.83, 90),
+    "b200": (2250, 8.0, 63, 148, 1.965, 100),
+}.items()}
+# The driver's names that do not follow from those here. Another name (a laptop's card, an H100 on PCIe) has no speed.
+DRIVER_NAMES = {
+    "tesla p100-pcie-16gb": "p100", "tesla v100-sxm2-16gb": "v100-16", "tesla v100-sxm2-32gb": "v100-32",
+    "nvidia geforce rtx 4060 ti": "rtx4060ti-16", "nvidia a100-sxm4-40gb": "a100-40", "nvidia h100 nvl": "h100-nvl",
+    "nvidia a100-pcie-40gb": "a100-40", "nvidia a100-sxm4-80gb": "a100-80", "nvidia a100 80gb pcie": "a100-80",
+    "nvidia h100 80gb hbm3": "h100",
+}
+
+
+def card_of(name: str) -> str | None:
+    """Return the card of `SPEEDS` that a name means, ours ("h200") or the driver's ("NVIDIA H200"); else None."""
+    plain = name.strip().lower()
+    short = plain.removeprefix("nvidia ").removeprefix("tesla ").removeprefix("geforce ")
+    card = DRIVER_NAMES.get(plain, short.replace("rtx a", "a").replace(" ", ""))
+    return card if card in SPEEDS else None

@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from lowmem_grpo.memory.named_configs import named_config
     from lowmem_grpo.memory.plan import RunSettings
     from lowmem_grpo.planning.planner import max_context, plan
-    from lowmem_grpo.planning.time_plan import plan_time
-    from lowmem_grpo.planning.workload import Workload
+    from lowmem_grpo.planning.time_plan import Workload, plan_time
 
 __all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "plan", "plan_time"]
 
 HOMES = {
-    "RunSettings": "memory.plan", "Workload": "planning.workload", "device": "memory.cards",
+    "RunSettings": "memory.plan", "Workload": "planning.time_plan", "device": "memory.cards",
     "max_context": "planning.planner", "named_config": "memory.named_configs", "plan": "planning.planner",
     "plan_time": "planning.time_plan",
 }

@@ -15,7 +15,7 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build
-from lowmem_grpo.planning.sampling_time import faster_in_16_bit
+from lowmem_grpo.planning.time_plan import faster_in_16_bit
 from lowmem_grpo.units import size_text
 
 TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
@@ -89,7 +89,7 @@ def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
     settings, rows = found.settings, found.settings.sequences or found.settings.num_generations
     if settings.sampling_weights is not None or settings.form == BITS_16 or settings.engine != "vllm":
         return found
-    if not faster_in_16_bit(shape, found.device.name, rows, settings.context / 2, settings.form):
+    if not faster_in_16_bit(shape, found.device.name, rows, settings.context, settings.form):
         return found
     wide = build(shape, replace(settings, sampling_weights="16bit"), found.device)
     if not wide.fits or wide.kv_bytes != found.kv_bytes:

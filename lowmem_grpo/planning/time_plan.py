@@ -1,31 +1,332 @@
-"""What a step will take on a named card, part by part: estimated from a memory plan, and never measured.
+"""Estimates the seconds of a step on a named card before it runs: from the card's data sheet, never measured.
 
-    prefill, decode              `sampling_time`
-    forward, backward, optimizer, copies   `training_time`
-    ranks                        their gradients are added up on the hosts, where there are several cards
-    engine                       it falls asleep and wakes, and quick rewards: a constant
+docs/plan.md says what each part counts. A token step of M rows takes the time of the bytes of adapter, cache, head and
+logits, that of its launches, and for a layer's W weights
 
-Speeds are those of the card's data sheet (`card_speeds`), costs of launches and instructions are `time_costs`.
+    16 bits                    the larger of 2 W bytes over memory bandwidth and 2 M W FLOP
+    4 bits and FP8, few rows   the largest of the weight's bytes, of 2 M W / BLOCK_N bytes of x that are read from L2,
+                               and of W times the instructions a weight takes
+    4 bits and FP8, more rows  it is dequantized (read, and written in 16 bits), then multiplied
 """
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import ceil
 
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
-from lowmem_grpo.memory.cards import MOST_SEQUENCES, prefill_tokens
+from lowmem_grpo.memory.cards import LARGE_PREFILL, MOST_SEQUENCES, SPEEDS, CardSpeed, card_of, prefill_tokens
 from lowmem_grpo.memory.cutting import cut
-from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
+from lowmem_grpo.memory.linear import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.memory.rows import ADAPTER_BYTES
-from lowmem_grpo.planning.card_speeds import SPEEDS, CardSpeed, card_of
-from lowmem_grpo.planning.costs import COSTS, ENGINE_SECONDS, SUM_BYTES_PER_SECOND, Costs, calibration
-from lowmem_grpo.planning.sampling_time import Sampling
-from lowmem_grpo.planning.training_time import Training
-from lowmem_grpo.planning.workload import Workload
+from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
+from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED
 
-BITS = {NF4: 4, FP8: 8}
+# What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
+GEMM = 0.80e12  # of 1 TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
+MEMORY = 0.90e12  # of 1 TB/s: a copy of 4.3 of 4.8
+ATTENTION = 0.35e12  # of 1 TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
+PCIE = 0.85e9  # of 1 GB/s, from pinned memory
+L2 = 24e9  # bytes of a multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
+LANES = 128e9  # instructions of a multiprocessor and GHz: of four warps of 32 lanes
+# Launches of a layer, counted without a card by bench/launches/bench.py on a small 4-bit model with LoRA; a test holds
+# these against it. Microseconds are of the host, unless they are of a graph.
+LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # of a micro-batch; the backward pass recomputes the forward pass
+LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA graph; the second is an assumption
+HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms of 9,612, an assumption, and 3.1 of an opaque op, counted
+GRAPH_US_PER_LAUNCH = 1.9  # of the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
+RECORD_SECONDS = 0.15  # for a graph of the transformers engine; an assumption, 0.35 on slow hosts
+RECORD_TOKENS, COMPACT_BELOW = 128, 0.5  # a new one after so many tokens, and once less than so many of its rows run
+EAGER_LAYER_US = 1200.0  # of a pass of the transformers engine without a graph; an assumption
+SAMPLER_LAUNCHES = 30  # of a token step outside of the graph: sampler, positions, block tables; an assumption
+SAMPLER_PASSES = 10  # over the float32 logits of a token step: softmax, log-probabilities, drawing; an assumption
+HEAD_FACTOR = 1.17  # of `linear_logprobs` to its products, between the estimates 1.15 and 1.19
+BACKWARD_ATTENTION = 2.5  # of its forward pass: five products in place of two (Dao, arXiv 2307.08691)
+BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what the forward pass read, and its own
+OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
+SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo on a machine: 320 MiB in 0.27 s on 2 cores
+ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
+DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
+# Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
+# card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say.
+CALIBRATION: dict[str, dict[str, float]] = {}
+PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # of context and longest completion, as in GSM8K
+TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
+ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+# Instructions a weight of the decode kernels by rows (at most), counted in their compiled loops: by form, and by the
+# compute capability from which on they hold (no tensor cores before sm_80, no type e4m3 before sm_89).
+DECODE_INSTRUCTIONS = {
+    "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
+            0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
+    "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
+            75: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1, 32: 98.8}, 0: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1}},
+}
+
+
+def calibration(card: str, phase: str) -> float:
+    """Return the factor of a planned time of this phase: 1 where no row of this card says otherwise."""
+    return CALIBRATION.get(card, {}).get(phase, 1.0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """P prompts with G completions each. Lengths are in tokens; those of prompt and completion are means.
+
+    Lengths of completions are taken to follow a Beta(1, k) law of mean m up to the longest one, L: k = L / m - 1.
+    """
+
+    prompts: int
+    generations: int
+    prompt_length: float
+    completion_length: float
+    longest: int  # completion of the step
+    iterations: int = 1  # passes of training over the completions
+    updates: int = 1  # optimizer steps
+    forward_only: int = 0  # passes that only compute log-probabilities: of the old policy, of the reference
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "generations", "prompt_length", "completion_length", "longest"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.completion_length > self.longest:
+            raise ValueError(f"completion_length is {self.completion_length:g}, the mean, and the longest completion "
+                             f"has {self.longest} tokens; give a mean of at most {self.longest}, or a larger "
+                             "max_completion_length")
+
+    @classmethod
+    def within(
+        cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
+        completion_length: int | None = None, longest: int | None = None,
+    ) -> "Workload":
+        """Return the work of a context in tokens, with the shares that GSM8K has where a length is left out. ValueError
+        where prompt and longest completion do not fit it together."""
+        share = int(context * PROMPT_SHARE)
+        prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
+        limit = max(1, min(context - share, context - prompt)) if longest is None else longest
+        if not (prompt_length is None and longest is None) and prompt + limit > context:
+            raise ValueError(f"a prompt of {prompt} tokens and a completion of {limit} do not fit a context of "
+                             f"{context}; raise --context, or lower --prompt-length or --max-completion-length")
+        mean = max(1, round(COMPLETION_SHARE * limit)) if completion_length is None else completion_length
+        return cls(PROMPTS if prompts is None else prompts, generations, prompt, mean, limit)
+
+    @property
+    def sequences(self) -> int:
+        """P G."""
+        return self.prompts * self.generations
+
+    @property
+    def places(self) -> float:
+        """Tokens of all micro-batches: each prompt once, up to its last token, and each completion."""
+        return self.prompts * (self.prompt_length - 1) + self.sequences * self.completion_length
+
+    def lengths(self, count: int) -> list[float]:
+        """Return the lengths of so many completions, longest first: quantiles of the law."""
+        power = self.completion_length / max(self.longest - self.completion_length, 1e-9)  # 1 / k
+        return [self.longest * (1 - ((number + 0.5) / count) ** power) for number in range(count)]
+
+    @property
+    def squared_length(self) -> float:
+        """The mean of (prompt + completion)^2, which attention costs."""
+        mean, longest = self.completion_length, self.longest
+        return self.prompt_length**2 + 2 * self.prompt_length * mean + 2 * mean**2 * longest / (longest + mean)
+
+
+Stretch = tuple[float, int, int, float]  # token steps, rows that run, rows that are computed, their mean tokens
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on one card, with nothing left open in `settings`."""
+
+    shape: ModelShape
+    settings: RunSettings
+    speed: CardSpeed
+    work: Workload
+    together: int = 1  # sequences decoded at a time
+    micro_batches: int = 1  # of a pass of training; taken to be of one size
+    reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
+
+    @cached_property
+    def linears(self) -> list[Linear]:
+        """The weights of a layer."""
+        return list(self.shape.linears())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether token steps multiply with quantized weights."""
+        return self.settings.form != BITS_16 and self.settings.sampling_weights != "16bit"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether attention's gradient is taken by groups of heads."""
+        return (self.settings.head_groups or 1) > 1
+
+    @property
+    def eager(self) -> bool:
+        """Whether token steps are no CUDA graphs: our own engine has none of a cache that changes its place."""
+        return self.settings.engine != "vllm" and bool(self.shape.delta or self.shape.experts or self.shape.forms)
+
+    def multiply(self, weights: float, rows: float) -> float:
+        """Return the seconds of 16-bit weights times M rows: as slow as the FLOP or as the weights' bytes."""
+        return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights))
+
+    def move(self, size: float) -> float:
+        """Return the seconds in which device memory moves so many bytes."""
+        return size / (self.speed.memory_tb_s * MEMORY)
+
+    def dequantize(self, linears: Iterable[Linear]) -> float:
+        """Return the seconds of weights from 4 bits or FP8 to 16, read and written; 0 where they are not quantized."""
+        form = self.settings.form
+        return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
+
+    def stretches(self) -> list[Stretch]:
+        """Return the token steps by what they compute. A free row goes to the next sequence; once none waits, rows end:
+        they leave vLLM at once, and our own engine when less than `COMPACT_BELOW` of them is left."""
+        work = self.work
+        rows = held = min(self.together, work.sequences)
+        waiting = (work.sequences - rows) * work.completion_length / rows
+        stretches: list[Stretch] = [(waiting, rows, rows, work.prompt_length + work.completion_length / 2)]
+        ends = [0.0, *reversed(work.lengths(rows)[1:]), float(work.longest)]
+        for running, (begin, end) in zip(range(rows, 0, -1), pairwise(ends), strict=True):
+            held = running if self.settings.engine == "vllm" or running < COMPACT_BELOW * held else held
+            stretches.append((end - begin, running, held, work.prompt_length + (begin + end) / 2))
+        return [stretch for stretch in stretches if stretch[0]]
+
+    def decode(self) -> float:
+        """Return the seconds of all token steps, and of the graphs that our own engine records for them."""
+        stretches = self.stretches()
+        graphs = len({rows for _, _, rows, _ in stretches}) + ceil(self.work.longest / RECORD_TOKENS) - 1
+        records = 0.0 if self.settings.engine == "vllm" or self.eager else graphs * RECORD_SECONDS
+        return self.token_steps(stretches) + records
+
+    def token_steps(self, stretches: Iterable[Stretch]) -> float:
+        """Return the seconds of these token steps."""
+        return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
+
+    def token_step(self, rows: int, cached: float) -> float:
+        """Return the seconds of a step of M rows with so many tokens each in the cache."""
+        shape, settings = self.shape, self.settings
+        moved = 2 * shape.lora_weights(settings.lora_rank) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
+        moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
+        card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)
+        card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)
+        if self.eager:
+            return max(card, shape.layers * EAGER_LAYER_US * 1e-6)
+        graph = shape.layers * LAUNCHES_DECODE[settings.engine] * GRAPH_US_PER_LAUNCH
+        return card + (graph + SAMPLER_LAUNCHES * HOST_US_PER_LAUNCH) * 1e-6
+
+    def product(self, linear: Linear, rows: int) -> float:
+        """Return the seconds of one matrix times M rows, or of the experts that M rows take: each token's choice is
+        taken as independent of the others'."""
+        again = self.dequantize([linear]) if self.quantized else 0.0
+        if linear.experts > 1:
+            share = 1 - (1 - linear.taken / linear.experts) ** rows
+            moved = share * (self.move(2 * linear.weights) + again)
+            return max(2 * rows * linear.passed / (self.speed.tflops * GEMM), moved)
+        instructions = decode_instructions(rows, self.speed, self.settings.form) if self.quantized else None
+        if instructions is None:
+            return self.multiply(linear.weights, rows) + again
+        clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
+        return max(
+            self.move(reads * linear.bytes_in(self.settings.form)),
+            2 * rows * linear.weights / block_outputs(linear.rows, rows) / (clocks * L2),
+            instructions * linear.weights / (clocks * LANES),
+        ) / DECODE_SHARE
+
+    def prefill(self) -> float:
+        """Return the seconds of reading each prompt once. Weights are dequantized for each pass, or once where token
+        steps multiply with 16 bits."""
+        tokens = self.work.prompts * self.work.prompt_length
+        passes = ceil(tokens / self.reads)
+        card = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
+        card += self.attention(tokens * self.work.prompt_length)
+        card += (passes if self.quantized else 1) * self.dequantize(self.linears)
+        host = LAUNCHES_FORWARD * HOST_US_PER_LAUNCH if self.settings.engine == "vllm" else EAGER_LAYER_US
+        return self.shape.layers * max(card, passes * host * 1e-6)
+
+    def attention(self, squared: float) -> float:
+        """Return the seconds of a layer's attention, forward, for so many tokens squared."""
+        return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
+
+    def passes(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds of the card and of the host, which work at the same time, for one forward and one backward
+        pass over all completions. What is recomputed (in tiles all but `down`) is a part of the second."""
+        shape, settings, linears = self.shape, self.settings, self.linears
+        again, elementwise = bool(settings.checkpointing), self.elementwise()
+        attention = self.attention(self.work.sequences * self.work.squared_length)
+        forward = self.layer(linears, 1) + elementwise + attention
+        backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
+        backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
+        if again:
+            backward += self.layer([w for w in linears if not settings.mlp_tile or w.name != "down_proj"], 1)
+        if self.grouped:  # each group of heads is computed once more, and q, k and v before it
+            backward += self.products([w for w in linears if w.name in ATTENTION_IN], 0)
+        trained = self.work.sequences * self.work.completion_length
+        head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
+        host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
+        launches = LAUNCHES_BACKWARD - (0 if again else LAUNCHES_FORWARD)
+        return {"forward": (shape.layers * forward + head, host * LAUNCHES_FORWARD),
+                "backward": (shape.layers * backward, host * launches)}
+
+    def layer(self, linears: list[Linear], lora: int) -> float:
+        """Return the seconds of all tokens times these weights, which are dequantized for each micro-batch, of an MLP
+        for each tile, and so often times the layer's LoRA."""
+        tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
+        tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
+        seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
+        return self.micro_batches * seconds + self.products(linears, lora)
+
+    def products(self, linears: list[Linear], lora: int) -> float:
+        """Return the seconds of their products alone."""
+        adapted = sum(linear.rows + linear.columns for linear in self.linears if linear.experts == 1)
+        numbers = sum(linear.passed for linear in linears) + lora * self.settings.lora_rank * adapted
+        return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
+
+    def elementwise(self) -> float:
+        """Return the seconds of a layer's norms, residuals, rope (10 launches), q, k, v side by side and back, and its
+        gated activation, forward; LoRA reads x and adds to y."""
+        shape, linears = self.shape, sum(w.taken * (2 * w.columns + 4 * w.rows) for w in self.linears)
+        size = 20 * shape.hidden + 28 * (shape.queries + shape.keys) + 6 * shape.inner + linears
+        return self.move(self.work.places * size)
+
+    def optimizer(self) -> float:
+        """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
+        numbers, optim = self.shape.lora_weights(self.settings.lora_rank), self.settings.optim or PAGED
+        states = 2 * numbers * OPTIMIZER_BYTES[optim]
+        moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
+        paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
+        return moved + paged + 2 * self.shape.layers * len(self.linears) * OPTIMIZER_US_PER_TENSOR * 1e-6
+
+    def copies(self, forward: float, backward: float) -> float:
+        """Return the seconds of copies of layer inputs, to the host and back, that no pass hides."""
+        if self.settings.checkpointing != "offload":
+            return 0.0
+        link = 2 * self.work.places * self.shape.hidden * self.shape.layers / (self.speed.pcie_gb_s * PCIE)
+        return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # which do not read ahead
+
+
+def decode_instructions(rows: int, speed: CardSpeed, form: str = NF4) -> float | None:
+    """Return a weight's instructions in the decode kernel of this form; None where it does not take so many rows."""
+    table = next(table for least, table in DECODE_INSTRUCTIONS[form].items() if speed.capability >= least)
+    return next((count for most, count in table.items() if rows <= most), None)
+
+
+def block_outputs(outputs: int, rows: int) -> int:
+    """Return the outputs of a block of the decode kernel, all of which read the same x (`few_rows.decode_launch`)."""
+    return 64 if outputs >= 8192 and rows <= 32 else 32
+
+
+def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4) -> bool:
+    """Return whether a card decodes M sequences of at most so many tokens no slower with dequantized weights than with
+    the kernel of NF4 or FP8: few rows, as are left in the end, read codes in a quarter or half the time. It is an
+    estimate from the data sheet, and True for a card without one."""
+    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8)
+    if name is None:
+        return True
+    codes = StepTime(shape, settings, SPEEDS[name], Workload.within(tokens, 1, rows), rows)
+    return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() <= codes.decode()
 
 
 @dataclass(frozen=True)
@@ -43,108 +344,57 @@ class TimePlan:
     tail_steps: int = 0  # of the token steps, those at the end, of few sequences
     tail_seconds: float = 0.0  # of decode
     bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
-
-    @property
-    def generate_seconds(self) -> float | None:
-        """Of a step's sampling."""
-        return self.sum_of(GENERATE)
-
-    @property
-    def train_seconds(self) -> float | None:
-        """Of a step's training, its optimizer step included."""
-        return self.sum_of(TRAIN)
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Of all of it; None where it cannot be estimated."""
-        return self.sum_of(tuple(self.seconds))
-
-    def sum_of(self, parts: tuple[str, ...]) -> float | None:
-        return sum(self.seconds[part] for part in parts) if self.seconds else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: null where nothing can be estimated."""
-        return asdict(self) | {
-            "estimated": True, "step_seconds": self.step_seconds, "generate_seconds": self.generate_seconds,
-            "train_seconds": self.train_seconds,
-        }
+    estimated: bool = True  # and never measured
+    step_seconds: float | None = None
+    generate_seconds: float | None = None
+    train_seconds: float | None = None
 
 
-def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload, costs: Costs = COSTS) -> TimePlan:
-    """The seconds of a step under a memory plan."""
-    card = card_of(plan.device.name)
+def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
+    """Return the seconds of a step under a memory plan."""
+    card, settings = card_of(plan.device.name), plan.settings
     if card is None:
-        return TimePlan(work, why=unknown(plan.device.name))
+        return TimePlan(work, why=f"no data sheet is known of {plan.device.name!r}, so no speed; name a card, such as "
+                        f"t4, rtx4090 or h200 ({len(SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
     if not plan.fits:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
-    sampling = sampling_of(plan, shape, SPEEDS[card], costs, work)
-    training = Training(shape, plan.settings, SPEEDS[card], costs, micro_batches(plan, work, costs))
-    forward, backward = training.forward(work), training.backward(work)
+    rows = sampled_together(plan, shape, work)
+    reads = prefill_tokens(plan.device.total, rows)
+    step = StepTime(shape, settings, SPEEDS[card], work, rows, micro_batches(plan, work), reads)
+    passes = step.passes()
+    forward, backward = map(max, passes.values())
+    sampling, training = calibration(card, "generate"), calibration(card, "train")
+    gradients = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank)
     seconds = {
-        "prefill": sampling.prefill(work, plan.settings.form != BITS_16), "decode": sampling.decode(work),
-        "forward": (work.iterations + work.forward_only) * forward.seconds,
-        "backward": work.iterations * backward.seconds,
-        "optimizer": work.updates * training.optimizer(),
-        "copies": work.iterations * training.copies(work, forward.seconds, backward.seconds)
-        + work.updates * costs.optimizer_copy_seconds,
-        **ranks_part(plan, shape, work), "engine": ENGINE_SECONDS,
+        "prefill": sampling * step.prefill(), "decode": sampling * step.decode(),
+        "forward": training * (work.iterations + work.forward_only) * forward,
+        "backward": training * work.iterations * backward,
+        "optimizer": training * work.updates * step.optimizer(),
+        "copies": training * work.iterations * step.copies(forward, backward),
+        **({"ranks": work.updates * gradients / SUM_BYTES_PER_SECOND} if settings.ranks > 1 else {}),
+        "engine": ENGINE_SECONDS,
     }
+    stretches = step.stretches()
+    tail = [stretch for stretch in stretches if stretch[1] < TAIL * stretches[0][1]]
+    steps, last = (sum(stretch[0] for stretch in part) for part in (stretches, tail))
+    generate, train = (sum(seconds[part] for part in parts) for parts in (GENERATE, TRAIN))
     return TimePlan(
-        work, card, calibrated(seconds, card), None, training.micro_batches,
-        min(sampling.together, work.sequences), sampling.steps(work), BITS[sampling.form] if sampling.quantized else 16,
-        round(work.tail_steps), sampling.tail(work) * calibration(card, "generate"),
-        {"forward": forward.bound, "backward": backward.bound},
+        work, card, seconds, micro_batches=step.micro_batches, sampled_together=stretches[0][1],
+        token_steps=ceil(steps - 1e-6), sampling_bits={NF4: 4, FP8: 8}[settings.form] if step.quantized else 16,
+        tail_steps=round(last), tail_seconds=sampling * step.token_steps(tail),
+        bound={name: "card" if device >= host else "launches" for name, (device, host) in passes.items()},
+        step_seconds=sum(seconds.values()), generate_seconds=generate, train_seconds=train,
     )
 
 
-def ranks_part(plan: MemoryPlan, shape: ModelShape, work: Workload) -> dict[str, float]:
-    """What adding up the gradients of several ranks takes; nothing for one."""
-    if plan.settings.ranks == 1:
-        return {}
-    size = ADAPTER_BYTES * shape.lora_weights(plan.settings.lora_rank)
-    return {"ranks": work.updates * size / SUM_BYTES_PER_SECOND}
-
-
-def unknown(name: str) -> str:
-    """Why nothing is estimated for a device without a data sheet, and what to do."""
-    return (f"no data sheet is known of {name!r}, so no speed; name a card, such as t4, rtx4090 or h200 "
-            f"({len(SPEEDS)} are known, in lowmem_grpo/planning/card_speeds.py)")
-
-
-def calibrated(seconds: dict[str, float], card: str) -> dict[str, float]:
-    """The parts, corrected by what rows of this card have measured of their phase."""
-    phases = dict.fromkeys(GENERATE, "generate") | dict.fromkeys(TRAIN, "train")
-    return {part: value * (calibration(card, phases[part]) if part in phases else 1.0)
-            for part, value in seconds.items()}
-
-
-# What follows reads the memory plan: how a step is sampled and cut under it.
-
-
-def sampling_of(plan: MemoryPlan, shape: ModelShape, speed: CardSpeed, costs: Costs, work: Workload) -> Sampling:
-    """How a step is sampled under a plan."""
-    settings = plan.settings
-    quantized = settings.form != BITS_16 and not samples_in_16_bit(plan)
-    rows = together(plan, shape, work)
-    reads = prefill_tokens(plan.device.total, rows)
-    return Sampling(shape, settings.lora_rank, speed, costs, settings.engine, quantized, rows, reads,
-                    FP8 if settings.form == FP8 else NF4, cache_itemsize(settings.kv_cache_dtype))
-
-
-def samples_in_16_bit(plan: MemoryPlan) -> bool:
-    """Whether quantized weights are dequantized once for a whole sampling phase."""
-    return plan.settings.sampling_weights == "16bit"
-
-
-def together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
-    """Sequences that decode at a time: those whose cache fits what the plan leaves, as a run's engine takes it."""
+def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
+    """Return the sequences that decode at a time: those whose cache fits what the plan leaves."""
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(MOST_SEQUENCES, room // longest))
 
 
-def micro_batches(plan: MemoryPlan, work: Workload, costs: Costs) -> int:
-    """How many micro-batches hold a step: as the plan cuts completions of these lengths."""
-    limits = replace(plan.limits, sequences=costs.sequences_per_micro_batch)
-    completions = [max(1, round(length)) for length in work.lengths()]
-    return len(cut([(round(work.prompt_length), completions)] * work.prompts, limits))
+def micro_batches(plan: MemoryPlan, work: Workload) -> int:
+    """Return how many micro-batches hold a step: as the plan cuts completions of these lengths."""
+    completions = [max(1, round(length)) for length in work.lengths(work.generations)]
+    return len(cut([(round(work.prompt_length), completions)] * work.prompts, plan.limits))

@@ -9,17 +9,13 @@ written, and warnings are logged.
 
 import logging
 import time
-from statistics import fmean
 from typing import Any
 
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.planning.run_time import PlannedTime
-from lowmem_grpo.planning.time_plan import TimePlan
-from lowmem_grpo.planning.workload import COMPLETION_SHARE, Workload
 from lowmem_grpo.preflight.checks import CHECKS
+from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
-from lowmem_grpo.units import time_text
 
 logger = logging.getLogger(__name__)
 
@@ -68,36 +64,3 @@ def refuse_errors(findings: list[Finding]) -> None:
         lines = "\n".join(f"- {finding}" for finding in wrong)
         raise PreflightError(f"preflight found {len(wrong)} problem{'s' if len(wrong) > 1 else ''}; nothing was "
                              f"sampled or written:\n{lines}")
-
-
-def how_long(subject: Subject) -> str | None:
-    """Estimate in one line, from the data sheet of the card, how long a run will take; None on the CPU, on a card
-    without a data sheet, and in fine-tuning."""
-    work = expected_work(subject)
-    plan = None if work is None else PlannedTime(subject.plan, subject.policy.base.config).of(work)
-    return None if plan is None else line_of(plan, subject.state.max_steps - subject.state.global_step)
-
-
-def expected_work(subject: Subject) -> Workload | None:
-    """Return the work of a step, with the prompts of the sampled rows. The length of completions is a guess."""
-    args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
-    if subject.scorer is None or not lengths:
-        return None
-    longest = args.max_completion_length
-    updates = args.optimizer_steps_per_generation * args.num_iterations
-    return Workload(
-        args.prompts_per_generation, args.num_generations, max(1.0, fmean(lengths)),
-        max(1.0, COMPLETION_SHARE * longest), longest, args.num_iterations, updates, int(args.beta != 0),
-    )
-
-
-def line_of(plan: TimePlan, steps: int) -> str | None:
-    """Return 'estimated, not measured: 2.3 s a step ...'; None without an estimate."""
-    whole, generate, train = plan.step_seconds, plan.generate_seconds, plan.train_seconds
-    if whole is None or generate is None or train is None:
-        return None
-    work = plan.workload
-    each = whole / work.updates
-    return (f"estimated, not measured: {time_text(each)} a step on {plan.card} (sampling {generate / whole:.0%}, "
-            f"training {train / whole:.0%}), so {time_text(each * steps)} for {steps} steps, if completions have "
-            f"{work.completion_length:.0f} of at most {work.longest} tokens; the second step measures it")

@@ -16,7 +16,7 @@ from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.routes import say_unrouted
-from lowmem_grpo.planning.run_time import PlannedTime
+from lowmem_grpo.preflight.how_long import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.collector import Collector

@@ -78,7 +78,8 @@ def test_settings_reach_the_plan() -> None:
 
 
 def test_fp8_weights_take_a_byte_each_and_an_fp8_checkpoint_is_planned_so(tmp_path: Path) -> None:
-    four_bit, fp8, plain = (json.loads(plan("--model", "qwen3-4b", "--gpu", "h200", *form, "--json").output)
+    words = ("--gpu", "h200", "--prompts", 16, "--json")
+    four_bit, fp8, plain = (json.loads(plan("--model", "qwen3-4b", *words, *form).output)
                             for form in ((), ("--fp8",), ("--16bit",)))
     weights = [found["rows"][0]["train"] for found in (four_bit, fp8, plain)]
     assert weights[1] == pytest.approx(weights[2] / 2, rel=0.002)
@@ -87,7 +88,7 @@ def test_fp8_weights_take_a_byte_each_and_an_fp8_checkpoint_is_planned_so(tmp_pa
     assert fp8["settings"]["sampling_weights"] == "16bit"
     stored = named_config("qwen3-4b") | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    done = plan("--model", tmp_path, "--gpu", "h200", "--json")
+    done = plan("--model", tmp_path, *words)
     assert "is stored in FP8" in done.stderr
     assert json.loads(done.stdout)["rows"] == fp8["rows"]
     (tmp_path / "config.json").write_text(json.dumps(stored | {"quantization_config": {"quant_method": "gptq"}}))

@@ -23,7 +23,7 @@ from lowmem_grpo.memory.linear import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.planning.sampling_time import faster_in_16_bit
+from lowmem_grpo.planning.time_plan import faster_in_16_bit
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def pays(policy: Policy, sequences: int, tokens: int) -> bool:
     except ValueError:  # a model that no plan can be made for
         return True
     card = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type
-    return faster_in_16_bit(shape, card, sequences, tokens / 2, form)
+    return faster_in_16_bit(shape, card, sequences, tokens, form)
 
 
 def free_share(device: torch.device) -> int:
