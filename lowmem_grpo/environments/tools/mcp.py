@@ -19,6 +19,7 @@ from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, descri
 from lowmem_grpo.environments.tools.schema import Tool
 
 logger = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0  # between two looks at whether a session still lives
 CLOSE_SECONDS = 10.0  # for a server to end; the library kills one that does not after 4 s
 PACKAGE = "tools of an MCP server need the package mcp: pip install 'mcp>=2.0'"
 
@@ -114,15 +115,23 @@ class Session:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        future = asyncio.run_coroutine_threadsafe(self.client.call_tool(name, arguments), self.loop)
+        call = self.client.call_tool(name, arguments)
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
         try:
-            result = await asyncio.wrap_future(future)
+            while not (await asyncio.wait([answer], timeout=LOOK_SECONDS))[0]:
+                if not self.thread.is_alive():  # the loop ended before it began the call
+                    raise ToolOutage(f"the MCP server {self.name} is gone: its session has ended")
+            result = await answer
+        except ToolOutage:
+            raise
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise ToolOutage(f"the MCP server {self.name} is gone: {error.message}") from error
             raise ToolError(error.message) from error
         except Exception as error:
             raise ToolOutage(f"the MCP server {self.name} does not work: {innermost(error)}") from error
+        finally:
+            answer.cancel()
         return text_of(result)
 
 
