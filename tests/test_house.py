@@ -9,10 +9,10 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 64_730, "core lines": 48_458, "package files": 547, "files below 60 lines with one importer": 30,
+    "package lines": 64_748, "core lines": 48_476, "package files": 547, "files below 60 lines with one importer": 30,
     "folders at the top": 25, "files at the top": 13, "arrows between folders": 210, "class names that stand twice": 45,
     "uses of `found`": 1_303, "uses of `one`": 816, "uses of `given`": 798, "docstrings without a verb": 545,
-    "comments that begin with of": 242, "bench lines": 15_963, "tests lines": 61_831,
+    "comments that begin with of": 242, "bench lines": 15_963, "tests lines": 61_871,
 }
 FILES = {"first rollout()": 74, "second rollout()": 56, "update()": 60, "chat call": 56, "train(groups)": 120}
 MODULE = '''"""A module."""

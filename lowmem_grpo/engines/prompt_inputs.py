@@ -104,18 +104,18 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
     """Return the messages in the first form in which the template writes their tool calls: with an empty text where
     None stands beside calls, which some templates would write out; with arguments that are JSON as objects; or as they
-    are, as DeepSeek's wants None. ValueError where it leaves a call out."""
-    calls = [call.get("function") or call for one in messages for call in one.get("tool_calls") or []]
-    if not calls:
+    are, as DeepSeek's wants None. ValueError where it leaves a call out, and for a call without a name."""
+    names = [name_of(call) for one in messages for call in one.get("tool_calls") or []]
+    if not names:
         return messages
     texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
     lost = ""
     for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
-        except Exception:  # noqa: BLE001 - templates raise what they like, and it is raised again below
+        except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
             continue
-        lost = next((call["name"] for call in calls if call["name"] not in text), "")
+        lost = next((name for name in names if name not in text), "")
         if not lost:
             return form
     if lost:
@@ -124,11 +124,21 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
     return messages
 
 
+def name_of(call: Any) -> str:
+    """Return the name of the function that a message calls. ValueError where it names none."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError(f"a message has the tool call {str(call)[:80]!r}; a call is a dict such as "
+                         '{"function": {"name": "f", "arguments": {}}}')
+    return name
+
+
 def with_objects(message: Any) -> Any:
     """Return a message whose calls have objects as arguments, where these are JSON in a text."""
     calls = []
     for call in message.get("tool_calls") or []:
-        function = call.get("function") or call
+        function = call.get("function", call)
         with suppress(TypeError, ValueError):  # an object already, or no JSON
             function = {**function, "arguments": json.loads(function.get("arguments") or "{}")}
         calls.append({**call, "function": function} if "function" in call else function)

@@ -138,3 +138,13 @@ def test_a_history_of_calls_is_what_transformers_writes_of_objects_and_empty_tex
 def test_a_history_of_calls_that_a_template_leaves_out_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leaves out the call of weather; set tokenizer\.chat_template"):
         encode(tokenizer_of("lfm2"), called({"city": "Rome"}))
+
+
+@every_row("call", [
+    {"type": "function", "function": {"arguments": {}}}, {"id": 1}, "weather", {"function": {"name": None}},
+    {"function": "weather"},
+])
+def test_a_call_that_names_no_function_is_refused_in_words(call: Any) -> None:
+    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(ValueError, match=r'a call is a dict such as .*"name"'):
+        encode(tokenizer_of("qwen3"), [*messages, {"role": "tool", "content": "No."}])

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -115,24 +115,32 @@ class Session:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        call = self.client.call_tool(name, arguments)
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
         try:
-            while not (await asyncio.wait([answer], timeout=LOOK_SECONDS))[0]:
-                if not self.thread.is_alive():  # the loop ended before it began the call
-                    raise ToolOutage(f"the MCP server {self.name} is gone: its session has ended")
-            result = await answer
-        except ToolOutage:
-            raise
+            result = await self.answer_to(self.client.call_tool(name, arguments))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise ToolOutage(f"the MCP server {self.name} is gone: {error.message}") from error
             raise ToolError(error.message) from error
         except Exception as error:
             raise ToolOutage(f"the MCP server {self.name} does not work: {innermost(error)}") from error
+        return text_of(result)
+
+    async def answer_to(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Return what a call in the session's loop returns. RuntimeError where that loop ends before it begins the
+        call, which nobody else would notice."""
+        try:
+            answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
+        except RuntimeError:  # the loop is closed
+            call.close()
+            raise
+        try:
+            while not (await asyncio.wait([answer], timeout=LOOK_SECONDS))[0]:
+                if not self.thread.is_alive():
+                    call.close()
+                    raise RuntimeError("its session has ended")
+            return await answer
         finally:
             answer.cancel()
-        return text_of(result)
 
 
 def run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, client: Any, ready: "Future[list[Any]]") -> None:

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import program
 from template_tokenizers import tiny_with
 
+from lowmem_grpo.environments.tools import mcp as tools_of_mcp
 from lowmem_grpo.environments.tools.mcp import PACKAGE, MCPTools, mcp_tools
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
 from lowmem_grpo.environments.tools.toolbox import Toolbox
@@ -169,6 +171,34 @@ def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: 
         for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
             with pytest.raises(ToolOutage, match="the MCP server"):
                 box.run(ToolCall(name, arguments))
+
+
+@needs_mcp
+@pytest.mark.parametrize("closed", [False, True], ids=["the loop stopped", "the loop closed"])
+def test_a_call_that_a_dying_session_never_begins_is_an_outage_and_is_not_waited_for(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools_of_mcp, "LOOK_SECONDS", 0.01)
+    ended = threading.Event()
+
+    class Dying:
+        """A client whose session ends between the question and the call."""
+
+        async def never_begun(self) -> None:
+            raise AssertionError
+
+        def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+            ended.set()
+            if closed:
+                session.loop.close()
+            return self.never_begun()
+
+    session = tools_of_mcp.Session(Dying(), "dying")
+    session.thread = threading.Thread(target=ended.wait, daemon=True)
+    session.thread.start()
+    with pytest.raises(ToolOutage, match="the MCP server dying does not work"):
+        asyncio.run(asyncio.wait_for(session.call("price", {}), 60))
+    session.loop.close()
 
 
 @needs_mcp
