@@ -79,7 +79,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     """
     check_source(chosen)
     with plain_errors():
-        from lowmem_grpo.commands.asked import check_data, check_model
+        from lowmem_grpo.commands.options import check_data, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.rewards.by_name import refuse_unknown
 

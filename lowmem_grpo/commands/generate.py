@@ -37,7 +37,7 @@ def generate(
     """
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
-        from lowmem_grpo.commands.asked import check_folder, check_model
+        from lowmem_grpo.commands.options import check_folder, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.recipes.recipe_file import unknown_recipe

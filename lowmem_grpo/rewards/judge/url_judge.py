@@ -3,8 +3,16 @@
 import asyncio
 from typing import Any
 
-from lowmem_grpo.rewards.judge.chat_api import Failure, Reply, ask, make_client, unknown_options
-from lowmem_grpo.rewards.judge.hidden import hidden, is_address, secrets_of
+from lowmem_grpo.rewards.judge.chat_api import (
+    Failure,
+    Reply,
+    ask,
+    hidden,
+    is_address,
+    make_client,
+    secrets_of,
+    unknown_options,
+)
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
