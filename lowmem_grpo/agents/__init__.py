@@ -44,9 +44,7 @@ NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # tha
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES and name not in MODULES:
-        import_module("lowmem_grpo.agents.refused").refuse("lowmem_grpo.agents", name)
-        known = ", ".join([*__all__, *MODULES])
-        raise AttributeError(f"module 'lowmem_grpo.agents' has no attribute {name!r}; it has {known}")
+        raise import_module("lowmem_grpo.agents.refused").missing(__name__, name, [*__all__, *MODULES])
     try:
         home = import_module(f"lowmem_grpo.{HOMES.get(name, f'agents.{name}')}")
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowmem_grpo.agents.local_run import LocalRun
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.refused import refuse
+from lowmem_grpo.agents.refused import missing
 from lowmem_grpo.agents.sampled import Tally, tally_of
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
@@ -53,8 +53,7 @@ class LocalBackend:
         self.runs: dict[tuple[str, str], LocalRun] = {}
 
     def __getattr__(self, name: str) -> Any:
-        refuse(type(self).__name__, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise missing(type(self).__name__, name, ("register", "train", "log", "get_step", "close"))
 
     # Begin and end
 

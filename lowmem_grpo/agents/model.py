@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from lowmem_grpo.agents.dev import InternalModelConfig
 from lowmem_grpo.agents.progress import described
-from lowmem_grpo.agents.refused import refuse
+from lowmem_grpo.agents.refused import REFUSED
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
 from lowmem_grpo.parallel.place import this_place
 from lowmem_grpo.parallel.shares import share
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.runs.records import replace_text
+from lowmem_grpo.unsloth_names import refuse_name
 
 if TYPE_CHECKING:
     from lowmem_grpo.agents.backend import LocalBackend
@@ -58,7 +59,7 @@ class Model(BaseModel, Generic[ConfigT]):
                              "and LocalBackend(report_to='wandb') sends them on: leave report_metrics out")
 
     def __getattr__(self, name: str) -> Any:
-        refuse(type(self).__name__, name)
+        refuse_name(name, type(self).__name__, REFUSED)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def backend(self) -> "LocalBackend":

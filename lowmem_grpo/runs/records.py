@@ -137,26 +137,16 @@ class RunRecords:
 class NoRecords(RunRecords):
     """Of a rank that does not lead: what the run writes, the first rank writes."""
 
-    def begin(self) -> Path | None:
-        return None
+    def ignore(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
 
-    def rewind(self, step: int) -> None:
-        return None
-
-    def flush(self) -> None:
-        return None
-
-    def summary(self, summary: dict[str, Any]) -> None:
-        return None
+    begin = rewind = flush = summary = append = ignore
 
     def known(self) -> dict[str, Any]:
         return {}
 
     def missing(self, written: dict[str, int]) -> list[str]:
         return []
-
-    def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
-        return None
 
 
 def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:

@@ -24,6 +24,19 @@ WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_
              "https://api.example.com/v1")
 
 
+STATUSES = {  # of an answer: a short name, what the server does, and what to do about it
+    401: ("key", "does not take the API key", "give the right api_key"),
+    403: ("key", "does not let this key use {model}", "give another api_key or model"),
+    404: ("model", "knows no model {model!r}, or has no chat completions there",
+          "check the server's list of models (/v1/models), and that base_url ends as the server asks"),
+    429: ("limit", "takes no more requests for now",
+          "lower concurrency, raise retries and deadline, or check the limits of the account"),
+    400: ("request", "answered with an error",
+          "check that the server accepts this model, these options and prompts of this length"),
+    500: ("server", "answered with an error", "look at the server's log"),
+}
+
+
 @dataclass(frozen=True)
 class Reply:
     """What a server answered."""
@@ -151,19 +164,9 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: li
     if isinstance(error, APIConnectionError):
         return unanswered("down", f"{url} cannot be reached ({plain(error.__cause__ or error, secrets)})",
                        "check that the server is up and that base_url is right (it usually ends in /v1)")
-    status, said = getattr(error, "status_code", None), plain(error, secrets)
-    return {
-        401: unanswered("key", f"{url} does not take the API key ({said})", "give the right api_key"),
-        403: unanswered("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),
-        404: unanswered("model", f"{url} knows no model {model!r}, or has no chat completions there ({said})",
-                     "check the server's list of models (/v1/models), and that base_url ends as the server asks"),
-        429: unanswered("limit", f"{url} takes no more requests for now ({said})",
-                     "lower concurrency, raise retries and deadline, or check the limits of the account"),
-    }.get(status or 0) or unanswered(
-        "server" if status is None or status >= 500 else "request", f"{url} answered with an error ({said})",
-        "look at the server's log" if status is None or status >= 500 else "check that the server accepts this model, "
-        "these options and prompts of this length",
-    )
+    status = getattr(error, "status_code", None) or 500
+    kind, what, fix = STATUSES.get(status) or STATUSES[400 if status < 500 else 500]
+    return unanswered(kind, f"{url} {what.format(model=model)} ({plain(error, secrets)})", fix)
 
 
 # What a message about a judge never shows: its key, a password in its URL, characters that a terminal obeys
