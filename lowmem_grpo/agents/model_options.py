@@ -10,7 +10,6 @@ from typing import Any
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
 from lowmem_grpo.config.unsupported import Table, any_value, off, refuse
-from lowmem_grpo.later import torch
 from lowmem_grpo.loader import FastLanguageModel, check_options
 from lowmem_grpo.models.named import find
 
@@ -102,7 +101,9 @@ class ModelOptions:
     def load(self, base_model: str) -> Any:
         """Return the model with its adapter. By default vLLM samples on a card, where it is installed, and the context
         is the model's own, but at most CONTEXT."""
-        usual = {"fast_inference": torch.cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
+        from torch import cuda
+
+        usual = {"fast_inference": cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
         bare, _ = FastLanguageModel.from_pretrained(base_model, **usual | self.loading)
         return self.adapt(bare)
 

@@ -29,7 +29,7 @@ FROM_PRETRAINED: Table = BOTH | {
     **off("Layers and vocabulary stay as they are stored; leave it out.", "model_patcher", "resize_model_vocab"),
     **any_value("max_lora_rank", "random_state"),  # an adapter has any rank, and the seed of get_peft_model
     **any_value("use_exact_model_name", "fix_tokenizer", "text_only", "return_logits"),  # so it is done always
-    **any_value("disable_log_stats", "unsloth_vllm_standby"),  # of vLLM: never printed, always on
+    **any_value("disable_log_stats", "unsloth_vllm_standby"),  # vLLM's: never printed, always on
     **any_value("unsloth_tiled_mlp", "use_gradient_checkpointing"),  # chosen in get_peft_model
     **any_value("fullgraph", "unsloth_force_compile"),  # nothing is compiled
     **any_value("supports_sdpa", "attn_implementation"),  # attention is packed, in one implementation for all models

@@ -24,7 +24,7 @@ WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_
              "https://api.example.com/v1")
 
 
-STATUSES = {  # of an answer: a short name, what the server does, and what to do about it
+STATUSES = {  # an answer's: a short name, what the server does, and what to do about it
     401: ("key", "does not take the API key", "give the right api_key"),
     403: ("key", "does not let this key use {model}", "give another api_key or model"),
     404: ("model", "knows no model {model!r}, or has no chat completions there",
