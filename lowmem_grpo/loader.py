@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
-from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, form_of_weights, refuse
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, form_of_weights
+from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
@@ -258,10 +259,10 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     return adapted, adapted.loaded.tokenizer
 
 
-def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[str, Fate]) -> None:
+def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:
     """Raise for every option of a loader's method that asks for something that is not done here."""
     known = set(inspect.signature(getattr(cls, method)).parameters)
-    refuse(options, fates, known, f"{cls.__name__}.{method}")
+    refuse(options, table, known, f"{cls.__name__}.{method}")
 
 
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:

@@ -15,14 +15,12 @@ from tables import every_row
 import lowmem_grpo
 import lowmem_grpo.agents
 import lowmem_grpo.chat_templates
-import lowmem_grpo.config
 import lowmem_grpo.data
 import lowmem_grpo.environments
 import lowmem_grpo.export
 import lowmem_grpo.losses
 import lowmem_grpo.offload
 import lowmem_grpo.planning
-import lowmem_grpo.preflight
 import lowmem_grpo.rewards
 
 ROOT = Path(lowmem_grpo.__file__).parent
@@ -66,12 +64,11 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
 LAZY = {  # packages with doors: their names, and the homes of these
     "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.agents": lowmem_grpo.agents.HOMES,
     "lowmem_grpo.chat_templates": lowmem_grpo.chat_templates.HOMES,
-    "lowmem_grpo.config": lowmem_grpo.config.HOMES,
     "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.environments": lowmem_grpo.environments.HOMES,
     "lowmem_grpo.export": lowmem_grpo.export.HOMES,
     "lowmem_grpo.losses": lowmem_grpo.losses.HOMES, "lowmem_grpo.offload": lowmem_grpo.offload.HOMES,
     "lowmem_grpo.planning": lowmem_grpo.planning.HOMES,
-    "lowmem_grpo.preflight": lowmem_grpo.preflight.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
+    "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tenacity
 
-from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule
+from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, require
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,9 +26,9 @@ def retry(
     Each time `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises ValueError
     for settings that make no sense.
     """
-    check("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
-    check("delay", delay, ZERO_OR_MORE)
-    check("backoff_factor", backoff_factor, ZERO_OR_MORE)
+    require("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
+    require("delay", delay, ZERO_OR_MORE)
+    require("backoff_factor", backoff_factor, ZERO_OR_MORE)
 
     def tell(state: tenacity.RetryCallState) -> None:
         error = state.outcome and state.outcome.exception()
@@ -50,7 +50,7 @@ def limit_concurrency(
 ) -> Callable[[Function], Function]:
     """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` of each key that
     `derive_key` makes of a call's arguments."""
-    check("n", n, COUNT, ": write @limit_concurrency(8)")
+    require("n", n, COUNT, ": write @limit_concurrency(8)")
     places: dict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(n))
 
     def decorate(function: Any) -> Any:
@@ -63,10 +63,3 @@ def limit_concurrency(
         return later
 
     return decorate
-
-
-def check(name: str, value: object, rule: Rule, fix: str = "") -> None:
-    """Raise ValueError where a value breaks a rule."""
-    words, holds = rule
-    if not holds(value):
-        raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")

@@ -12,6 +12,7 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
+from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.rewards import OPEN, DeskJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
@@ -45,7 +46,7 @@ class LocalRun:
         self.error: BaseException | None = None  # why the last step failed, if it did
         self.training = False
         self.closed = False
-        self.endpoints: list[Any] = []
+        self.endpoints: list[AgentEndpoint] = []
         self.judges: dict[str, DeskJudge] = {}
 
     # Begin and end
@@ -139,8 +140,14 @@ class LocalRun:
         return {self.base_model: None, **saved, self.name: LIVE}
 
     def client(self) -> Client:
-        """A client in the shape of openai's."""
+        """Return a client in the shape of openai's."""
         return Client(self.chat)
+
+    def serve(self, **options: Any) -> AgentEndpoint:
+        """Return an address on this machine, with the options of `Endpoint`. It closes with the run."""
+        endpoint = AgentEndpoint(self.chat, **options)
+        self.endpoints.append(endpoint)
+        return endpoint
 
     def judge(self, **options: Any) -> DeskJudge:
         """The base model as a judge; the same one for the same options."""

@@ -106,7 +106,7 @@ def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, mod
 
 def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
     """ValueError for what the recipe would refuse. A file must be in the folder `recipes`."""
-    from lowmem_grpo.commands.asked import check_recipe
+    from lowmem_grpo.commands.options import check_recipe
     from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
     if recipe.endswith(".py"):

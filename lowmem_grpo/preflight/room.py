@@ -12,7 +12,7 @@ from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.checkpoint import list_checkpoints
-from lowmem_grpo.runs.disk import existing, free_bytes
+from lowmem_grpo.runs.files import existing, free_bytes
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.units import size_text
 

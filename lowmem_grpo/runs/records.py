@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.files import flush, free_bytes, refused
 from lowmem_grpo.runs.trajectory import content_text, episode_fields
-from lowmem_grpo.runs.whole_folder import flush
 
 if TYPE_CHECKING:
     from lowmem_grpo.types import RolloutGroup  # which needs torch: a report is written without it

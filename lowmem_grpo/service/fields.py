@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY, SamplingParams
-from lowmem_grpo.config.unsupported import Fixed, only
+from lowmem_grpo.config.unsupported import Table, only
 from lowmem_grpo.rules import TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.messages import shown
@@ -12,7 +12,7 @@ from lowmem_grpo.service.messages import shown
 MOST_COMPLETIONS, MOST_LIKELIEST, MOST_TEXTS = 128, 20, 4096
 NO_SOUND = "Only text is made here; leave it out."
 OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # nothing here depends on them
-REFUSED: dict[str, Fixed] = {
+REFUSED: Table = {
     **only(PENALTY, presence_penalty=(None, 0), frequency_penalty=(None, 0), repetition_penalty=(None, 1)),
     **only(FORMAT, logit_bias=(None, {}), guided_json=None, guided_regex=None, guided_choice=None,
            structured_outputs=None),
@@ -76,7 +76,7 @@ OF_TEXT: dict[str, Rule] = {  # of a request that has a plain prompt in place of
     "prompt": of_type(str | list, "a text, a list of token ids, or a list of these"),
     "logprobs": whole(0, MOST_LIKELIEST),
 }
-REFUSED_OF_TEXT: dict[str, Fixed] = {
+REFUSED_OF_TEXT: Table = {
     **REFUSED,
     **only("A reply has the completion only; put the prompt before it yourself.", echo=(None, False)),
     **only("Every completion is told; ask for n, and choose among them.", best_of=(None, 1)),
@@ -85,7 +85,7 @@ REFUSED_OF_TEXT: dict[str, Fixed] = {
 
 
 def check(
-    name: str, value: Any, known: dict[str, Rule] = FIELDS, refused: dict[str, Fixed] = REFUSED,
+    name: str, value: Any, known: dict[str, Rule] = FIELDS, refused: Table = REFUSED,
 ) -> None:
     """ChatError for a field that is not known, or with a value that it cannot have."""
     if name in OF_THE_CALLER:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.config.overlap import PARALLEL
+from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.rounds import takes

@@ -6,8 +6,8 @@ from typing import Any
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.overlap import PARALLEL
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of

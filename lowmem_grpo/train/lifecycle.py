@@ -13,9 +13,9 @@ from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
-from lowmem_grpo.runs.facts import error_text, facts
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl
+from lowmem_grpo.runs.summary import error_text, facts
 from lowmem_grpo.train.familiar import Familiar
 from lowmem_grpo.views.report import write_report
 

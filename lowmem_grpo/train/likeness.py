@@ -9,7 +9,7 @@ import torch
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
-from lowmem_grpo.runs.facts import facts
+from lowmem_grpo.runs.summary import facts
 
 PACKAGES = ("lowmem_grpo", "torch", "transformers", "peft", "bitsandbytes", "vllm", "triton")
 SHARED = ("the ranks {ranks} are on one card ({card}), and each takes a card of its own: start them with `torchrun "

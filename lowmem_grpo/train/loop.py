@@ -36,9 +36,9 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
-from lowmem_grpo.runs.outcome import TrainOutput, outcome
 from lowmem_grpo.runs.records import NoRecords, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.runs.summary import TrainOutput, outcome
 from lowmem_grpo.train.brought_model import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.lifecycle import Lifecycle

@@ -75,7 +75,7 @@ CALLS = {  # options of FastLanguageModel.from_pretrained, in JSON
     '{"load_in_5bit": true}': "has no option 'load_in_5bit'; did you mean load_in_8bit or load_in_4bit?",
     '{"load_in_4bit": true, "load_in_16bit": true}': "contradict each other",
     '{"fast_inference": "sglang"}': "fast_inference is 'sglang'; allowed are True, False",
-    '{"max_num_seqs": "8"}': "max_num_seqs is '8'; it must be a positive int",
+    '{"max_num_seqs": "8"}': "max_num_seqs is '8'; it must be a whole number, at least 1",
     '{"gpu_memory_utilization": 1.5}': "gpu_memory_utilization is 1.5; it must be in (0, 1]",
     '{"gpu_memory_utilization": "half"}': "gpu_memory_utilization is 'half'; it must be in (0, 1]",
     '{"sampling_weights": "16bit"}': "only vLLM samples with dequantized weights",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from transformers import TrainingArguments
 
-from lowmem_grpo import GRPOConfig
+from lowmem_grpo import GRPOConfig, SFTConfig
 from lowmem_grpo.config.unsupported import transformers_defaults
 
 
@@ -16,15 +16,12 @@ def test_the_defaults_in_our_file_are_those_of_the_class() -> None:
     assert transformers_defaults() == {name: fields[name].default for name in fields.keys() - computed}
 
 
-def test_an_option_that_only_a_newer_transformers_has_is_accepted_at_its_default() -> None:
-    known = transformers_defaults()
-    known["made_up_option"] = 5
-    try:
-        assert GRPOConfig(made_up_option=5) == GRPOConfig()
-        with pytest.raises(ValueError, match="made_up_option=6 is not supported"):
-            GRPOConfig(made_up_option=6)
-    finally:
-        del known["made_up_option"]
+@pytest.mark.parametrize("settings", [GRPOConfig, SFTConfig])
+def test_an_option_of_transformers_that_no_table_names_may_have_its_default_or_be_off(settings: type) -> None:
+    assert settings(ddp_timeout=1800, torch_compile=False, fsdp="", skip_memory_metrics=False) == settings()
+    assert settings().ddp_timeout == 1800
+    with pytest.raises(ValueError, match=r"ddp_timeout=5 is not supported \(allowed: 1800\)\. .*leave it out"):
+        settings(ddp_timeout=5)
 
 
 @pytest.mark.parametrize(("name", "value", "default", "advice"), [

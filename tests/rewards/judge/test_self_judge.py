@@ -225,7 +225,7 @@ def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, mo
     assert rewards.ruler(judge)(prompts=asked[0], completions=asked[1]) == [None, None], "it babbles"
     assert first.ratings == [] and len(said) == 2, "asked again once"
     assert torch.equal(state, torch.get_rng_state()) and model.training
-    question = rewards.ruler(judge).form.ask(asked[1], {}, asked[0])[0].question
+    question = rewards.ruler(judge).form.questions(asked[1], {}, asked[0])[0].question
     ids = judge.encode(question, None, first)
     params = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
     base = model.fast_generate([ids], params, None)[0].outputs[0].token_ids
