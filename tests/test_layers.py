@@ -55,7 +55,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "service": {"anyio", "fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
                 "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
-    "recipes": {"click", "datasets", "pydantic", "rich"},
+    "recipes": {"click", "datasets", "jinja2", "pydantic", "rich"},
     "jobs": {"fastapi", "starlette"},
     "commands": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},

@@ -17,12 +17,12 @@ import pytest
 from agent_runs import agent, backend, groups
 from tables import every_row
 
-from bench.attacks.small_run import differences
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.rewards import judge_of
 from lowmem_grpo.runs.lock import RunInUseError
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.unsloth_names import UnsupportedError
+from tests.attacks.small_run import differences
 
 
 @pytest.fixture(scope="module")

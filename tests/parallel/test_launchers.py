@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.attacks.ranked_run import Ranked, free_port, train
+from tests.attacks.ranked_run import Ranked, free_port, train
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"max_steps": 6, "save_steps": 2}
@@ -28,7 +28,7 @@ def train(folder):
     import torch
     from transformers import TrainerCallback
 
-    from bench.attacks.ranked_run import train as run
+    from tests.attacks.ranked_run import train as run
     from lowmem_grpo.parallel.ranks import ranks
 
     class Killed(TrainerCallback):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.attacks.ranked_run import Ranked, train, train_in_order
-from bench.attacks.small_run import TIMES
 from lowmem_grpo.runs.checkpoint import list_checkpoints, verify
 from lowmem_grpo.runs.records import read_lines
+from tests.attacks.ranked_run import Ranked, train, train_in_order
+from tests.attacks.small_run import TIMES
 
 ROUNDING = 5e-4  # float32, divided by Adam; another size of micro-batches in one process makes up to 2.3e-4
 SAME = ("reward", "completions/mean_length", "num_tokens", "epoch", "groups/with_signal", "learning_rate")

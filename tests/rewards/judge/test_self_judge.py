@@ -13,12 +13,12 @@ from tables import every_row
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from bench.attacks.judge_server import answers_in
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import Shortage
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.types import Rollout
+from tests.attacks.judge_server import answers_in
 
 TEXTS = ["aaa", "", "aaa", "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from bench.attacks.attack import Verdict
 from lowmem_grpo.sandbox.cases import read_cases
 from lowmem_grpo.sandbox.isolation import Sandbox
 from lowmem_grpo.sandbox.trial import run_tests
+from tests.attacks.attack import Verdict
 
 SECONDS = 0.4  # that a flood has
 AT_ONCE = 4  # most of them wait for a limit

@@ -9,12 +9,12 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from bench.attacks.attack import Verdict, attempted
-from bench.attacks.judge_cases import GOOD, REPLIES, SCORES, UNJUDGED
-from bench.attacks.judge_server import chat, in_turn, serving
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
 from lowmem_grpo.types import Rollout
+from tests.attacks.attack import Verdict, attempted
+from tests.attacks.judge_cases import GOOD, REPLIES, SCORES, UNJUDGED
+from tests.attacks.judge_server import chat, in_turn, serving
 
 SECONDS = 12.0  # for an answer of 200,000 characters, on a busy machine
 TOKENS = (

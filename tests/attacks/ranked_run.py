@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.attacks.small_run import ROWS, digit_sum
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.types import MicroBatch
+from tests.attacks.small_run import ROWS, digit_sum
 
 SETTINGS: dict[str, Any] = {
     "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 16, "max_steps": 4,
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
 }
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["lowmem_grpo.train.grpo", "lowmem_grpo.train.sft", "lowmem_grpo.loader",
-                               "bench.attacks.ranked_run"])
+                               "tests.attacks.ranked_run"])
 TIMEOUT = 400  # seconds until what hangs is killed
 
 

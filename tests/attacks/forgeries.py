@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from bench.attacks.attack import Verdict
-from bench.attacks.floods import AT_ONCE
 from lowmem_grpo.sandbox.cases import read_cases
 from lowmem_grpo.sandbox.isolation import Sandbox
 from lowmem_grpo.sandbox.trial import OUTCOMES, run_tests
+from tests.attacks.attack import Verdict
+from tests.attacks.floods import AT_ONCE
 
 KIND = "forged verdicts"
 TESTS = [

@@ -1,6 +1,6 @@
 """Files of a stopped run damaged in every way, one at a time: resuming passes over them or refuses, and names them.
 
-    python -m bench.attacks.corruptions
+    python -m tests.attacks.corruptions
 
 The package holds if the resumed run ends as the run that was never stopped, or if it is refused by an error of ours
 that names the file and leaves every file as it was. Where only lines of the records were lost, the run must say so. A
@@ -21,13 +21,13 @@ from typing import Any
 import click
 import torch
 
-from bench.attacks.attack import Verdict, report
-from bench.attacks.kills import LONGEST, Scenario, ended, prepare
-from bench.attacks.small_run import differences
 from lowmem_grpo.runs.checkpoint import FILES, fingerprint
 from lowmem_grpo.runs.lock import FILE as OWNER
 from lowmem_grpo.runs.records import COMPLETIONS, FINAL, METRICS, NONFINITE, REPORT, SUMMARY
 from lowmem_grpo.views.terminal import quiet
+from tests.attacks.attack import Verdict, report
+from tests.attacks.kills import LONGEST, Scenario, ended, prepare
+from tests.attacks.small_run import differences
 
 NEWEST = "checkpoint-2"
 OURS = ("CheckpointError", "RecordError")

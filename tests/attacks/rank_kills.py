@@ -1,7 +1,7 @@
 """A run in two processes, of which one is killed at a seeded moment, again and again: no step is lost or made twice.
 
-    python -m bench.attacks.rank_kills                 100 kills, about half an hour on two cores
-    python -m bench.attacks.rank_kills --count 5
+    python -m tests.attacks.rank_kills                 100 kills, about half an hour on two cores
+    python -m tests.attacks.rank_kills --count 5
 
 A process is killed by SIGKILL some time after the start: while it loads, finds the other, samples, trains, adds up
 gradients or saves. The other one must end by itself within a minute. Then both are started again and go on from the
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import click
 
-from bench.attacks.attack import Verdict, report
-from bench.attacks.ranked_run import Ranked, train
-from bench.attacks.small_run import differences
 from lowmem_grpo.runs.checkpoint import last_good, list_checkpoints
+from tests.attacks.attack import Verdict, report
+from tests.attacks.ranked_run import Ranked, train
+from tests.attacks.small_run import differences
 
 STEPS, MINUTE = 24, 60.0
 LATEST = 6.0  # seconds after the start, by which a process is killed

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox for model-written code: `python -m bench.attacks.sandbox`.
+"""Attacks on the sandbox for model-written code: `python -m tests.attacks.sandbox`.
 
 Each attack runs in every isolation that works on this machine. After it, all that lies outside is looked at. Attacks of
 one kind share a process; those of a process that dies or changes something outside run again, each by itself.
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 import click
 
-from bench.attacks.attack import Verdict, report
-from bench.attacks.doors import DOORS
-from bench.attacks.escapes import ANSWER, ESCAPES, KERNEL, Escape
-from bench.attacks.floods import floods
-from bench.attacks.forgeries import forgeries
-from bench.attacks.outside import Outside, outside
 from lowmem_grpo.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.sandbox.limits import MIB, Limits
 from lowmem_grpo.sandbox.plain import decode
 from lowmem_grpo.sandbox.system_calls import MACHINES
 from lowmem_grpo.sandbox.trial import Trial
 from lowmem_grpo.sandbox.worker import WorkerEnded
+from tests.attacks.attack import Verdict, report
+from tests.attacks.doors import DOORS
+from tests.attacks.escapes import ANSWER, ESCAPES, KERNEL, Escape
+from tests.attacks.floods import floods
+from tests.attacks.forgeries import forgeries
+from tests.attacks.outside import Outside, outside
 
 LIMITS = Limits(seconds=5, total_seconds=30, memory_bytes=192 * MIB, scratch_bytes=MIB, files=40, output_bytes=200_000)
 MODULES = (

@@ -1,7 +1,7 @@
 """A server that clients train on, killed at seeded moments: no answered optimizer step is lost, none is made twice.
 
-    python -m bench.attacks.service_kills                 200 kills, some minutes on two cores
-    python -m bench.attacks.service_kills --count 10
+    python -m tests.attacks.service_kills                 200 kills, some minutes on two cores
+    python -m tests.attacks.service_kills --count 10
 
 Two clients train a model each through the Tinker protocol: two calls of forward_backward and a step of Adam, again and
 again. They send each request until it is answered, with the same number, as the protocol's own client does. The server
@@ -29,7 +29,6 @@ import click
 import torch
 from safetensors.torch import load_file
 
-from bench.attacks.attack import Verdict, report
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
@@ -37,6 +36,7 @@ from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.datum import as_bytes
 from lowmem_grpo.service.tinker.serving import serve_model
 from lowmem_grpo.service.users import Users
+from tests.attacks.attack import Verdict, report
 
 KEY, API = "tml-" + "k" * 32, "/api/v1"
 CLIENTS, STEPS = 2, 12  # of each round; a round begins with new models

@@ -1,4 +1,4 @@
-"""What hostile servers, replies and answers do to a judge, as data. `bench.attacks.judge` plays each one."""
+"""What hostile servers, replies and answers do to a judge, as data. `tests.attacks.judge` plays each one."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
-from bench.attacks.judge_server import RAW, USAGE, Reply, answers_in, chat, in_turn
+from tests.attacks.judge_server import RAW, USAGE, Reply, answers_in, chat, in_turn
 
 TEXTS = ("aaa", "")
 SCORES = [0.25, 0.75]
@@ -240,7 +240,7 @@ LEAKS: dict[str, tuple[Any, list[float] | None]] = {
 
 
 def cases() -> Iterator[Case]:
-    """All of these. Those about keys, caches and answers need more than a server, and are in `bench.attacks.judge`."""
+    """All of these. Those about keys, caches and answers need more than a server, and are in `tests.attacks.judge`."""
     for name, (reply, expected) in REPLIES.items():
         yield Case("replies of a judge", name, chat(reply), expected)
     for name, (answer, expected) in SHAPES.items():

@@ -1,4 +1,4 @@
-"""Attacks on the judge: `python -m bench.attacks.judge`.
+"""Attacks on the judge: `python -m tests.attacks.judge`.
 
 A server on this machine, the replies of a judge, the answers that it reads, a cache's file and a user's settings each
 do their worst. What must hold is seen from outside: the scores, or a group that is not judged and the reason; no error
@@ -17,11 +17,11 @@ from typing import Any
 
 import click
 
-from bench.attacks.attack import Verdict, attempted, report
-from bench.attacks.judge_answers import answer_verdicts
-from bench.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, UNJUDGED, Case, cases
-from bench.attacks.judge_server import JudgeServer, chat, in_turn, serving
 from lowmem_grpo import rewards
+from tests.attacks.attack import Verdict, attempted, report
+from tests.attacks.judge_answers import answer_verdicts
+from tests.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, UNJUDGED, Case, cases
+from tests.attacks.judge_server import JudgeServer, chat, in_turn, serving
 
 AT_ONCE = 8  # cases; most of them wait
 MARGIN = 6.0  # seconds that a busy machine may need besides

@@ -1,7 +1,7 @@
 """Numbers that leave the range of float32, or its digits: every loss against float64, and the log-probability kernels.
 
-    python -m bench.attacks.numbers            all comparisons, in minutes on one core
-    python -m bench.attacks.numbers --quick    a part of them, in seconds
+    python -m tests.attacks.numbers            all comparisons, in minutes on one core
+    python -m tests.attacks.numbers --quick    a part of them, in seconds
 
 A comparison is a loss, a metric or a gradient. It fails where the float32 result is further from the float64 result
 than rounding explains, or is NaN where the float64 result is a number. A result beyond float32 must be infinite.
@@ -17,7 +17,6 @@ import click
 import torch
 from torch import Tensor
 
-from bench.attacks.attack import Verdict, report
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
 from lowmem_grpo.losses.advantages import STD_EPSILON, put_kl_in_reward
 from lowmem_grpo.losses.kl import KL_ESTIMATORS
@@ -25,6 +24,7 @@ from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.types import Rollout
+from tests.attacks.attack import Verdict, report
 
 Tokens = dict[str, Tensor]
 ROUNDING = 2.0**-20  # of a result, for each unit of the largest log that it is an exponential of

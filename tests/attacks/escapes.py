@@ -9,7 +9,7 @@ Each attack is the body of a function. It knows the names of `outside.Outside.na
 
 from dataclasses import dataclass
 
-from bench.attacks.doors import DOORS
+from tests.attacks.doors import DOORS
 
 ANSWER = "answer"  # succeeds if it comes to its end: what it wanted was not refused
 WORLD = "world"  # succeeds if something outside has changed, whatever it says

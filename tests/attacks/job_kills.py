@@ -1,7 +1,7 @@
 """A queue of jobs whose server, keepers and runs are killed at seeded moments: none is lost, none runs twice.
 
-    python -m bench.attacks.job_kills                 100 kills, a few minutes on two cores
-    python -m bench.attacks.job_kills --count 12
+    python -m tests.attacks.job_kills                 100 kills, a few minutes on two cores
+    python -m tests.attacks.job_kills --count 12
 
 Each job writes the numbers 1 to 40 into a file, a line at a time, and goes on after the last one where it is resumed,
 as a run goes on from its checkpoint. Meanwhile one of these is killed: the server, the keeper of a job, the run, or all
@@ -24,11 +24,11 @@ from pathlib import Path
 
 import click
 
-from bench.attacks.attack import Verdict, report
 from lowmem_grpo.jobs import keeper, process
 from lowmem_grpo.jobs.job import DONE, FAILED, OVER, STOPPED, Asked, Job
 from lowmem_grpo.jobs.queue import JobQueue
 from lowmem_grpo.service.database import Database
+from tests.attacks.attack import Verdict, report
 
 NUMBERS, PAUSE = 40, 0.04
 KINDS = ("the server", "the keeper", "the run", "everything")

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from bench.attacks import numbers
+from tests.attacks import numbers
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 def test_no_loss_metric_or_gradient_leaves_its_digits_where_float32_overflows_or_cancels() -> None:
     found = list(numbers.verdicts(quick=True))
     assert len(found) > 5000 and not [verdict for verdict in found if not verdict.held]

@@ -1,7 +1,7 @@
 """Runs killed by SIGKILL at seeded moments of every phase, each resumed until it ends as the run that nobody killed.
 
-    python -m bench.attacks.kills                 500 kills, some minutes on two cores
-    python -m bench.attacks.kills --count 24
+    python -m tests.attacks.kills                 500 kills, some minutes on two cores
+    python -m tests.attacks.kills --count 24
 
 Each process is forked from one that has loaded the libraries and made the trainer, but never trained: it shares only
 the folder on disk with the others. There are two ways of killing. The process kills itself right before a change of the
@@ -33,13 +33,13 @@ import click
 import torch
 from safetensors.torch import load_file
 
-from bench.attacks.attack import Verdict, report
-from bench.attacks.small_run import differences, digit_sum, make, make_sft
 from lowmem_grpo.runs.checkpoint import last_good
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS
 from lowmem_grpo.runs.saved_adapter import read_summary
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.views.terminal import quiet
+from tests.attacks.attack import Verdict, report
+from tests.attacks.small_run import differences, digit_sum, make, make_sft
 
 PHASES = ("resuming", "sampling", "scoring", "training", "writing records", "saving a checkpoint", "swapping it in",
           "ending")

@@ -1,12 +1,12 @@
-"""Runs that are killed, and runs whose files are damaged: a part of what the commands in bench/attacks try."""
+"""Runs that are killed, and runs whose files are damaged: a part of what the commands in tests/attacks try."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.attacks.corruptions import CASES, Case, attempt, stopped_run
-from bench.attacks.kills import PHASES, Scenario, attack
+from tests.attacks.corruptions import CASES, Case, attempt, stopped_run
+from tests.attacks.kills import PHASES, Scenario, attack
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that uses CUDA cannot fork")
 
@@ -22,12 +22,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_a_damaged_file_is_named_and_costs_nothing_that_is_whole(stopped: Scenario, case: Case) -> None:
     assert attempt(stopped, case).damage == ""
 
 
 @pytest.mark.slow
+@pytest.mark.attack
 @pytest.mark.parametrize("name", ["grpo", "sft"])
 def test_a_run_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path, name: str) -> None:
     verdicts = list(attack(tmp_path, 10, 1, (name,)))

@@ -1,4 +1,4 @@
-"""The benches that attack the package: each attack fails, and the bench would see it if one did not."""
+"""Attacks on the sandbox and the judge: each fails, and the command would see it if one did not."""
 
 import os
 import signal
@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.attacks import floods, judge, judge_answers
-from bench.attacks.attack import Verdict, report
-from bench.attacks.escapes import ESCAPES
-from bench.attacks.outside import LIBC, Outside, outside
-from bench.attacks.sandbox import PARTS, attack
 from lowmem_grpo.sandbox import file_access
 from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
+from tests.attacks import floods, judge, judge_answers
+from tests.attacks.attack import Verdict, report
+from tests.attacks.escapes import ESCAPES
+from tests.attacks.outside import LIBC, Outside, outside
+from tests.attacks.sandbox import PARTS, attack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.attack]
 
 
 @pytest.mark.parametrize("part", PARTS)
