@@ -4,42 +4,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tables import not_refused
 
 from lowmem_grpo import SFTConfig
-from lowmem_grpo.config import sft
-from lowmem_grpo.config.unsupported import OTHER
 
 TRL_FIELDS = [
     line for line in (Path(__file__).parents[1] / "support" / "trl_1_16_sft_config_fields.txt").read_text().splitlines()
     if not line.startswith("#")
 ]
 OWN = {field.name for field in fields(SFTConfig)}
-FIXED = {name: fixed for name, fixed in sft.FIXED.items() if name not in OWN}
 NOT_IN_TRL = {"overwrite_output_dir", "max_tokens_per_micro_batch", "logits_chunk", "nonfinite_steps",
               "chat_template_kwargs", "preflight", "warmup_ratio"}
 
 
-def test_every_option_of_trl_is_honoured_or_refused() -> None:
-    assert set(TRL_FIELDS) <= OWN | set(FIXED)
-    assert [name for name in OWN if sft.FIXED.get(name, OTHER) is not OTHER] == []
-
-
 def test_fields_that_trl_does_not_have_are_known() -> None:
     assert OWN - set(TRL_FIELDS) == NOT_IN_TRL
-
-
-def test_what_happens_anyway_may_be_asked_for_and_anything_else_is_refused_with_advice() -> None:
-    for name, fixed in FIXED.items():
-        allowed = fixed.allowed(name)
-        assert all(getattr(SFTConfig(**{name: value}), name) == allowed[0] for value in allowed)
-        if fixed.any_value:
-            continue
-        with pytest.raises(ValueError) as refusal:
-            SFTConfig(**{name: "something else"})
-        assert f"{name}='something else'" in str(refusal.value) and fixed.advice in str(refusal.value)
-        assert fixed.advice.endswith(".") and "GRPO" not in fixed.advice
 
 
 REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
