@@ -1,11 +1,22 @@
-"""The table of checks, through which the code works and from which docs/preflight.md is generated; and the checks of
-the columns that rewards read. No function is called."""
+"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/preflight.md lists them.
+
+    for finding in trainer.preflight():
+        print(finding.severity, finding.problem, finding.fix)
+
+`train()` does this itself, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled or
+written, and warnings are logged. The checks of the columns that rewards read are here too; no function is called.
+"""
 
 import inspect
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.preflight import prompts, room, template
+from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.calling.contract import (
     NOT_PASSED,
@@ -17,7 +28,9 @@ from lowmem_grpo.rewards.calling.contract import (
     passed_columns,
 )
 from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
-from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
+
+logger = logging.getLogger(__name__)
 
 
 def reserved_columns(subject: Subject) -> Iterator[Finding]:
@@ -124,3 +137,49 @@ CHECKS = (
     Check("bfloat16", "warning", room.emulated_dtype),
     Check("scale", "note", prompts.small_scale, with_sft=False, of_rows=True),
 )
+
+
+class PreflightError(DataError):
+    """A run would fail or learn nothing. The message has one line for each problem, with its fix."""
+
+
+def preflight(trainer: Any) -> list[Finding]:
+    """Return every finding about a trainer, errors first. Nothing is sampled, called or written."""
+    return look_over(Subject(trainer))
+
+
+def look_over(subject: Subject) -> list[Finding]:
+    """Return what the checks find, errors first."""
+    return by_severity(finding for check in CHECKS if check.fits(subject) for finding in check.look(subject))
+
+
+def before_training(trainer: Any) -> None:
+    """Check a run as `train()` begins.
+
+    Raises PreflightError for errors, and logs a warning for each other problem. Where nothing is wrong, the live view
+    says so in one line. On a card whose data sheet is known, it also says how long the run should take.
+    """
+    if not trainer.args.preflight:
+        return
+    began = time.monotonic()
+    subject = Subject(trainer)
+    findings = look_over(subject)
+    refuse_errors(findings)
+    warn(logger, "preflight", findings)
+    if trainer.view is None:
+        return
+    if not mistakes(findings):
+        rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows, the rewards"
+        trainer.view.say(f"preflight: checked {'the chat template' if subject.without_rows else rows}, disk and memory "
+                         f"in {time.monotonic() - began:.1f} s; nothing is wrong")
+    if (expected := how_long(subject)) is not None:
+        trainer.view.say(expected)
+
+
+def refuse_errors(findings: list[Finding]) -> None:
+    """Raise PreflightError with all problems where one of them is an error."""
+    if has_error(findings):
+        wrong = mistakes(findings)
+        lines = "\n".join(f"- {finding}" for finding in wrong)
+        raise PreflightError(f"preflight found {len(wrong)} problem{'s' if len(wrong) > 1 else ''}; nothing was "
+                             f"sampled or written:\n{lines}")

@@ -12,7 +12,7 @@ from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.parallel.ranks import ranks
-from lowmem_grpo.preflight.before_run import refuse_errors
+from lowmem_grpo.preflight.checks import refuse_errors
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
 from lowmem_grpo.rewards import RewardCheck, check

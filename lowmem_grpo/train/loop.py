@@ -26,7 +26,7 @@ from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import enable_checkpointing
 from lowmem_grpo.parallel.meeting import RankError
 from lowmem_grpo.parallel.ranks import ranks
-from lowmem_grpo.preflight.before_run import before_training, preflight
+from lowmem_grpo.preflight.checks import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.replay import ReplayBuffer

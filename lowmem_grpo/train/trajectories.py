@@ -22,7 +22,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.preflight.before_run import before_training
+from lowmem_grpo.preflight.checks import before_training
 from lowmem_grpo.preflight.subject import Turns
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.train.grpo import GRPOTrainer

@@ -17,7 +17,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.commands import asked_model
 from lowmem_grpo.commands import eval as eval_command
 from lowmem_grpo.models.pretrained import tokenizer_beside
-from lowmem_grpo.preflight.before_run import PreflightError
+from lowmem_grpo.preflight.checks import PreflightError
 from lowmem_grpo.rewards import SelfJudge
 
 TEMPLATE = ("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"

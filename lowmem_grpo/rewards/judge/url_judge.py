@@ -14,8 +14,7 @@ from lowmem_grpo.rewards.judge.chat_api import (
     unknown_options,
 )
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
-from lowmem_grpo.rewards.judge.question import Question, Ratings
-from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
 from lowmem_grpo.rules import COUNT, POSITIVE, TEXT, at_least, require
 from lowmem_grpo.runs.findings import Finding
 
