@@ -15,8 +15,6 @@ from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.data.kinds import KINDS, refuse_missing
 from lowmem_grpo.hub import REPO, find_dataset
 from lowmem_grpo.models.named import find
-from lowmem_grpo.recipes.options import RecipeOptions, fill
-from lowmem_grpo.recipes.presets import size_of
 from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
 from lowmem_grpo.rules import check_value
 
@@ -33,6 +31,9 @@ def check_recipe(name: str, arguments: Sequence[str]) -> None:
 
     Raises ValueError, OSError or click.UsageError. What the file does not say in so many words is left to the recipe.
     """
+    from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
+    from lowmem_grpo.recipes.presets import size_of
+
     try:
         tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
     except ValueError as error:
