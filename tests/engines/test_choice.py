@@ -159,13 +159,14 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
         FastLanguageModel.from_pretrained(str(tmp_path), fast_inference="vllm")
 
 
+COUNT = "a whole number, at least 1, or None"
+
+
 @pytest.mark.parametrize(("name", "value", "rule"), [
-    ("kv_cache_bytes", 0, "at least 1, or None"), ("kv_cache_bytes", "1GB", "at least 1, or None"),
-    ("kv_cache_bytes", 2.5e9, "at least 1"), ("max_num_seqs", 0, "at least 1, or None"),
-    ("max_num_seqs", True, "at least 1, or None"), ("max_num_seqs", "8", "at least 1, or None"),
+    ("kv_cache_bytes", 0, COUNT), ("kv_cache_bytes", "1GB", COUNT), ("kv_cache_bytes", 2.5e9, COUNT),
+    ("max_num_seqs", 0, COUNT), ("max_num_seqs", True, COUNT), ("max_num_seqs", "8", COUNT), ("block_size", 0, COUNT),
     ("enforce_eager", "yes", "True or False, or None"), ("sampling_weights", "8bit", "one of 4bit, 16bit, or None"),
-    ("block_size", 0, "at least 1, or None"), ("kv_cache_dtype", "int8", "one of auto, fp8, fp8_e4m3, fp8_e5m2"),
-    ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
+    ("kv_cache_dtype", "int8", "one of auto, fp8, fp8_e4m3, fp8_e5m2"), ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
 ])
 def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
     name: str, value: Any, rule: str, tmp_path: Path
