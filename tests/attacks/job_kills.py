@@ -24,8 +24,8 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.jobs import keeper, process
-from lowmem_grpo.jobs.job import DONE, FAILED, OVER, STOPPED, Asked, Job
+from lowmem_grpo.jobs import keeper
+from lowmem_grpo.jobs.job import DONE, FAILED, OVER, STOPPED, Job, JobRequest
 from lowmem_grpo.jobs.queue import JobQueue
 from lowmem_grpo.service.database import Database
 from tests.attacks.attack import Verdict, report
@@ -97,7 +97,7 @@ class Place:
     def run_of(self, job: Job) -> int | None:
         """The process of a job's run, where it lives."""
         path = self.queue.folder_of(job) / keeper.RUN
-        return int(path.read_text()) if process.is_held(path) and path.read_text().strip() else None
+        return int(path.read_text()) if keeper.is_held(path) and path.read_text().strip() else None
 
     def keeper_of(self, job: Job) -> int | None:
         """The process of its keeper, by its command line."""
@@ -143,7 +143,7 @@ def until(holds: Callable[[], bool]) -> bool:
 
 def attacked(kind: str, place: Place, moment: float) -> str:
     """What is wrong with a job after a kill so many seconds after it began; "" for nothing."""
-    job = place.queue.submit(Asked("count.py"), "me")
+    job = place.queue.submit(JobRequest("count.py"), "me")
     if not until(lambda: place.queue.one(job.id).state != "waiting"):
         return f"it did not begin: {place.queue.one(job.id).why}"
     time.sleep(moment)
@@ -153,7 +153,7 @@ def attacked(kind: str, place: Place, moment: float) -> str:
     if kind == "the run" and place.queue.one(job.id).state in (FAILED, STOPPED):
         place.queue.resume(job.id, [])
         until(lambda: place.queue.one(job.id).state in (DONE, FAILED, STOPPED))
-    return wrong(place.queue.one(job.id), place.queue.folder_of(job) / process.FOLDER)
+    return wrong(place.queue.one(job.id), place.queue.folder_of(job) / "run")
 
 
 def wrong(job: Job, run: Path) -> str:

@@ -152,7 +152,7 @@ class BorrowedLinear:
         found = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
-            found += [weight] if isinstance(weight, Tensor) else [part for part in weight.tensors if part is not None]
+            found += [weight] if isinstance(weight, Tensor) else weight.tensors
             found += [] if bias is None else [bias]
         return found
 

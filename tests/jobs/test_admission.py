@@ -1,11 +1,11 @@
 """Whether a job may start: shares of the card, and what the plan says."""
 
+from lowmem_grpo.jobs.admission import JobPlan, obstacle, too_large
 from lowmem_grpo.jobs.job import Job
-from lowmem_grpo.jobs.room import Weighed, obstacle, too_large
 from lowmem_grpo.units import GIB
 
-UNKNOWN = Weighed()
-FITS = Weighed(10 * GIB, 20 * GIB, 22 * GIB)
+UNKNOWN = JobPlan()
+FITS = JobPlan(10 * GIB, 20 * GIB, 22 * GIB)
 
 
 def job(number: int, share: float = 1.0) -> Job:
@@ -35,12 +35,12 @@ def test_nothing_starts_before_its_plan_is_made() -> None:
 
 
 def test_memory_that_another_program_holds_is_said() -> None:
-    assert obstacle(job(1), Weighed(10 * GIB, 20 * GIB, 4 * GIB), [], 0.0) == (
+    assert obstacle(job(1), JobPlan(10 * GIB, 20 * GIB, 4 * GIB), [], 0.0) == (
         "needs 10.00 GiB, and 4.00 GiB of the card are free: another program has the rest")
 
 
 def test_a_job_that_fits_no_empty_card_is_told_so_with_advice() -> None:
-    plan = Weighed(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length")
+    plan = JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length")
     assert too_large(plan, job(1)) == ("the plan says that it needs 30.00 GiB, and it may fill 20.00 GiB of this card. "
                                        "lower max_seq_length")
     assert "(40% of it)" in too_large(plan, job(1, 0.4))
