@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from bench.agents.section import agents_table
+from bench.agents import agents_table
 from bench.common.rows import newest, read_rows
 from bench.common.tables import markdown, missing, number
 from bench.common.targets import judged, section
@@ -17,7 +17,7 @@ from bench.gate.pretend import is_pretend
 from bench.kernels.goals import GOALS
 from bench.loop.section import loop_table
 from bench.memory.section import longest_table, memory_table
-from bench.notebooks.section import notebooks_table
+from bench.notebooks import notebooks_table
 from bench.rollout.section import rollout_table
 from lowmem_grpo.units import MIB
 
