@@ -15,6 +15,7 @@ from statistics import quantiles
 from typing import Any
 
 OWN = "lowmem-grpo"
+RESULTS = Path(__file__).resolve().parents[1] / "results"  # a file of rows for each bench
 PACKAGES = (OWN, "torch", "transformers", "peft")
 COMMIT = Path(__file__).resolve().parents[2] / ".gpu-bundle" / "commit"  # for a copy of the tree without its history
 

@@ -23,7 +23,6 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "token_steps.jsonl"
 PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(24 + 3 * index)] for index in range(8)]
 console = Console(width=110)
 
@@ -78,7 +77,7 @@ def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
 @options.DEVICE
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=2), help="Calls of each way.")
 @click.option("--tokens", default=96, show_default=True, type=click.IntRange(min=8), help="Of each answer, at most.")
-@options.output(RESULTS)
+@options.output("token_steps")
 def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
     where = machine()
     device, _ = options.place(device, None, where["gpu"])

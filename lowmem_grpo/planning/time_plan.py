@@ -30,7 +30,7 @@ ATTENTION = 0.35e12  # of 1 TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
 PCIE = 0.85e9  # of 1 GB/s, from pinned memory
 L2 = 24e9  # bytes of a multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
 LANES = 128e9  # instructions of a multiprocessor and GHz: of four warps of 32 lanes
-# Launches of a layer, counted without a card by bench/launches/bench.py on a small 4-bit model with LoRA; a test holds
+# Launches of a layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test holds
 # these against it. Microseconds are of the host, unless they are of a graph.
 LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # of a micro-batch; the backward pass recomputes the forward pass
 LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA graph; the second is an assumption

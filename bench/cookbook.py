@@ -1,6 +1,6 @@
 """Recipes of tinker-cookbook, as they are, against `lowmem-grpo serve` with the model in the package.
 
-    python -m bench.service.cookbook
+    python -m bench.cookbook
 
 A supervised recipe and two of reinforcement learning: arithmetic with right answers, and shorter answers by a pairwise
 preference. They run in an environment of their own (runs/cookbook), which is made the first time, since the cookbook
@@ -59,7 +59,7 @@ def of_module(module: str, *settings: str) -> Callable[[str, Path], list[str]]:
                                 "eval_every=0", "learning_rate=1e-3", "max_steps=2", *settings]
 
 
-SCRIPT = Path(__file__).with_name("supervised.py")
+SCRIPT = Path(__file__).with_name("cookbook_supervised.py")
 RECIPES = (
     Recipe("supervised", lambda url, folder: [str(SCRIPT), MODEL, url, str(folder)], loss_falls),
     Recipe("math_rl", of_module("math_rl.train", "env=arithmetic", "group_size=4", "groups_per_batch=8"),

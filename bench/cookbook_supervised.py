@@ -1,6 +1,6 @@
 """The cookbook's supervised training on the conversations that it ships; runs where the cookbook is installed.
 
-    python bench/service/supervised.py MODEL URL LOG_FOLDER
+    python bench/cookbook_supervised.py MODEL URL LOG_FOLDER
 """
 
 import asyncio
