@@ -20,7 +20,7 @@ from torch import nn
 from bench.attacks.ranked_run import Ranked
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
-from lowmem_grpo.parallel.ranks import ranks
+from lowmem_grpo.train.distributed import ranks
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "ranks_gradients.jsonl"
 LAYERS = 32

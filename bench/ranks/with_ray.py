@@ -36,7 +36,7 @@ def work(given: dict[str, Any]) -> None:
     import torch
 
     from bench.attacks.ranked_run import train
-    from lowmem_grpo.parallel.ranks import ranks
+    from lowmem_grpo.train.distributed import ranks
 
     torch.set_num_threads(1)
     folder = Path(given["folder"])
