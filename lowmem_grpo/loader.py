@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
+from lowmem_grpo.config.launcher import own_device
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, form_of_weights
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
@@ -16,7 +17,6 @@ from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.first_look import look
 from lowmem_grpo.models.named import TINY, find
-from lowmem_grpo.parallel.place import own_device
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:

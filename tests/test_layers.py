@@ -26,7 +26,7 @@ import lowmem_grpo.rewards
 ROOT = Path(lowmem_grpo.__file__).parent
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
-    ("kernels", "sandbox", "parallel", "types", "messages", "units", "rules", "later", "hub", "unsloth_names"),
+    ("kernels", "sandbox", "types", "messages", "units", "rules", "later", "hub", "unsloth_names"),
     ("losses", "offload", "memory", "planning"),
     ("config", "models"),
     ("engines",),
@@ -37,7 +37,6 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
-    "parallel": {"numpy"},
     "hub": {"huggingface_hub"},
     "models": {"bitsandbytes", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "packaging", "transformers", "vllm"},
@@ -51,7 +50,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy"},
     "rollout": {"transformers"},
     "preflight": {"packaging"},
-    "train": {"bitsandbytes", "peft", "transformers"},
+    "train": {"bitsandbytes", "numpy", "peft", "transformers"},
     "service": {"anyio", "fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
                 "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
@@ -72,7 +71,7 @@ LAZY = {  # packages with doors: their names, and the homes of these
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "parallel.place")  # of vLLM, datasets (not imported) and torchrun
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher")  # of vLLM, datasets (not imported) and torchrun
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 

@@ -35,7 +35,7 @@ def work(given: dict[str, Any]) -> None:
     """In a worker."""
     import torch
 
-    from lowmem_grpo.parallel.ranks import ranks
+    from lowmem_grpo.train.distributed import ranks
     from tests.attacks.ranked_run import train
 
     torch.set_num_threads(1)

@@ -18,7 +18,6 @@ from lowmem_grpo.agents.rewards import OPEN, DeskJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
-from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints, prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
@@ -26,6 +25,7 @@ from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.client import Client
 from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
 
 logger = logging.getLogger(__name__)

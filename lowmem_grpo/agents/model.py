@@ -12,8 +12,7 @@ from lowmem_grpo.agents.dev import InternalModelConfig
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.refused import REFUSED
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
-from lowmem_grpo.parallel.place import this_place
-from lowmem_grpo.parallel.shares import share
+from lowmem_grpo.config.launcher import this_place
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.unsloth_names import refuse_name
@@ -109,8 +108,8 @@ class Model(BaseModel, Generic[ConfigT]):
     def share(self, things: Iterable[Thing]) -> list[Thing]:
         """This process's part of the tasks of a step: all of them, but of several processes (torchrun) neighbours, as
         many as any other has or one fewer. All of them call `train`, also one whose part is empty."""
-        items, place = list(things), this_place()
-        return [items[index] for index in share(len(items), place.rank, place.count)]
+        items = list(things)
+        return [items[index] for index in this_place().share(len(items))]
 
     # What a program keeps for itself
 

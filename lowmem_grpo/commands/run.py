@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.parallel.place import take_card
+from lowmem_grpo.config.launcher import take_card
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.views.terminal import plain_errors, quiet

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.parallel.place import one_process
+from lowmem_grpo.config.launcher import one_process
 from lowmem_grpo.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"

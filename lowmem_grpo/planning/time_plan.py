@@ -45,7 +45,7 @@ HEAD_FACTOR = 1.17  # of `linear_logprobs` to its products, between the estimate
 BACKWARD_ATTENTION = 2.5  # of its forward pass: five products in place of two (Dao, arXiv 2307.08691)
 BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what the forward pass read, and its own
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
-SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo on a machine: 320 MiB in 0.27 s on 2 cores
+SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
 DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a

@@ -1,7 +1,6 @@
 """The groups of an update: sampled, scored, and chosen among those that the model can learn from."""
 
 import math
-from dataclasses import replace
 from statistics import fmean
 from typing import Protocol
 
@@ -10,7 +9,6 @@ from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
@@ -54,19 +52,15 @@ class Collector:
 
     A group has signal if a rollout that counts has an advantage other than 0. Advantages are computed over all places,
     since some estimators look at the whole batch.
-
-    Of several ranks each draws the same prompts, then samples and scores its share of them. Then all have all groups,
-    so that everything else is the same in each.
     """
 
     def __init__(
         self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,
-        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, ranks: Ranks | None = None,
+        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate,
     ) -> None:
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
-        self.ranks = ranks or Ranks()
         self.ahead: Ahead | None = None
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.begin()
@@ -97,29 +91,24 @@ class Collector:
 
     def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
         """Groups that were sampled elsewhere, which are those of the next update; `to_check` has what the parity check
-        may look at. Of several ranks each checks its own, and all go by the first that has found something."""
+        may look at."""
         self.begin()
         self.sampled = groups
         self.pace.add(self.sampler.pace())
         self.count(groups)
-        found = self.ranks.gather("the parity check", self.parity.watch(to_check))
-        self.watched = next((one for one in found if one), {})
-        self.parity.take_in(self.watched)
+        self.watched = self.parity.watch(to_check)
 
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)
         params = self.draws.of(self.state.global_step, extra_round)
-        if self.ranks.count > 1:
-            groups = self.draw_share(prompts, params, extra_round)
-        else:
-            groups = self.draw_own(prompts, params, extra_round)
+        groups = self.draw_groups(prompts, params, extra_round)
         self.sampled += groups
         self.source.record(prompts, groups)
         return groups
 
-    def draw_own(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """The groups of these prompts, sampled and scored in this process."""
+    def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
+        """The groups of these prompts, sampled and scored."""
         with self.scoring.begin(prompts) as calls:
             groups = self.sample(prompts, params, calls)
             self.pace.add(self.sampler.pace())
@@ -127,22 +116,6 @@ class Collector:
             if not extra_round:
                 self.watched = self.parity.watch(groups)
             self.logs.append(self.score(groups, calls))
-        return groups
-
-    def draw_share(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """The groups of these prompts, of which each rank samples and scores its share."""
-        share = self.ranks.share(len(prompts))
-        mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
-        params = replace(params, part=(share.start, len(prompts)))
-        own = self.draw_own(mine, params, extra_round) if mine else []
-        told = own, self.logs[-1:] if mine else [], self.tokens - tokens, self.state.num_tokens - seen, self.watched
-        found = self.ranks.gather("what was sampled", told)
-        groups = [group for one in found for group in one[0]]
-        self.logs[len(self.logs) - bool(mine) :] = [merged([log for one in found for log in one[1]])]
-        self.tokens, self.state.num_tokens = tokens + sum(one[2] for one in found), seen + sum(one[3] for one in found)
-        self.watched = found[0][4]  # of other tokens in each rank, and all decide by the same
-        self.parity.take_in(self.watched)
-        self.scoring.assign(groups)
         return groups
 
     def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:

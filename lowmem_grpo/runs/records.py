@@ -34,6 +34,8 @@ class RecordError(RuntimeError):
 class RunRecords:
     """Append-only records in a run directory."""
 
+    writes = True  # whether this process writes the files of the run
+
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.lines: Counter[str] = Counter()  # of each file, as far as this run wrote or read it
@@ -135,7 +137,9 @@ class RunRecords:
 
 
 class NoRecords(RunRecords):
-    """Of a rank that does not lead: what the run writes, the first rank writes."""
+    """Of a process that writes nothing: what the run writes, another one writes."""
+
+    writes = False
 
     def ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""

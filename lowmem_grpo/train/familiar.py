@@ -12,7 +12,6 @@ from typing import Any
 from lowmem_grpo import hub
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
@@ -62,7 +61,7 @@ class NotHereError(AttributeError, UnsupportedError):
 class Processes:
     """What people ask of `trainer.accelerator`."""
 
-    def __init__(self, device: Any, ranks: Ranks) -> None:
+    def __init__(self, device: Any, ranks: Any) -> None:
         self.device, self.ranks = device, ranks
         self.num_processes, self.process_index = ranks.count, ranks.rank
         self.local_process_index = ranks.place.local
@@ -97,7 +96,7 @@ class Familiar:
     callbacks: Callbacks
     saver: Saver
     run_dir: Path
-    ranks: Ranks
+    ranks: Any  # the processes of the run, as train/distributed.py has them
     given_rows: Any  # as they were passed
     given_eval_rows: Any
 
@@ -146,11 +145,11 @@ class Familiar:
 
     def is_world_process_zero(self) -> bool:
         """Whether this process leads."""
-        return self.ranks.leads
+        return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
-        return not self.ranks.place.local
+        return self.state.is_local_process_zero
 
     def get_learning_rates(self) -> list[float]:
         """Of each group of the optimizer."""

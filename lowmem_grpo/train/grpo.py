@@ -19,8 +19,6 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.preflight.how_long import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rollout.collector import Collector
-from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
@@ -33,6 +31,7 @@ from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in
 from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
+from lowmem_grpo.train.shared_rollout import collector_of, evaluation_of
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class GRPOTrainer(Trainer):
         longest, context = self.lengths(model.loaded.max_seq_length)
         if config.kl_reference == "start" and (config.beta or not self.takes_prompts):  # steps may have a beta then
             self.policy.keep_reference()
-        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
+        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
         encoder = players.encoder(encoder)
@@ -104,7 +103,7 @@ class GRPOTrainer(Trainer):
 
     def first_engine(self, given: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
-        prompts = len(self.ranks.share(self.args.prompts_per_generation)) or 1
+        prompts = len(self.ranks.place.share(self.args.prompts_per_generation)) or 1
         self.model.loaded.keeper.expect(prompts * self.args.num_generations)
         engine = given or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
@@ -126,14 +125,14 @@ class GRPOTrainer(Trainer):
             clock=self.clock, cache_dtype=getattr(first, "cache_dtype", AUTO),
             correction=config.vllm_importance_sampling_correction,
         )
-        self.evaluation = Evaluation(
-            self.evaluation_rows(eval_dataset), config.eval_strategy,
+        self.evaluation = evaluation_of(
+            self.ranks, self.evaluation_rows(eval_dataset), config.eval_strategy,
             config.sampling(config.seed, n=config.num_generations_eval or 1),
-            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring, self.ranks,
+            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
         )
-        self.collector = Collector(
-            config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity,
-            self.ranks,
+        self.collector = collector_of(
+            self.ranks, config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring,
+            self.parity,
         )
 
     def trains_ahead(self, plan: MemoryPlan | None) -> Ahead | None:

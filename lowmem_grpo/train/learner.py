@@ -20,9 +20,9 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.begun import Begun
+from lowmem_grpo.train.distributed import Ranks
 from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.train.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates

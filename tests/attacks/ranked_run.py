@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from lowmem_grpo.parallel.ranks import ranks
+from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.types import MicroBatch
@@ -73,7 +73,7 @@ def begin(folder: Path, rank: int, count: int, port: int, work: Callable[..., An
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     try:
-        ranks(patience=8.0)  # a process that is killed is missed sooner than in a run
+        ranks()  # they find each other first
         found = work(folder, rank, **given)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         traceback.print_exc(file=sys.stderr)

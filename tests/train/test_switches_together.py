@@ -14,7 +14,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train import ahead
-from lowmem_grpo.train.likeness import check_settings
+from lowmem_grpo.train.distributed import check_settings
 
 SETTINGS: dict[str, Any] = {"max_completion_length": 40, "temperature": 1.5, "max_steps": 2, "seed": 3,
                             "rows": TEXTS, "shuffle_dataset": False, "per_device_train_batch_size": 8,

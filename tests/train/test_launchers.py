@@ -29,7 +29,7 @@ def train(folder):
     from transformers import TrainerCallback
 
     from tests.attacks.ranked_run import train as run
-    from lowmem_grpo.parallel.ranks import ranks
+    from lowmem_grpo.train.distributed import ranks
 
     class Killed(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -39,7 +39,6 @@ def train(folder):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
-    ranks(patience=8.0)
     adapter, _ = run(folder / "run", ranks().rank, resume=True, callbacks=[Killed()], max_steps=6, save_steps=2)
     torch.save((ranks().count, adapter), folder / f"rank-{ranks().rank}.pt")
 
@@ -50,18 +49,21 @@ EXITS = """
 import os
 import time
 
-from torch.distributed import TCPStore
+from datetime import timedelta
 
-from lowmem_grpo.parallel.meeting import Meeting
+from torch.distributed import FileStore, ProcessGroupGloo
+
+from lowmem_grpo.train.rendezvous import Pulse
 
 children = []
-for _ in range(40):
+for number in range(40):
     children.append(os.fork())
     if not children[-1]:
-        meeting = Meeting(TCPStore("127.0.0.1", 0, 1, True), 0, 1, pulse=0.00001)
-        meeting.meet("the end")
+        pair, rank = divmod(number, 2)
+        group = ProcessGroupGloo(FileStore(f"store-{pair}", 2), rank, 2, timedelta(seconds=60))
+        Pulse(group, rank, 2, pulse=0.00001).meet("the end")
         time.sleep(0.01)
-        raise SystemExit  # the interpreter goes while the pulse is in the store
+        raise SystemExit  # the interpreter goes while the pulse is in torch
 failed = [code for child in children if (code := os.waitpid(child, 0)[1])]
 raise SystemExit(f"{len(failed)} of {len(children)} have failed: {failed}" if failed else 0)
 """

@@ -1,8 +1,11 @@
 """`Place`: which of a run's processes this one is, as torchrun and accelerate's launchers tell it. Loads no torch."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM sets to its own
 CARDS = "CUDA_VISIBLE_DEVICES"
 
@@ -19,6 +22,11 @@ class Place:
     def leads(self) -> bool:
         """Whether this is the process that writes and shows what the run does."""
         return self.rank == 0
+
+    def share(self, count: int) -> range:
+        """Return which of `count` things, in their order, are this process's: neighbours, as many as any other's, or
+        one fewer."""
+        return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
 def this_place() -> Place:
@@ -64,3 +72,16 @@ def take_card() -> None:
         raise ValueError(f"rank {place.rank} is process {place.local} of its machine, and has no card: {CARDS} lists "
                          f"{len(listed)} ({','.join(listed)}). Start at most one process for each card")
     os.environ[CARDS] = listed[place.local] if listed else str(place.local)
+
+
+def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
+    """Return a part for each rank, in the order of the things. The dearest is given out first, each to the rank that
+    has the least so far: no rank then has more than 4/3 of what the best division gives it."""
+    costs = [cost(thing) for thing in things]
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for place in sorted(range(len(things)), key=lambda place: (-costs[place], place)):
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        parts[rank].append(place)
+        loads[rank] += costs[place]
+    return [[things[place] for place in sorted(part)] for part in parts]
