@@ -19,6 +19,7 @@ class Echo:
     """Answers with the last word of the prompt that is like WORD, whatever the weights are."""
 
     name, slots, kv_bytes = "transformers", 64, 0
+    capabilities = frozenset({"on_group", "converse"})
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
