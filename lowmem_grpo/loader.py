@@ -98,7 +98,7 @@ class FastLanguageModel:
         found = find(model_name, **where)
         look(found, model_name, dtype)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
-        from lowmem_grpo.engines.recordable import check_graphs
+        from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.models.card_check import use_card

@@ -23,6 +23,8 @@ ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
 class TimedEngine:
     """The model's own engine; sampling is one phase, sleeping and waking another."""
 
+    capabilities = frozenset({"on_group", "converse"})
+
     def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
         self.engine, self.watch, self.name = engine, watch, engine.name
 

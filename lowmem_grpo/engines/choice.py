@@ -22,8 +22,7 @@ from lowmem_grpo.engines.vllm.installed import (
     why_unavailable,
 )
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
-from lowmem_grpo.engines.vllm.lifetime import living
-from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread
+from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.models.policy import Policy

@@ -2,7 +2,6 @@
 
 import math
 from statistics import fmean
-from typing import Protocol
 
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.strategies import StrategySettings
@@ -13,32 +12,12 @@ from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
-from lowmem_grpo.rollout.sampler import Sampler
+from lowmem_grpo.rollout.sampler import Overlap, Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import RolloutGroup
 
 COUNTS = ("/invalid", "/unjudged")
-
-
-class Ahead(Protocol):
-    """What is done with groups that are complete, while others are sampled."""
-
-    def begin(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
-        """Sampling begins; `calls` score the groups."""
-        ...
-
-    def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """All rollouts of a prompt are there."""
-        ...
-
-    def meanwhile(self, running: int) -> None:
-        """So many sequences are still decoded."""
-        ...
-
-    def end(self) -> None:
-        """All prompts are sampled."""
-        ...
 
 
 class Collector:
@@ -56,12 +35,13 @@ class Collector:
 
     def __init__(
         self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,
-        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate,
+        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, overlap: Overlap | None = None,
     ) -> None:
+        """`overlap`, where there is one, trains complete groups while others are sampled."""
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
-        self.ahead: Ahead | None = None
+        self.overlap = overlap
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.begin()
 
@@ -120,13 +100,9 @@ class Collector:
 
     def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:
         """Rollouts of each prompt; what is complete is scored, and perhaps trained, while others are sampled."""
-        if self.ahead is None:
-            return self.sampler.sample(prompts, params, calls.on_group)
-        self.ahead.begin(prompts, calls)
-        try:
-            return self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile)
-        finally:
-            self.ahead.end()
+        if self.overlap is not None:
+            self.overlap.start_step(prompts, calls)
+        return self.sampler.sample(prompts, params, calls.on_group, self.overlap)
 
     def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lowmem_grpo.config.from_trl import settings_of
@@ -24,10 +25,9 @@ from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
-from lowmem_grpo.train.ahead import Ahead, check_ahead
-from lowmem_grpo.train.begun import Begun
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
+from lowmem_grpo.train.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.train.parameters import either, taken_in
 from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
@@ -85,9 +85,8 @@ class GRPOTrainer(Trainer):
             raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                              "found again after a resume; leave it out, or pass a datasets.Dataset")
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
-        self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder)
-        self.sampler.player = self.player = players.player(self, context)
-        self.ahead = self.collector.ahead = self.trains_ahead(peaks.plan)
+        self.player = players.player(self, context)
+        self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder, peaks.plan)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
         self.write(callbacks, alarms, self.collector.replay, config.log_completions)
         if note := config.rounding():
@@ -112,11 +111,13 @@ class GRPOTrainer(Trainer):
             )
         return engine
 
-    def sample_with(self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder) -> None:
+    def sample_with(
+        self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder, plan: MemoryPlan | None
+    ) -> None:
         """Make what this trainer samples and scores with; `given` says that the engine is the caller's own."""
         config = self.args
         self.sampler = Sampler(
-            self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given
+            self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given, self.player
         )
         self.scoring = Scoring(self.scorer, config, self.state, self.clock, config)
         self.parity = ParityGate(
@@ -130,19 +131,15 @@ class GRPOTrainer(Trainer):
             config.sampling(config.seed, n=config.num_generations_eval or 1),
             config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
         )
+        self.overlap: OverlappedTraining | None = None
+        if mode := config.train_while_sampling:
+            check_overlap(mode, self.policy, first, self.scorer, self.player is not None)
+            self.overlap = OverlappedTraining(self.learner, self.scoring, config.max_completion_length, plan,
+                                              mode == PARALLEL)
         self.collector = collector_of(
             self.ranks, config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring,
-            self.parity,
+            self.parity, self.overlap,
         )
-
-    def trains_ahead(self, plan: MemoryPlan | None) -> Ahead | None:
-        """What trains complete groups while others are sampled, if the settings ask for it."""
-        mode = self.args.train_while_sampling
-        if not mode:
-            return None
-        check_ahead(mode, self.policy, self.engine, self.scorer, self.player is not None)
-        longest = self.args.max_completion_length
-        return Ahead(self.learner, self.scoring, self.state, self.clock, longest, plan, mode == PARALLEL)
 
     @property
     def engine(self) -> Engine:
@@ -181,26 +178,18 @@ class GRPOTrainer(Trainer):
         """
         if self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted([rollout for group in groups for rollout in group.rollouts])
-        with self.clock.phase("train"):
-            if self.ahead is not None and (begun := self.ahead.settle(groups)) is not None:
-                return self.update_rest(groups, begun)
+        overlap = self.overlap
+        with self.clock.phase("train"), nullcontext() if overlap is None else overlap.gradient(groups) as partial:
             parts = self.parts(groups)
             order = (parts * self.args.num_iterations)[:at_most]
-            self.learner.prepare(groups, len(order), self.state.policy_version)
+            rest = groups if partial is None else [group for group in groups if not partial.holds(group)]
+            self.learner.prepare(rest, len(order), self.state.policy_version)
             # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
             shared = LOSS_TYPES[self.args.loss_type].counts_generation
             tokens = self.learner.num_tokens(groups) / len(parts) if shared else None
-            steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
-        early = {} if self.ahead is None else self.ahead.metrics(None, groups)
+            steps = [self.learner.forward_backward(part, tokens, partial) | self.optim_step() for part in order]
+        early = {} if overlap is None else overlap.metrics(partial, groups)
         return mean_of(steps) | self.learner.guard.over(steps) | early
-
-    def update_rest(self, groups: list[RolloutGroup], begun: Begun) -> dict[str, float]:
-        """The rest of an update, of one optimizer step, some of whose groups were trained while others were sampled."""
-        assert self.ahead is not None
-        rest = [group for group in groups if not begun.holds(group)]
-        self.learner.prepare(rest, 1, self.state.policy_version)
-        step = self.learner.forward_backward(groups, begun=begun) | self.optim_step()
-        return step | self.learner.guard.over([step]) | self.ahead.metrics(begun, groups)
 
     def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         """The groups of each optimizer step that one generation is used for."""

@@ -1,8 +1,10 @@
 """Complete groups that are trained while others are sampled: the gradient, what is dropped, and what is refused."""
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.plan import MemoryPlan, Row, RunSettings
-from lowmem_grpo.train import ahead as module
+from lowmem_grpo.train import overlap as module
 
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 17)]
 MODES = [True, "parallel"]
@@ -45,17 +47,16 @@ def trainer(folder: Path, mode: Any, double: bool = False, **settings: Any) -> G
 @contextmanager
 def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rewards are known and the worker is done with its micro-batches before the next step of decoding."""
-    meanwhile = module.Ahead.meanwhile
+    meanwhile = module.OverlappedTraining.meanwhile
 
-    def waits(self: module.Ahead, running: int) -> None:
+    def waits(self: module.OverlappedTraining, running: int) -> None:
         with self.calls.changed:
             self.calls.changed.wait_for(lambda: not self.calls.working, 60)
         meanwhile(self, running)
-        if self.worker is not None:
-            self.worker.join(60)
+        wait([job for _, job in self.jobs], 60)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Ahead, "meanwhile", waits)
+        patch.setattr(module.OverlappedTraining, "meanwhile", waits)
         yield
 
 
@@ -116,24 +117,25 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
 ) -> None:
     run = trainer(tmp_path, mode, double=True, loss_type="dr_grpo", parity_bound=1.0)
     groups = run.rollout()
-    run.ahead.drop()
+    run.overlap.drop()
     run.learner.prepare(groups, 1)
     run.forward_backward(groups)
     expected = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
     run.learner.optimizer.zero_grad(set_to_none=True)
     prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
     with run.scoring.begin(groups) as calls:
-        run.ahead.begin(prompts, calls)
+        run.overlap.start_step(prompts, calls)
         for index, group in enumerate(groups):
-            run.ahead.on_group(index, group.rollouts)
+            run.overlap.on_group(index, group.rollouts)
         calls.wait()
-        while not run.ahead.dropped and (run.ahead.begun is None or run.ahead.batches):
-            run.ahead.meanwhile(1)
-        run.ahead.end()
-    begun = run.ahead.settle(groups)
-    assert begun is not None and len(begun.rollouts) == 32
-    run.learner.forward_backward(groups, begun=begun)
-    assert same({name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}, expected)
+        while not run.overlap.dropped and (run.overlap.partial is None or run.overlap.batches):
+            run.overlap.meanwhile(1)
+        run.overlap.join_worker()
+    with run.overlap.gradient(groups) as begun:
+        assert begun is not None and len(begun.rollouts) == 32
+        run.learner.forward_backward(groups, begun=begun)
+        assert same({name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}, expected)
+    assert_no_gradient(run)
 
 
 @pytest.mark.slow
@@ -142,22 +144,87 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
 def test_a_failure_while_sampling_leaves_a_step_made_of_the_completions_that_are_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: Any, error: Exception
 ) -> None:
-    add, left = module.Ahead.add, [1]
+    add, left = module.OverlappedTraining.add, [1]
 
-    def fails(self: module.Ahead, batch: Any) -> None:
+    def fails(self: module.OverlappedTraining, batch: Any) -> None:
         add(self, batch)
-        if left and self.begun is not None and self.begun.sums.count > 1:
+        if left and self.partial is not None and self.partial.sums.count > 1:
             left.pop()
             raise error
 
     with slow_decoding(monkeypatch), caplog.at_level("WARNING"):
         expected, _ = one_step(tmp_path / "plain", False)
-        monkeypatch.setattr(module.Ahead, "add", fails)
+        monkeypatch.setattr(module.OverlappedTraining, "add", fails)
         found, metrics = one_step(tmp_path / "ahead", mode)
     assert not left, "nothing failed"
     assert metrics["train_while_sampling/dropped"] == 1 and metrics["train_while_sampling/share"] == 0
     assert same(found, expected)
     assert "the step is made of the completions that are held" in caplog.text
+
+
+def assert_no_gradient(run: GRPOTrainer) -> None:
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+class StopError(Exception):
+    """What ends a call of the engine, or an update."""
+
+
+def test_an_error_of_the_engine_waits_for_the_worker_before_the_next_step_clears_the_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, reached, may_add = module.OverlappedTraining.add, Event(), Event()
+    run, no_calls = trainer(tmp_path, "parallel"), None
+
+    def held(self: module.OverlappedTraining, batch: Any) -> None:
+        reached.set()
+        assert may_add.wait(60)
+        add(self, batch)
+
+    def stops(self: module.OverlappedTraining, running: int) -> None:
+        meanwhile(self, running)
+        if reached.is_set():
+            Thread(target=may_add.set).start()
+            raise StopError
+
+    meanwhile = module.OverlappedTraining.meanwhile
+    with monkeypatch.context() as patch:
+        patch.setattr(module.OverlappedTraining, "add", held)
+        patch.setattr(module.OverlappedTraining, "meanwhile", stops)
+        with pytest.raises(StopError):
+            run.rollout()
+    assert not run.overlap.jobs, "the worker has ended before the error leaves the sampler"
+    run.overlap.start_step([], no_calls)
+    assert_no_gradient(run)
+
+
+def test_the_worker_has_ended_before_the_engine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = trainer(tmp_path, "parallel"), []
+    sleep = run.engine.sleep
+    monkeypatch.setattr(run.engine, "sleep", lambda: seen.append(len(run.overlap.jobs)) or sleep())
+    add = module.OverlappedTraining.add
+    monkeypatch.setattr(module.OverlappedTraining, "add", lambda self, batch: seen.append("added") or add(self, batch))
+    run.rollout()
+    assert seen[-1] == 0 and "added" in seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_the_update_leaves_no_gradient_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    run = trainer(tmp_path, mode)
+    with slow_decoding(monkeypatch):
+        groups = run.rollout()
+    assert run.overlap.partial is not None and any(p.grad is not None for p in run.model.parameters())
+
+    def stops(*args: Any) -> Any:
+        raise StopError
+
+    with monkeypatch.context() as patch, pytest.raises(StopError):
+        patch.setattr(run.learner, "forward_backward", stops)
+        run.update(groups)
+    assert run.overlap.partial is None
+    assert_no_gradient(run)
 
 
 def test_a_correction_that_begins_in_the_step_drops_what_was_trained_without_it(
@@ -171,7 +238,7 @@ def test_a_correction_that_begins_in_the_step_drops_what_was_trained_without_it(
     monkeypatch.setattr(type(run.objective.mismatch), "due", corrected)
     with slow_decoding(monkeypatch):
         groups = run.rollout()
-    assert run.ahead.begun is not None
+    assert run.overlap.partial is not None
     corrects[0] = True
     metrics = run.update(groups)
     assert metrics["train_while_sampling/dropped"] == 1 and metrics["mismatch/corrected"] == 1
@@ -247,8 +314,8 @@ def test_on_a_card_a_micro_batch_waits_until_the_cache_leaves_the_room_that_is_p
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 45)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
     learner: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
-    unused: Any = None
-    ahead = module.Ahead(learner, unused, unused, unused, 8, plan)
+    scoring: Any = SimpleNamespace(state=None, clock=None)
+    overlap = module.OverlappedTraining(learner, scoring, 8, plan)
     with caplog.at_level("INFO"):
-        assert [ahead.room(), ahead.room()] == [fits, fits]
+        assert [overlap.has_room(), overlap.has_room()] == [fits, fits]
     assert caplog.text.count("leaves no room") == int(not fits), "it is said once"

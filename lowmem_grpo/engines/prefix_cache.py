@@ -17,7 +17,7 @@ TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPrefix:
     """The keys and values of one row, in the places of a cache that end at `end`."""
 
     ids: list[int]  # the tokens that they are of
@@ -42,12 +42,12 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Continued:
+class Continuation:
     """B prompts whose first tokens are held; of each, the last `fed` tokens are fed."""
 
     rows: list[int]
     prompts: list[list[int]]
-    kept: list[Kept]
+    kept: list[KeptPrefix]
     fed: int
 
     @property
@@ -57,13 +57,13 @@ class Continued:
 
 
 @dataclass
-class KeptRows:
+class PrefixCache:
     """The rows of one call, by the key of the episode, the oldest first."""
 
-    rows: dict[int, Kept] = field(default_factory=dict)
+    rows: dict[int, KeptPrefix] = field(default_factory=dict)
     most: int | None = None  # that memory had room for; None while it never ran out beside them
 
-    def take(self, key: int) -> Kept | None:
+    def take(self, key: int) -> KeptPrefix | None:
         """The row of a key, which is not kept any longer."""
         return self.rows.pop(key, None)
 
