@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openai import AsyncOpenAI
+
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.local_run import LocalRun
 from lowmem_grpo.agents.model_options import ModelOptions
@@ -17,7 +19,6 @@ from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.service.client import Client
 
 
 @dataclass
@@ -160,8 +161,8 @@ class LocalBackend:
 
     # Asking
 
-    def client(self, model: Any) -> Client:
-        """A client in the shape of `openai.AsyncOpenAI`, in this process."""
+    def client(self, model: Any) -> AsyncOpenAI:
+        """`openai.AsyncOpenAI`, answered in this process."""
         return self.run(model).client()
 
     def serve(self, model: Any, **options: Any) -> AgentEndpoint:

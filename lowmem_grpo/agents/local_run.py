@@ -12,6 +12,8 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
+from openai import AsyncOpenAI
+
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.rewards import OPEN, DeskJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
@@ -23,7 +25,7 @@ from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
 
@@ -138,9 +140,9 @@ class LocalRun:
             saved[f"{self.name}@{self.step}"] = LIVE  # which has these weights
         return {self.base_model: None, **saved, self.name: LIVE}
 
-    def client(self) -> Client:
-        """A client in the shape of openai's."""
-        return Client(self.chat)
+    def client(self) -> AsyncOpenAI:
+        """openai's client, answered in this process."""
+        return client_of(self.chat)
 
     def judge(self, **options: Any) -> DeskJudge:
         """The base model as a judge; the same one for the same options."""
