@@ -21,7 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowmem_grpo.kernels.launch import SHARED_MEMORY, Variant
+from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY, Variant
 
 MAX_SPILL = 64  # bytes a thread
 MAX_SECONDS = 60  # of one compilation, far more than any should take; an assembler that spills a lot can take hours

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import lowmem_grpo.kernels
-from lowmem_grpo.kernels.launch import SHARED_MEMORY, Variant
+from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY, Variant
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NO_BF16 = {75}  # chips without bfloat16

@@ -29,10 +29,10 @@ from bench.kernels.problems import (
 )
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
 from lowmem_grpo.kernels.frozen import QuantizedWeight, frozen_linear
-from lowmem_grpo.kernels.launch import capability
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode_triton
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
+from lowmem_grpo.kernels.triton_utils import capability
 
 BLOCK, NESTED_BLOCK = 64, 256
 NF4 = (  # the code of 4-bit NormalFloat, QLoRA (arXiv 2305.14314), appendix E
@@ -75,7 +75,7 @@ def reference_values(weight: QuantizedWeight) -> Tensor:
 
 def weight_bytes(weight: QuantizedWeight) -> int:
     """What must be read of it."""
-    return sum(part.nbytes for part in weight.tensors if part is not None)
+    return sum(part.nbytes for part in weight.tensors)
 
 
 def linear_problem(random_weight: Callable[[Case], QuantizedWeight]) -> Callable[[Case], Problem]:
@@ -169,7 +169,7 @@ def build_candidate(problem: Problem) -> Run:
     found = candidates(case.shape["M"], capability(torch.device("cuda")))
     if "n64" not in found:
         raise UnsupportedError("for 33 to 64 rows, from sm_80 on")
-    rest = (*weight.tensors, *weight.sizes, list(weight.out_features), None, None, 0.0, None, None, found["n64"])
+    rest = (weight.tensors, weight.sizes, list(weight.out_features), None, None, 0.0, None, None, found["n64"])
     return autograd_run(problem, lambda x, **_: {"out": nf4_decode_triton(x.detach(), *rest)})
 
 

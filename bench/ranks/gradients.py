@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from bench.attacks.ranked_run import Ranked
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
-from lowmem_grpo.parallel.ranks import ranks
+from lowmem_grpo.train.distributed import ranks
+from tests.attacks.ranked_run import Ranked
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "ranks_gradients.jsonl"
 LAYERS = 32

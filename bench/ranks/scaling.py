@@ -15,9 +15,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.attacks.ranked_run import Ranked, trainer
 from bench.common import options, tables
 from bench.common.rows import append_row, machine
+from tests.attacks.ranked_run import Ranked, trainer
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "ranks_scaling.jsonl"
 PROMPTS, GENERATIONS, LENGTH, STEPS = 8, 8, 48, 8

@@ -35,8 +35,8 @@ def work(given: dict[str, Any]) -> None:
     """In a worker."""
     import torch
 
-    from bench.attacks.ranked_run import train
-    from lowmem_grpo.parallel.ranks import ranks
+    from lowmem_grpo.train.distributed import ranks
+    from tests.attacks.ranked_run import train
 
     torch.set_num_threads(1)
     folder = Path(given["folder"])
@@ -63,7 +63,7 @@ def compare(folder: Path) -> str:
     """What is wrong with what the workers left; empty where nothing is."""
     import torch
 
-    from bench.attacks.ranked_run import Ranked, train
+    from tests.attacks.ranked_run import Ranked, train
 
     ((expected, _),) = Ranked(folder / "one", 1, train, **SETTINGS).wait()
     for rank in range(2):

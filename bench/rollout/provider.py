@@ -63,8 +63,7 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     found: list[torch.Tensor] = list(model.buffers())
     for parameter in model.parameters():
         weight = frozen_weight(parameter)
-        parts = weight.tensors if isinstance(weight, NF4Weight) else [parameter]
-        found += [tensor for tensor in parts if tensor is not None]
+        found += weight.tensors if isinstance(weight, NF4Weight) else [parameter]
         found += [tensor for tensor in vars(parameter).values() if torch.is_tensor(tensor)]
     return found
 

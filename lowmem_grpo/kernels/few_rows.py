@@ -14,14 +14,23 @@ Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most.
 over blocks of 8 in the same launch, and get the bits that they would get on their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.launch import SHARED_MEMORY, TRITON_TYPES, Launch, Variant, capability, next_power_of_2
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.triton_utils import (
+    SHARED_MEMORY,
+    Launch,
+    Variant,
+    capability,
+    next_power_of_2,
+    tl,
+    triton,
+    types_of,
+)
 
 MAX_MATRICES = 3  # that lie adjacent in a weight
 WIDE = 8192  # outputs from which on there are enough blocks for larger ones
@@ -117,6 +126,23 @@ def finish(
     tl.store(out_ptr + m[None, :] * n_size + n[:, None], out.to(dtype), mask=n_inside[:, None] & m_inside[None, :])
 
 
+def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Any:
+    """The operation `name`, on the CPU and with `kernel` on a card: out (M, N) of x, of the tensors and sizes of a
+    weight, of which `values` makes W (N, K) in a dtype, and of what `given_adapters` returns."""
+
+    def decode_cpu(
+        x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None,
+        lora_b: Tensor | None, scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
+    ) -> Tensor:
+        whole = scale if scale_tensor is None else scale + scale_tensor
+        return decode_ref(x, values(tensors, sizes, features, x.dtype), features, xa, lora_b, whole, bias)
+
+    def fake(x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], *others: Any) -> Tensor:
+        return x.new_empty(x.shape[0], sum(features))
+
+    return opaque(name, decode_cpu, kernel, fake=fake)
+
+
 def given_adapters(
     xa: Tensor | None, lora_b: Tensor | None, scale: float | Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]:
@@ -153,8 +179,6 @@ def launches(capability: int, step: int = 32) -> dict[str, Launch]:
 def variant(
     name: str, kernel: Any, weight_types: dict[str, str], dtype: torch.dtype, launch: Launch, **constexprs: bool
 ) -> Variant:
-    """One compilation of a kernel whose weight has pointers of these types; its other arguments are integers."""
-    types = dict.fromkeys(["out_ptr", "x_ptr", "xa_ptr", "lora_b_ptr", "bias_ptr"], "*" + TRITON_TYPES[dtype])
-    types |= {"scale_ptr": "*fp32", "scale": "fp32", "tensor_scale": "fp32"} | weight_types
-    integers = [one for one in kernel.arg_names if one not in types and not one.isupper()]
-    return Variant(name, kernel, types | dict.fromkeys(integers, "i32"), launch, constexprs)
+    """One compilation of a kernel whose weight has pointers of these types."""
+    types = types_of(kernel, dtype, scale_ptr="*fp32", scale="fp32", tensor_scale="fp32", **weight_types)
+    return Variant(name, kernel, types, launch, constexprs)

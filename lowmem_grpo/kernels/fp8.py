@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.codes import dequantized
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
+from lowmem_grpo.kernels.nf4 import dequantized
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its values
@@ -62,9 +61,14 @@ class FP8Weight:
         return self.codes.device
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> list[Tensor]:
         """What the kernels read."""
-        return self.codes, self.scales
+        return [self.codes, self.scales]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers that go with `tensors`."""
+        return [*self.block]
 
     @property
     def row_unit(self) -> int:
@@ -228,13 +232,5 @@ def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """A scale for each row of a tile, and a scale for each weight."""
-    launch, value = dequantize_launch(capability), "*" + TRITON_TYPES[dtype]
-    integers = [name for name in fp8_dequantize_kernel.arg_names[3:] if not name.isupper()]
-    return [
-        Variant(
-            f"fp8_dequantize one_scale={one}", fp8_dequantize_kernel,
-            {"out_ptr": value, "codes_ptr": "*u8", "scales_ptr": "*fp32"} | dict.fromkeys(integers, "i32"), launch,
-            {"ONE_SCALE": one},
-        )
-        for one in (True, False)
-    ]
+    types = types_of(fp8_dequantize_kernel, dtype, codes_ptr="*u8", scales_ptr="*fp32")
+    return flagged("fp8_dequantize", fp8_dequantize_kernel, types, dequantize_launch(capability), ("ONE_SCALE",))

@@ -5,40 +5,25 @@ Finer blocks are dequantized first, as they are for many rows. From sm_89 on the
 bits are moved (fp8.py).
 """
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.few_rows import (
     VARYING,
     decode_launch,
-    decode_ref,
+    decode_op,
     finish,
     finish_arguments,
-    given_adapters,
     grid,
     launches,
     takes_rows,
     variant,
 )
 from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
-from lowmem_grpo.kernels.launch import Launch, Variant, capability
-from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Variant, capability, tl, triton
 
 STEP = 64  # columns that each share of K takes at a time
 NATIVE = 89  # compute capability from which on Triton has the type e4m3
-
-
-def fp8_decode_ref(
-    x: Tensor, weight: FP8Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
-    scale: float | Tensor = 1.0, bias: Tensor | None = None,
-) -> Tensor:
-    """(M, N) in x.dtype."""
-    dense = fp8_dequantize_ref(replace(weight, dtype=x.dtype))
-    return decode_ref(x, dense, weight.out_features, xa, lora_b, scale, bias)
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
@@ -46,11 +31,6 @@ def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
     scale for each 64 columns of them."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
     return takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
-
-
-def fp8_launch(rows: int, outputs: int, capability: int) -> Launch:
-    """The launch for so many rows of x and of W; `capability` is 89 for sm_89."""
-    return decode_launch(rows, outputs, capability, STEP)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "chunks", "block_rows", "block_columns", "scale_columns"])
@@ -96,51 +76,29 @@ def fp8_decode_kernel(
     )
 
 
-def fp8_decode_cpu(
-    x: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, out_features: list[int],
-    xa: Tensor | None, lora_b: Tensor | None, scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
-) -> Tensor:
-    """(M, N). The LoRA scale is scale, plus scale_tensor () float32 where it is given."""
-    weight = FP8Weight(codes, scales, (block_rows, block_columns), x.dtype, tuple(out_features))
-    return fp8_decode_ref(x, weight, xa, lora_b, scale if scale_tensor is None else scale + scale_tensor, bias)
-
-
 def fp8_decode_triton(
-    x: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, out_features: list[int],
-    xa: Tensor | None, lora_b: Tensor | None, scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
+    x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
+    scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> Tensor:
-    """The same with Triton; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
-    rows, outputs, chip = x.shape[0], sum(out_features), capability(x.device)
+    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
+    rows, outputs, chip, (codes, scales) = x.shape[0], sum(features), capability(x.device), tensors
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launch = fp8_launch(rows, outputs, chip)
+    launch = decode_launch(rows, outputs, chip, STEP)
     fp8_decode_kernel[grid(rows, outputs, launch)](
-        out, x, codes, scales, codes.shape[1] // 16, block_rows, block_columns, scales.shape[1],
-        *finish_arguments(x, scales, out_features, xa, lora_b, scale, scale_tensor, bias),
+        out, x, codes, scales, codes.shape[1] // 16, *sizes, scales.shape[1],
+        *finish_arguments(x, scales, features, xa, lora_b, scale, scale_tensor, bias),
         BY_ROW=scales.shape[1] == 1, NATIVE=chip >= NATIVE, **launch.options,
     )
     return out
 
 
-def fp8_decode_fake(
-    x: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, out_features: list[int],
-    *others: Any,
-) -> Tensor:
-    """(M, N) uninitialised."""
-    return x.new_empty(x.shape[0], sum(out_features))
+def fp8_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
+    """The weight (N, K) in a dtype."""
+    codes, scales = tensors
+    return fp8_dequantize_ref(FP8Weight(codes, scales, (sizes[0], sizes[1]), dtype, tuple(features)))
 
 
-fp8_decode_op = opaque("fp8_decode", fp8_decode_cpu, fp8_decode_triton, fake=fp8_decode_fake)
-
-
-def fp8_decode(
-    x: Tensor, weight: FP8Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
-    scale: float | Tensor = 1.0, bias: Tensor | None = None,
-) -> Tensor:
-    """x (M, K) -> (M, N) where `can_decode_fp8`; xa (M, S * R), lora_b (N, R) and bias (N,) of x.dtype; no autograd."""
-    return fp8_decode_op(
-        x.contiguous(), *weight.tensors, *weight.block, list(weight.out_features),
-        *given_adapters(xa, lora_b, scale, bias),
-    )
+fp8_decode_op = decode_op("fp8_decode", fp8_values, fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

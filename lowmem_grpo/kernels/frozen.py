@@ -14,11 +14,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.few_rows import given_adapters
 from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.fp8 import FP8Weight
-from lowmem_grpo.kernels.fp8_decode import can_decode_fp8, fp8_decode
+from lowmem_grpo.kernels.fp8_decode import can_decode_fp8, fp8_decode_op
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode
+from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode_op
 
 BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
 
@@ -35,10 +36,12 @@ def decode(
     x: Tensor, weight: QuantizedWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + scale * xa_s B^T + bias (M, N) where `can_decode`, without autograd (few_rows.py)."""
-    if isinstance(weight, NF4Weight):
-        return nf4_decode(x, weight, xa, lora_b, scale, bias)
-    return fp8_decode(x, weight, xa, lora_b, scale, bias)
+    """x W^T + scale * xa_s B^T + bias (M, N) where `can_decode`, without autograd (few_rows.py): x (M, K) of any
+    strides; xa (M, S * R), lora_b (N, R) and bias (N,) of its dtype."""
+    operation = nf4_decode_op if isinstance(weight, NF4Weight) else fp8_decode_op
+    y: Tensor = operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
+                          *given_adapters(xa, lora_b, scale, bias))
+    return y
 
 
 @torch.no_grad()

@@ -51,9 +51,7 @@ class FrozenStack:
     @property
     def tensors(self) -> list[Tensor]:
         """What an operation of torch is given: the weights, or codes, scales, their values and nested scales."""
-        if isinstance(self.weight, Tensor):
-            return [self.weight]
-        return [part for part in self.weight.tensors if part is not None]
+        return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
     def sizes(self) -> list[int]:
@@ -67,11 +65,7 @@ class FrozenStack:
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)
-        columns, blocksize, nested_blocksize, first_block = others
-        packed, absmax, code, *nested = tensors
-        nested_code, nested_absmax, offset = nested or (None, None, None)
-        return cls(NF4Weight(packed, absmax, code, (rows, columns), blocksize, dtype, (rows,), nested_code,
-                             nested_absmax, offset, nested_blocksize, first_block), experts)
+        return cls(NF4Weight.from_parts(tensors, others, [rows], dtype), experts)
 
     def expert(self, number: int) -> Tensor | NF4Weight:
         """The weight (out, in) of one expert, a view."""

@@ -11,15 +11,15 @@ rounded to the dtype before the product. Only gate and up are kept; backward com
 Over 300 lines, so that formula, reference, kernels, ops and checks can be read together.
 """
 
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
 
@@ -363,20 +363,10 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for tensors of `dtype`."""
-    kind = f"*{TRITON_TYPES[dtype]}"
-    forward = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), kind)
-    forward |= dict.fromkeys(("N", "F", "gate_stride", "up_stride", "out_stride"), "i32")
-    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "grad_gate_ptr", "grad_up_ptr", "product_ptr")
-    numbers = ("N", "F", "grad_stride", "gate_stride", "up_stride", "grad_gate_stride", "grad_up_stride")
-    backward = dict.fromkeys(pointers, kind) | dict.fromkeys(numbers, "i32")
     found = []
-    for activation in APPROXIMATE:
-        for launch in (launch_rule(64), launch_rule(256), launch_rule(1024)):
-            name = f"{activation} {launch.constexprs['BLOCK_F']}"
-            chosen = {"ACTIVATION": activation}
-            found.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, forward, launch, chosen))
-            for product in (False, True):
-                name = f"{name} product" if product else name
-                flags = chosen | {"HAS_PRODUCT": product}
-                found.append(Variant(f"glu_bwd {name}", glu_bwd_kernel, backward, launch, flags))
+    for activation, launch in product(APPROXIMATE, (launch_rule(64), launch_rule(256), launch_rule(1024))):
+        name, chosen = f"{activation} {launch.constexprs['BLOCK_F']}", {"ACTIVATION": activation}
+        found.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
+        found += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),
+                          launch, chosen | {"HAS_PRODUCT": wanted}) for wanted in (False, True)]
     return found

@@ -10,11 +10,12 @@ Scale: Cohere's and Granite's logit scaling. Softcap: Gemma 2 (arXiv 2408.00118,
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import tl, triton, types_of
 
 FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0
 DOT_COLUMNS = 4096  # multiplied at a time
@@ -67,6 +68,12 @@ def row_dot(left: Tensor, right: Tensor) -> Tensor:
     """(R,) dot products of the rows of two (R, V), without the (R, V) of their products, and summed pairwise."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
+
+
+def types_of_logits(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
+    """Return the types of a kernel that turns float32 logits into a gradient of `dtype`, as the head is."""
+    floats = dict.fromkeys(("temperature", "scale", "softcap"), "fp32")
+    return types_of(kernel, dtype, logits_ptr="*fp32", targets_ptr="*i64", ignore_index="i64", **floats, **others)
 
 
 @triton.jit

@@ -8,16 +8,21 @@ sum and weighted sum (Milakov and Gimelshein, arXiv 1805.02867), once to write t
 gradient fills the first half of each row's bytes, so a chunk costs 4 R V bytes in all.
 """
 
-from itertools import product
-
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.head import Head
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
-from lowmem_grpo.kernels.logits import LogitShape, floor_, packed_gradient, row_dot, row_statistics, shape_logits
+from lowmem_grpo.kernels.logits import (
+    LogitShape,
+    floor_,
+    packed_gradient,
+    row_dot,
+    row_statistics,
+    shape_logits,
+    types_of_logits,
+)
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, entropy, m and log s: log sum exp(z) = m + log s
 
@@ -150,14 +155,5 @@ logprob_rows = opaque(
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernel for heads of `dtype`."""
-    kind = TRITON_TYPES[dtype]
-    types = {
-        "logits_ptr": "*fp32", "gradient_ptr": f"*{kind}", "results_ptr": "*fp32", "targets_ptr": "*i64",
-        "bias_ptr": f"*{kind}", "R": "i32", "V": "i32", "logits_stride": "i32", "gradient_stride": "i32",
-        "temperature": "fp32", "scale": "fp32", "softcap": "fp32", "ignore_index": "i64",
-    }
-    names = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT")
-    return [
-        Variant(f"logprob_rows {chosen}", logprob_rows_kernel, types, LAUNCH, dict(zip(names, chosen, strict=True)))
-        for chosen in product((False, True), repeat=len(names))
-    ]
+    types = types_of_logits(logprob_rows_kernel, dtype, results_ptr="*fp32")
+    return flagged("logprob_rows", logprob_rows_kernel, types, LAUNCH, ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT"))

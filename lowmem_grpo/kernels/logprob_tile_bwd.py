@@ -6,15 +6,12 @@ g, h: gradients of the log-probability and of the entropy of each row; m, s: max
 rows, T columns, the vocabulary entries first ... first + T - 1. A 16-bit result fills the first half of a row's bytes.
 """
 
-from itertools import product
-
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
-from lowmem_grpo.kernels.logits import LogitShape, floor_, floored, packed_gradient, shape_logits
+from lowmem_grpo.kernels.logits import LogitShape, floor_, floored, packed_gradient, shape_logits, types_of_logits
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
 
@@ -105,16 +102,7 @@ logprob_tile_bwd = opaque("logprob_tile_bwd", differentiate_ref, logprob_tile_bw
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernel for heads of `dtype`."""
-    kind = TRITON_TYPES[dtype]
-    types = {
-        "logits_ptr": "*fp32", "gradient_ptr": f"*{kind}", "targets_ptr": "*i64", "bias_ptr": f"*{kind}",
-        "maximum_ptr": "*fp32", "log_sum_ptr": "*fp32", "entropy_ptr": "*fp32", "grad_logprobs_ptr": "*fp32",
-        "grad_entropy_ptr": "*fp32", "T": "i32", "first": "i32", "logits_stride": "i32", "gradient_stride": "i32",
-        "temperature": "fp32", "scale": "fp32", "softcap": "fp32", "ignore_index": "i64",
-    }
-    names = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_ENTROPY")
-    return [
-        Variant(f"logprob_tile_bwd {chosen}", logprob_tile_bwd_kernel, types, LAUNCH,
-                dict(zip(names, chosen, strict=True)))
-        for chosen in product((False, True), repeat=len(names))
-    ]
+    rows = ("maximum_ptr", "log_sum_ptr", "entropy_ptr", "grad_logprobs_ptr", "grad_entropy_ptr")
+    types = types_of_logits(logprob_tile_bwd_kernel, dtype, **dict.fromkeys(rows, "*fp32"))
+    flags = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_ENTROPY")
+    return flagged("logprob_tile_bwd", logprob_tile_bwd_kernel, types, LAUNCH, flags)

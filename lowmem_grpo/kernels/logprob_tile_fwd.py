@@ -8,15 +8,21 @@ N rows, T columns, the vocabulary entries first ... first + T - 1. All in place;
 each row's bytes.
 """
 
-from itertools import product
-
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
-from lowmem_grpo.kernels.logits import FLOOR, LogitShape, floor_, packed_gradient, row_dot, row_statistics, shape_logits
+from lowmem_grpo.kernels.logits import (
+    FLOOR,
+    LogitShape,
+    floor_,
+    packed_gradient,
+    row_dot,
+    row_statistics,
+    shape_logits,
+    types_of_logits,
+)
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 MAXIMUM, SUM, WEIGHTED, TARGET, SLOPE, DECAY = range(6)  # rows of the state (6, N)
 LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
@@ -132,15 +138,6 @@ logprob_tile_fwd = opaque(
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernel for heads of `dtype`."""
-    kind = TRITON_TYPES[dtype]
-    types = {
-        "logits_ptr": "*fp32", "gradient_ptr": f"*{kind}", "state_ptr": "*fp32", "targets_ptr": "*i64",
-        "bias_ptr": f"*{kind}", "N": "i32", "T": "i32", "first": "i32", "logits_stride": "i32",
-        "gradient_stride": "i32", "temperature": "fp32", "scale": "fp32", "softcap": "fp32", "ignore_index": "i64",
-    }
-    names = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT")
-    return [
-        Variant(f"logprob_tile_fwd {chosen}", logprob_tile_fwd_kernel, types, LAUNCH,
-                dict(zip(names, chosen, strict=True)))
-        for chosen in product((False, True), repeat=len(names))
-    ]
+    types = types_of_logits(logprob_tile_fwd_kernel, dtype, state_ptr="*fp32")
+    flags = ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT")
+    return flagged("logprob_tile_fwd", logprob_tile_fwd_kernel, types, LAUNCH, flags)

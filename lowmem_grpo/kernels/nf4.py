@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.codes import dequantized
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
-from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_types
+from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, tl, triton, types_of
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
 REFERENCE_ELEMENTS = 2**22  # that the CPU path dequantizes at a time: its temporaries take about 16 bytes for each
@@ -85,19 +83,30 @@ class NF4Weight:
         features = tuple(weight.shape[0] for weight in weights)
         return replace(first, **joined, shape=(sum(features), first.shape[1]), out_features=features)
 
+    @classmethod
+    def from_parts(
+        cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
+    ) -> "NF4Weight":
+        """The weight of `tensors` and `sizes`, as operations of torch are given them."""
+        (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
+        nested_code, nested_absmax, offset = nested or (None, None, None)
+        return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
+                   nested_absmax, offset, nested_blocksize, first_block)
+
     @property
     def device(self) -> torch.device:
         return self.packed.device
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What the kernels read."""
-        return self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset
+    def tensors(self) -> list[Tensor]:
+        """What the kernels read: three tensors, and three more with double quantization."""
+        parts = (self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset)
+        return [part for part in parts if part is not None]
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> list[int]:
         """The numbers that go with `tensors`."""
-        return self.shape[1], self.blocksize, self.nested_blocksize, self.first_block
+        return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property
     def row_unit(self) -> int:
@@ -112,7 +121,7 @@ class NF4Weight:
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
         """Dequantize into `out` (rows, width) what begins at this row and column, multiples of the units."""
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
-        nf4_dequantize_op(out, *part.tensors, *part.sizes, column)
+        nf4_dequantize_op(out, part.tensors, part.sizes, column)
 
     def part(self, name: str) -> Tensor:
         """A tensor of this weight by name; the offset once for each nested block."""
@@ -237,44 +246,46 @@ def nf4_dequantize_kernel(
         tl.store(out_ptr + row * width + position, values, mask=(position < width) if RAGGED else whole[:, None])
 
 
-def nf4_dequantize_cpu(
-    out: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
-    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
-    first_block: int, first_column: int,
-) -> None:
+def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
     """Fills out (rows, width) with columns first_column to first_column + width of the weight's first rows."""
     rows, width = out.shape
-    weight = NF4Weight(
-        packed, absmax, code, (rows, columns), blocksize, out.dtype, (rows,), nested_code, nested_absmax, offset,
-        nested_blocksize, first_block,
-    )
+    weight = NF4Weight.from_parts(tensors, sizes, [rows], out.dtype)
     unit = weight.row_unit
-    step = max(1, REFERENCE_ELEMENTS // max(columns, 1) // unit) * unit
+    step = max(1, REFERENCE_ELEMENTS // max(weight.shape[1], 1) // unit) * unit
     for start in range(0, rows, step):
         band = nf4_dequantize_ref(weight.rows(start, min(start + step, rows)))
         out[start : start + step] = band[:, first_column : first_column + width]
 
 
-def nf4_dequantize_triton(
-    out: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
-    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
-    first_block: int, first_column: int,
-) -> None:
+def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
     """The same with Triton. Whole rows lie one after the other: they are one long row."""
-    rows, width = (1, out.numel()) if out.shape[1] == columns else out.shape
+    rows, width = (1, out.numel()) if out.shape[1] == sizes[0] else out.shape
     launch = dequantize_launch(capability(out.device))
     tiles = triton.cdiv(width, 8 * launch.constexprs["WORDS"] * launch.constexprs["STEPS"])
+    pointers, numbers = weight_arguments(tensors, sizes)
     if out.numel():
         nf4_dequantize_kernel[(rows * tiles,)](
-            out, packed, absmax, code, code if nested_code is None else nested_code,
-            code if nested_absmax is None else nested_absmax, code if offset is None else offset, width, columns // 2,
-            first_column // 2, tiles, 0 if offset is None else offset.ndim, (blocksize // 2).bit_length() - 1,
-            first_block, nested_blocksize.bit_length() - 1, RAGGED=width % 8 != 0, NESTED=nested_code is not None,
-            SHUFFLE=out.is_cuda, **launch.options,
+            out, *pointers, width, sizes[0] // 2, first_column // 2, tiles, *numbers, RAGGED=width % 8 != 0,
+            NESTED=len(tensors) > 3, SHUFFLE=out.is_cuda, **launch.options,
         )
 
 
 nf4_dequantize_op = opaque("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
+
+
+def dequantized(weight: Any, out: Tensor | None) -> Tensor:
+    """The values (out, in) of a weight in NF4 or FP8 in its dtype, or written to `out` (contiguous, any floating dtype)
+    where it is given. ValueError where that does not fit."""
+    if out is None:
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
+    if not fits or out.device != weight.device:
+        raise ValueError(
+            f"expected out {weight.shape}, contiguous, floating, on {weight.device}; got {tuple(out.shape)}, "
+            f"strides {out.stride()}, {out.dtype} on {out.device}"
+        )
+    weight.fill(out)
+    return out
 
 
 def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
@@ -284,13 +295,9 @@ def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Single and double quantization, sizes that are multiples of 8 and others."""
-    launch, value = dequantize_launch(capability), "*" + TRITON_TYPES[dtype]
-    integers = [name for name in nf4_dequantize_kernel.arg_names[7:] if not name.isupper()]
     return [
-        Variant(
-            f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,
-            {"out_ptr": value} | weight_types(nested) | dict.fromkeys(integers, "i32"),
-            launch, {"NESTED": nested, "RAGGED": ragged, "SHUFFLE": True},
-        )
+        Variant(f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,
+                types_of(nf4_dequantize_kernel, dtype, **weight_types(nested)), dequantize_launch(capability),
+                {"NESTED": nested, "RAGGED": ragged, "SHUFFLE": True})
         for nested in (False, True) for ragged in (False, True)
     ]

@@ -9,38 +9,23 @@ At 1.8 GHz the 132 multiprocessors of an H200 thus need about 10 us for 4096 x 1
 7 us and 2 us for the bytes. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
 """
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.few_rows import (
     VARYING,
     decode_launch,
-    decode_ref,
+    decode_op,
     finish,
     finish_arguments,
-    given_adapters,
     grid,
     launches,
     takes_rows,
     variant,
 )
-from lowmem_grpo.kernels.launch import Launch, Variant, capability
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_types
-from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
-
-
-def nf4_decode_ref(
-    x: Tensor, weight: NF4Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
-    scale: float | Tensor = 1.0, bias: Tensor | None = None,
-) -> Tensor:
-    """(M, N) in x.dtype."""
-    dense = nf4_dequantize_ref(replace(weight, dtype=x.dtype))
-    return decode_ref(x, dense, weight.out_features, xa, lora_b, scale, bias)
+from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, tl, triton
 
 
 def can_decode_nf4(x: Tensor, weight: NF4Weight) -> bool:
@@ -116,63 +101,30 @@ def nf4_decode_kernel(
     )
 
 
-def nf4_decode_cpu(
-    x: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
-    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
-    first_block: int, out_features: list[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
-    scale_tensor: Tensor | None, bias: Tensor | None,
-) -> Tensor:
-    """(M, N). The LoRA scale is scale, plus scale_tensor () float32 where it is given."""
-    weight = NF4Weight(
-        packed, absmax, code, (sum(out_features), columns), blocksize, x.dtype, tuple(out_features), nested_code,
-        nested_absmax, offset, nested_blocksize, first_block,
-    )
-    return nf4_decode_ref(x, weight, xa, lora_b, scale if scale_tensor is None else scale + scale_tensor, bias)
-
-
 def nf4_decode_triton(
-    x: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
-    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
-    first_block: int, out_features: list[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
-    scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
+    x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
+    scale: float, scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
 ) -> Tensor:
-    """The same with Triton; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype. `launch`: a candidate
-    in place of the rule's."""
-    rows, outputs = x.shape[0], sum(out_features)
+    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype. `launch`: a candidate in
+    place of the rule's."""
+    rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = launch or decode_launch(rows, outputs, capability(x.device))
-    nested = nested_code is not None
+    pointers, numbers = weight_arguments(tensors, sizes)
     nf4_decode_kernel[grid(rows, outputs, launch)](
-        out, x, packed, absmax, code, nested_code if nested else code, nested_absmax if nested else code,
-        offset if nested else code, columns // 2, 0 if offset is None else offset.ndim,
-        (blocksize // 2).bit_length() - 1, first_block, nested_blocksize.bit_length() - 1,
-        *finish_arguments(x, code, out_features, xa, lora_b, scale, scale_tensor, bias), NESTED=nested,
+        out, x, *pointers, sizes[0] // 2, *numbers,
+        *finish_arguments(x, tensors[2], features, xa, lora_b, scale, scale_tensor, bias), NESTED=len(tensors) > 3,
         SHUFFLE=x.is_cuda, **launch.options,
     )
     return out
 
 
-def nf4_decode_fake(
-    x: Tensor, packed: Tensor, absmax: Tensor, code: Tensor, nested_code: Tensor | None,
-    nested_absmax: Tensor | None, offset: Tensor | None, columns: int, blocksize: int, nested_blocksize: int,
-    first_block: int, out_features: list[int], *others: Any,
-) -> Tensor:
-    """(M, N) uninitialised."""
-    return x.new_empty(x.shape[0], sum(out_features))
+def nf4_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
+    """The weight (N, K) in a dtype."""
+    return nf4_dequantize_ref(NF4Weight.from_parts(tensors, sizes, features, dtype))
 
 
-nf4_decode_op = opaque("nf4_decode", nf4_decode_cpu, nf4_decode_triton, fake=nf4_decode_fake)
-
-
-def nf4_decode(
-    x: Tensor, weight: NF4Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
-    scale: float | Tensor = 1.0, bias: Tensor | None = None,
-) -> Tensor:
-    """x (M, K) -> (M, N) where `can_decode_nf4`; xa (M, S * R), lora_b (N, R) and bias (N,) of x.dtype; no autograd."""
-    return nf4_decode_op(
-        x.contiguous(), *weight.tensors, *weight.sizes, list(weight.out_features),
-        *given_adapters(xa, lora_b, scale, bias),
-    )
+nf4_decode_op = decode_op("nf4_decode", nf4_values, nf4_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

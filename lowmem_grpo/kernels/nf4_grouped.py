@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, capability
-from lowmem_grpo.kernels.nf4 import NF4Weight, weight_types
-from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
+from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, tl, triton, types_of
 
 BYTES = 32  # of a row that are decoded at a time: one block
 VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", "block_shift", "first_block"]
@@ -186,17 +185,13 @@ def nf4_grouped(
     out = x.new_empty(len(places.order), columns if back else rows)
     launch = grouped_launch(places.block)
     width = 2 * BYTES if back else launch.constexprs["BLOCK_N"]
-    nested = weight.nested_code is not None
+    pointers, numbers = weight_arguments(weight.tensors, weight.sizes)
     kernel = nf4_grouped_bwd_kernel if back else nf4_grouped_fwd_kernel
     if out.numel():
         kernel[(places.most, triton.cdiv(out.shape[1], width))](
             out, x.contiguous(), x if scale is None else scale.contiguous(), places.order, places.ends, places.tiles,
-            weight.packed, weight.absmax, weight.code, weight.nested_code if nested else weight.code,
-            weight.nested_absmax if nested else weight.code, weight.offset if nested else weight.code, places_a_row,
-            rows, columns // 2, experts, 0 if weight.offset is None else weight.offset.ndim,
-            (weight.blocksize // 2).bit_length() - 1, weight.first_block, weight.nested_blocksize.bit_length() - 1,
-            BYTES=BYTES, STEPS=steps_of(experts), SCALED=scale is not None, NESTED=nested, SHUFFLE=x.is_cuda,
-            **launch.options,
+            *pointers, places_a_row, rows, columns // 2, experts, *numbers, BYTES=BYTES, STEPS=steps_of(experts),
+            SCALED=scale is not None, NESTED=weight.nested_code is not None, SHUFFLE=x.is_cuda, **launch.options,
         )
     return out
 
@@ -211,16 +206,11 @@ def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     experts. None before sm_80."""
     if capability < 80:
         return []
-    value = "*" + TRITON_TYPES[dtype]
-    types = {"out_ptr": value, "x_ptr": value, **dict.fromkeys(("order_ptr", "ends_ptr", "tiles_ptr"), "*i64")}
-    integers = [name for name in nf4_grouped_fwd_kernel.arg_names[12:] if not name.isupper()]
     return [
-        Variant(
-            f"{name} block={block} scaled={scaled} nested={nested}", kernel,
-            types | {"scale_ptr": "*fp32" if scaled else value} | weight_types(nested) | dict.fromkeys(integers, "i32"),
-            grouped_launch(block),
-            {"BYTES": BYTES, "STEPS": steps_of(128), "SCALED": scaled, "NESTED": nested, "SHUFFLE": True},
-        )
+        Variant(f"{name} block={block} scaled={scaled} nested={nested}", kernel,
+                types_of(kernel, dtype, order_ptr="*i64", ends_ptr="*i64", tiles_ptr="*i64", **weight_types(nested),
+                         **({"scale_ptr": "*fp32"} if scaled else {})), grouped_launch(block),
+                {"BYTES": BYTES, "STEPS": steps_of(128), "SCALED": scaled, "NESTED": nested, "SHUFFLE": True})
         for name, kernel in (("nf4_grouped_fwd", nf4_grouped_fwd_kernel), ("nf4_grouped_bwd", nf4_grouped_bwd_kernel))
         for block in (16, 64) for scaled in (False, True) for nested in (False, True)
     ]

@@ -6,7 +6,11 @@ shuffle, whose index is the nibble itself, fetches it: one shift and one shuffle
 assembly, loads from memory instead (SHUFFLE false).
 """
 
-from lowmem_grpo.kernels.triton_import import tl, triton
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lowmem_grpo.kernels.triton_utils import tl, triton
 
 
 @triton.jit
@@ -70,6 +74,16 @@ def block_scale(
         return scale + tl.load(offset_ptr + group * offset_stride, mask=mask, other=0.0)
     else:
         return tl.load(absmax_ptr + block, mask=mask, other=0.0)
+
+
+def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Return the pointers into a weight, in the order of `weight_types`, and the numbers that `block_scale` takes. The
+    table of values stands for what a weight without double quantization has not, and nothing reads it."""
+    _, blocksize, nested_blocksize, first_block = sizes
+    nested = tensors[3:] or [tensors[2]] * 3
+    stride = nested[2].ndim if len(tensors) > 3 else 0  # of offsets: one, or one for each nested block
+    numbers = [stride, (blocksize // 2).bit_length() - 1, first_block, nested_blocksize.bit_length() - 1]
+    return [*tensors[:3], *nested], numbers
 
 
 def weight_types(nested: bool) -> dict[str, str]:

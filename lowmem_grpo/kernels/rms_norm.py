@@ -11,16 +11,14 @@ Kept for backward: h, weight and rstd.
 Over 300 lines, so that formula, reference, kernels, op and checks can be read together.
 """
 
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
 
 MAX_WIDTH = 65536
 WHOLE_ROW = 8192  # columns up to which a row stays in registers; the blocks of a wider one are read twice
@@ -304,18 +302,12 @@ def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for x of `dtype`, with a weight of `dtype`."""
-    kind = f"*{TRITON_TYPES[dtype]}"
-    forward = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "sum_ptr"), kind) | {"rstd_ptr": "*fp32"}
-    forward |= dict.fromkeys(("N", "D", "x_stride", "residual_stride"), "i32") | {"eps": "fp32", "offset": "fp32"}
-    backward = dict.fromkeys(("grad_ptr", "grad_sum_ptr", "h_ptr", "weight_ptr", "grad_h_ptr"), kind)
-    backward |= {"rstd_ptr": "*fp32", "partial_ptr": "*fp32", "offset": "fp32"}
-    backward |= dict.fromkeys(("N", "D", "rows_per_program", "grad_stride", "grad_sum_stride", "h_stride"), "i32")
+    forward = types_of(rms_norm_fwd_kernel, dtype, rstd_ptr="*fp32", eps="fp32", offset="fp32")
+    backward = types_of(rms_norm_bwd_kernel, dtype, rstd_ptr="*fp32", partial_ptr="*fp32", offset="fp32")
     found = []
     for width in (2**power for power in range(6, 15)):
         launch = launch_rule(width)
-        for chosen in product((False, True), repeat=2):
-            name, flags = f"{width} {chosen}", dict(zip(("HAS_RESIDUAL", "CAST_FIRST"), chosen, strict=True))
-            found.append(Variant(f"rms_norm_fwd {name}", rms_norm_fwd_kernel, forward, launch, flags))
-            flags = dict(zip(("HAS_GRAD_SUM", "HAS_GRAD_WEIGHT"), chosen, strict=True))
-            found.append(Variant(f"rms_norm_bwd {name}", rms_norm_bwd_kernel, backward, launch, flags))
+        found += flagged(f"rms_norm_fwd {width}", rms_norm_fwd_kernel, forward, launch, ("HAS_RESIDUAL", "CAST_FIRST"))
+        flags = ("HAS_GRAD_SUM", "HAS_GRAD_WEIGHT")
+        found += flagged(f"rms_norm_bwd {width}", rms_norm_bwd_kernel, backward, launch, flags)
     return found

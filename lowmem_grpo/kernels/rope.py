@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, tl, triton, types_of
 
 MAX_WIDTH = 1024  # of cos and sin
 
@@ -310,15 +309,10 @@ def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernel for q and k of `dtype`."""
-    kind = f"*{TRITON_TYPES[dtype]}"
-    types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), kind)
-    numbers = ("T", "q_heads", "k_heads", "half", "q_width", "k_width", "angle_batch", "angle_token")
-    strides = product(("q", "k", "q_out", "k_out"), ("batch", "token", "head"))
-    types |= dict.fromkeys((*numbers, *("_".join(names) for names in strides)), "i32")
     found = []
-    sizes = (2**power for power in range(4, 10))
-    for angle_type, half, backward in product(sorted({kind, "*fp32"}), sizes, (False, True)):
+    sizes = [2**power for power in range(4, 10)]
+    for angle_type, half, backward in product(sorted({f"*{TRITON_TYPES[dtype]}", "*fp32"}), sizes, (False, True)):
         name = f"rope {half} cos {angle_type}{' backward' if backward else ''}"
-        chosen = types | {"cos_ptr": angle_type, "sin_ptr": angle_type}
-        found.append(Variant(name, rope_kernel, chosen, launch_rule(half), {"BACKWARD": backward}))
+        types = types_of(rope_kernel, dtype, cos_ptr=angle_type, sin_ptr=angle_type)
+        found.append(Variant(name, rope_kernel, types, launch_rule(half), {"BACKWARD": backward}))
     return found

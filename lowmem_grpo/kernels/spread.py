@@ -13,16 +13,14 @@ Queries, keys and values go together, in one launch each way; they differ in the
 """
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant, next_power_of_2
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
 
 TILE = 4096  # numbers of one program
 
@@ -253,19 +251,10 @@ def gather(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for tensors of `dtype`."""
-    kind, letters = f"*{TRITON_TYPES[dtype]}", ("q", "k", "v")
-    heads = dict.fromkeys((f"{letter}_heads" for letter in letters), "i32")
-    forward = dict.fromkeys((f"{letter}{end}" for end in ("_ptr", "_rows_ptr") for letter in letters), kind)
-    forward |= dict.fromkeys(("sources_ptr", "places_ptr"), "*i64") | dict.fromkeys(("N", "K"), "i32") | heads
-    forward |= dict.fromkeys((f"{letter}_{way}" for letter in letters for way in ("token", "head")), "i32")
-    backward = dict.fromkeys((f"{letter}{end}" for end in ("_ptr", "_sum_ptr") for letter in letters), kind)
-    backward |= dict.fromkeys(("places_ptr", "copies_ptr"), "*i64") | dict.fromkeys(("T", "K", "width"), "i32") | heads
-    ways = ("sequence", "head", "token")
-    backward |= dict.fromkeys((f"{letter}_{way}" for letter in letters for way in ways), "i32")
+    forward = types_of(spread_kernel, dtype, sources_ptr="*i64", places_ptr="*i64")
+    backward = types_of(sum_copies_kernel, dtype, places_ptr="*i64", copies_ptr="*i64")
     found = []
-    for size, once in product((16, 32, 64, 128, 256), (False, True)):
-        launch = launch_rule(size)
-        found.append(Variant(f"spread {size} {once}", spread_kernel, forward, launch, {"ONCE": once}))
-        if not once:
-            found.append(Variant(f"sum_copies {size}", sum_copies_kernel, backward, launch))
+    for size in (16, 32, 64, 128, 256):
+        found += flagged(f"spread {size}", spread_kernel, forward, launch_rule(size), ("ONCE",))
+        found.append(Variant(f"sum_copies {size}", sum_copies_kernel, backward, launch_rule(size)))
     return found

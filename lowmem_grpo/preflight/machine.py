@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import __version__
-from lowmem_grpo.runs.disk import free_bytes
+from lowmem_grpo.runs.files import free_bytes
 from lowmem_grpo.runs.findings import Finding, has_error
 from lowmem_grpo.units import GIB, size_text
 

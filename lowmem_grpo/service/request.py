@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
-from lowmem_grpo.config.unsupported import Fixed, only
+from lowmem_grpo.config.unsupported import Table, only
 from lowmem_grpo.service.bodies import Body, shown, words_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.messages import plain
@@ -17,7 +17,7 @@ TEMPLATES_OWN = ("tools", "messages", "tokenize", "add_generation_prompt", "cont
 DRAWN = {"temperature", "top_p", "top_k", "min_p", "stop"}
 NO_SOUND = "Only text is made here; leave it out."
 OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # nothing here depends on them
-REFUSED: dict[str, Fixed] = {
+REFUSED: Table = {
     **only(PENALTY, presence_penalty=(None, 0), frequency_penalty=(None, 0), repetition_penalty=(None, 1)),
     **only(FORMAT, logit_bias=(None, {}), guided_json=None, guided_regex=None, guided_choice=None,
            structured_outputs=None, response_format=(None, {"type": "text"})),
@@ -37,7 +37,7 @@ REFUSED: dict[str, Fixed] = {
     **only("Every end token ends a completion; leave it out.", min_tokens=(None, 0)),
     **only("Log-probabilities of the prompt are not computed.", prompt_logprobs=None),
 }
-REFUSED_OF_TEXT: dict[str, Fixed] = {
+REFUSED_OF_TEXT: Table = {
     **REFUSED,
     **only("A reply has the completion only; put the prompt before it yourself.", echo=(None, False)),
     **only("Every completion is told; ask for n, and choose among them.", best_of=(None, 1)),
@@ -67,7 +67,7 @@ class CompletionRequest(Body, extra="forbid"):
     """What every request for completions says. What it leaves out is drawn as in training."""
 
     field: ClassVar[str]  # that has the prompt
-    refused: ClassVar[dict[str, Fixed]]
+    refused: ClassVar[Table]
     model: str
     n: Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)] = 1  # completions of each prompt
     max_tokens: Count | None = None

@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 KERNELS = '''
 import torch
 
-from lowmem_grpo.kernels.launch import TRITON_TYPES, Launch, Variant
-from lowmem_grpo.kernels.triton_import import tl, triton
+from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, tl, triton
 
 
 @triton.jit

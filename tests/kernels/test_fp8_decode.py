@@ -15,18 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo.kernels import few_rows
-from lowmem_grpo.kernels.few_rows import decode_ref, taken_rows
-from lowmem_grpo.kernels.fp8 import FP8Weight, scales_shape
-from lowmem_grpo.kernels.fp8_decode import (
-    fp8_decode,
-    fp8_decode_op,
-    fp8_decode_ref,
-    fp8_decode_triton,
-    fp8_launch,
-    variants,
-)
-from lowmem_grpo.kernels.frozen import can_decode, project, project_each
-from lowmem_grpo.kernels.launch import SHARED_MEMORY
+from lowmem_grpo.kernels.few_rows import decode_launch, decode_ref, taken_rows
+from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize_ref, scales_shape
+from lowmem_grpo.kernels.fp8_decode import STEP, fp8_decode_op, fp8_decode_triton, variants
+from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_each
+from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # Blocks of the kinds that `in_fp8` has not.
@@ -37,7 +30,7 @@ def problem(
     rows: int, features: tuple[int, ...], columns: int, kind: str = "row", rank: int = 5,
     dtype: torch.dtype = torch.float32, device: str = "cpu",
 ) -> dict[str, Any]:
-    """Arguments of fp8_decode."""
+    """Arguments of `decode`."""
     generator = torch.Generator().manual_seed(rows)
     whole = (sum(features), columns)
     block = KINDS[kind]
@@ -70,7 +63,7 @@ def truth(arguments: dict[str, Any]) -> Tensor:
 def in_triton(x: Tensor, weight: FP8Weight, xa: Tensor | None = None, lora_b: Tensor | None = None,
               scale: float | Tensor = 1.0, bias: Tensor | None = None) -> Tensor:
     """What the kernel computes."""
-    return fp8_decode_triton(x, *weight.tensors, *weight.block, list(weight.out_features),
+    return fp8_decode_triton(x, weight.tensors, weight.sizes, list(weight.out_features),
                              *few_rows.given_adapters(xa, lora_b, scale, bias))
 
 
@@ -79,7 +72,10 @@ def assert_no_worse(arguments: dict[str, Any], found: Tensor | None = None) -> N
     y = in_triton(**arguments) if found is None else found
     dtype = arguments["x"].dtype
     assert y.dtype == dtype
-    assert_as_accurate("y", y, fp8_decode_ref(**arguments), truth(arguments), ROUNDING[dtype])
+    dense = fp8_dequantize_ref(replace(arguments["weight"], dtype=dtype))
+    others = {name: part for name, part in arguments.items() if name not in ("x", "weight")}
+    reference = decode_ref(arguments["x"], dense, arguments["weight"].out_features, **others)
+    assert_as_accurate("y", y, reference, truth(arguments), ROUNDING[dtype])
 
 
 @interpreted
@@ -141,23 +137,23 @@ def test_results_and_inputs_of_any_strides_are_read_right() -> None:
     strided = {name: part.T.contiguous().T if torch.is_tensor(part) and part.ndim == 2 else part
                for name, part in arguments.items()}
     assert not strided["x"].is_contiguous()
-    assert torch.equal(fp8_decode(**strided), fp8_decode(**arguments))
+    assert torch.equal(decode(**strided), decode(**arguments))
     x = torch.full((5, 288), float("nan"))
     x[:, ::2] = arguments["x"]
-    assert torch.equal(fp8_decode(**(arguments | {"x": x[:, ::2]})), fp8_decode(**arguments))
+    assert torch.equal(decode(**(arguments | {"x": x[:, ::2]})), decode(**arguments))
 
 
 def test_the_operator_on_the_cpu_is_the_reference_and_passes_torchs_checks() -> None:
     arguments = problem(5, (33, 37), 48, "row")
-    torch.testing.assert_close(fp8_decode(**arguments), truth(arguments).float())
+    torch.testing.assert_close(decode(**arguments), truth(arguments).float())
     plain = arguments["x"], arguments["weight"]
-    assert torch.equal(fp8_decode(*plain), project(*plain))
+    assert torch.equal(decode(*plain), project(*plain))
     for scale in (0.5, torch.tensor(0.3)):
         given = few_rows.given_adapters(*(arguments[name] for name in ("xa", "lora_b")), scale, arguments["bias"])
         for rest in (given, (None, None, 0.0, None, None)):
             weight = arguments["weight"]
             torch.library.opcheck(
-                fp8_decode_op, (arguments["x"], *weight.tensors, *weight.block, list(weight.out_features), *rest)
+                fp8_decode_op, (arguments["x"], weight.tensors, weight.sizes, list(weight.out_features), *rest)
             )
 
 
@@ -217,7 +213,7 @@ def test_every_launch_is_listed(capability: int) -> None:
         for rows, outputs, by_row in product(range(1, taken_rows(capability, "fp8") + 1), (1, 8191, 8192, 150_000),
                                              (True, False)):
             wanted = {"BY_ROW": by_row, "NATIVE": capability >= 89}
-            assert (fp8_launch(rows, outputs, capability), wanted) in listed
+            assert (decode_launch(rows, outputs, capability, STEP), wanted) in listed
 
 
 @gpu
@@ -228,17 +224,17 @@ def test_gpu_is_as_accurate_as_the_reference(kind: str, dtype: torch.dtype) -> N
         for features, columns in (((70,), 192), ((64, 128, 64), 2048), ((9000,), 512)):
             arguments = problem(rows, features, columns, kind, 16, dtype, "cuda")
             if can_decode(arguments["x"], arguments["weight"]):
-                assert_no_worse(arguments, fp8_decode(**arguments))
+                assert_no_worse(arguments, decode(**arguments))
 
 
 @gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gpu_gives_the_same_bits_every_time_and_in_a_graph(dtype: torch.dtype) -> None:
     arguments = problem(8, (4096,), 4096, "128", 16, dtype, "cuda")
-    first = fp8_decode(**arguments)
-    assert all(torch.equal(fp8_decode(**arguments), first) for _ in range(20))
+    first = decode(**arguments)
+    assert all(torch.equal(decode(**arguments), first) for _ in range(20))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fp8_decode(**arguments)
+        y = decode(**arguments)
     graph.replay()
     assert torch.equal(y, first)

@@ -53,7 +53,7 @@ def element_by_element(param: Any) -> Tensor:
 def in_triton(weight: NF4Weight, first_column: int = 0, width: int | None = None) -> Tensor:
     """What the kernel writes, in float32."""
     out = torch.empty(weight.shape[0], weight.shape[1] if width is None else width)
-    nf4_dequantize_triton(out, *weight.tensors, *weight.sizes, first_column)
+    nf4_dequantize_triton(out, weight.tensors, weight.sizes, first_column)
     return out
 
 
@@ -84,11 +84,10 @@ def test_storage_is_borrowed_whatever_its_dtype(storage: torch.dtype, double: bo
     param = quantized((48, 256), double=double, storage=storage)
     assert param.data.dtype == storage
     weight, state = NF4Weight.from_bitsandbytes(param), param.quant_state
-    ours = [part for part in weight.tensors if part is not None]
     theirs = [param.data, state.absmax, state.code]
     if double:
         theirs += [state.state2.code, state.state2.absmax, state.offset]
-    assert [part.data_ptr() for part in ours] == [part.data_ptr() for part in theirs]
+    assert [part.data_ptr() for part in weight.tensors] == [part.data_ptr() for part in theirs]
     assert torch.equal(nf4_dequantize(weight), bnb.functional.dequantize_4bit(param.data, state))
 
 
@@ -209,18 +208,18 @@ def test_triton_writes_bands_of_columns_and_rows(double: bool) -> None:
     assert torch.equal(in_triton(band), full[35:])
     assert torch.equal(in_triton(band, first_column=128, width=320), full[35:, 128:448])
     out = torch.empty(62, 320)
-    nf4_dequantize_op(out, *band.tensors, *band.sizes, 128)
+    nf4_dequantize_op(out, band.tensors, band.sizes, 128)
     assert torch.equal(out, full[35:, 128:448])
 
 
 def test_operator_is_sound_and_it_compiles_and_fakes() -> None:
     for double in (False, True):
         weight = NF4Weight.from_bitsandbytes(quantized((33, 64), torch.bfloat16, double=double))
-        torch.library.opcheck(nf4_dequantize_op, (torch.zeros(33, 64), *weight.tensors, *weight.sizes, 0))
+        torch.library.opcheck(nf4_dequantize_op, (torch.zeros(33, 64), weight.tensors, weight.sizes, 0))
     compiled = torch.compile(lambda index: nf4_dequantize(weight.gather(index)), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(torch.tensor([3, 1])), nf4_dequantize(weight)[[3, 1]])
     with FakeTensorMode() as mode:
-        parts = [part if part is None else mode.from_tensor(part) for part in weight.tensors]
+        parts = [mode.from_tensor(part) for part in weight.tensors]
         fake = NF4Weight(*parts[:3], (33, 64), 64, torch.bfloat16, (33,), *parts[3:])
         assert nf4_dequantize(fake).dtype == torch.bfloat16
 
@@ -252,6 +251,6 @@ def test_gpu_dequantizes_bands(double: bool) -> None:
     params = [quantized((rows, 512), torch.float16, double=double, device="cuda") for rows in (64, 33)]
     band = NF4Weight.adjacent(params).rows(35, 97)
     out = torch.empty(62, 320, dtype=torch.float16, device="cuda")
-    nf4_dequantize_op(out, *band.tensors, *band.sizes, 128)
+    nf4_dequantize_op(out, band.tensors, band.sizes, 128)
     expected = nf4_dequantize_ref(band)[:, 128:448]
     assert_as_accurate("band", out, expected, expected.double(), ULP[torch.float16])

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import decode_launch, taken_rows
-from lowmem_grpo.kernels.frozen import can_decode, project
-from lowmem_grpo.kernels.launch import Launch
-from lowmem_grpo.kernels.launch import capability as capability_of
-from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode, nf4_decode_op, nf4_decode_triton, variants
+from lowmem_grpo.kernels.frozen import can_decode, decode, project
+from lowmem_grpo.kernels.nf4_decode import candidates, nf4_decode_op, nf4_decode_triton, variants
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
+from lowmem_grpo.kernels.triton_utils import Launch
+from lowmem_grpo.kernels.triton_utils import capability as capability_of
 
 
 def in_triton(arguments: dict[str, Any], launch: Launch | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def in_triton(arguments: dict[str, Any], launch: Launch | None = None) -> Tensor
     with torch.no_grad():
         xa = None if a is None else x @ a.T
         return nf4_decode_triton(
-            x, *weight.tensors, *weight.sizes, list(weight.out_features), xa, b, number, tensor, bias, launch
+            x, weight.tensors, weight.sizes, list(weight.out_features), xa, b, number, tensor, bias, launch
         )
 
 
@@ -39,7 +39,7 @@ def test_operator_is_sound() -> None:
         options = (torch.randn(5, 5), torch.randn(70, 5), 0.5, scale, torch.randn(70))
         for rest in (options, (None, None, 0.0, None, None)):
             torch.library.opcheck(nf4_decode_op, (
-                arguments["x"].detach(), *weight.tensors, *weight.sizes, [70], *rest
+                arguments["x"].detach(), weight.tensors, weight.sizes, [70], *rest
             ))
 
 
@@ -117,11 +117,11 @@ def test_decode_operator_on_the_cpu_is_the_reference() -> None:
     with torch.no_grad():
         xa = arguments["x"] @ arguments["lora_a"].T
         for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
-            y = nf4_decode(arguments["x"].T.contiguous().T, arguments["weight"], xa, arguments["lora_b"], scale,
-                           arguments["bias"])
+            y = decode(arguments["x"].T.contiguous().T, arguments["weight"], xa, arguments["lora_b"], scale,
+                       arguments["bias"])
             torch.testing.assert_close(y, nf4_linear_ref(**arguments))
         plain = arguments["x"], arguments["weight"]
-        assert torch.equal(nf4_decode(*plain), project(*plain))
+        assert torch.equal(decode(*plain), project(*plain))
 
 
 @interpreted

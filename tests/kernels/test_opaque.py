@@ -79,7 +79,7 @@ def in_place_calls() -> dict[str, tuple[list[Tensor], Callable[[], Any]]]:
         "glu_bwd_all": ([a, b, c], lambda: glu_bwd_all(c, a, b, "silu")),
         "glu_fwd_out": ([c], lambda: glu_fwd_out(a, b, c, "silu")),
         "rope_in_place": ([q, k], lambda: rope_in_place(q, k, angles, angles.clone(), True, False)),
-        "nf4_dequantize": ([out], lambda: nf4_dequantize_op(out, *weight.tensors, *weight.sizes, 0)),
+        "nf4_dequantize": ([out], lambda: nf4_dequantize_op(out, weight.tensors, weight.sizes, 0)),
         "logprob_rows": ([logits], lambda: logprob_rows(logits, torch.zeros(3, dtype=torch.long), None, 1.0, 1.0, None,
                                                         -1, torch.float32)),
     }

@@ -65,9 +65,7 @@ def storages(model: torch.nn.Module) -> dict[int, int]:
     tensors: list[Tensor] = []
     for parameter in model.parameters():
         weight = frozen_weight(parameter)
-        tensors += [tensor for tensor in weight.tensors if tensor is not None] if isinstance(weight, NF4Weight) else [
-            weight
-        ]
+        tensors += weight.tensors if isinstance(weight, NF4Weight) else [weight]
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lowmem_grpo.runs.whole_folder import remove
+from lowmem_grpo.runs.files import remove
 from lowmem_grpo.service.database import Database, Row
 from lowmem_grpo.service.tinker.adapters import LoraSettings
 from lowmem_grpo.service.tinker.ledger import UnknownError, with_settings

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from safetensors.torch import load_file, save_file
 
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
-from lowmem_grpo.runs.whole_folder import flush, remove
+from lowmem_grpo.runs.files import flush, remove
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError, LoraSettings

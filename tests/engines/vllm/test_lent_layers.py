@@ -194,8 +194,8 @@ def test_4_bit_weights_of_which_a_part_lies_elsewhere_are_not_taken_for_one(name
 
 def storages(product: Product) -> set[int]:
     """The storages of a product's weight."""
-    tensors = (product.weight,) if isinstance(product.weight, Tensor) else product.weight.tensors
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    tensors = [product.weight] if isinstance(product.weight, Tensor) else product.weight.tensors
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def test_weights_that_are_adjacent_in_another_order_are_not_taken_for_one(tiny: peft.PeftModel) -> None:

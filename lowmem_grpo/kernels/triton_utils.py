@@ -1,0 +1,88 @@
+"""Triton, and how kernels are launched: settings chosen from the shape and the chip, never by timing at run time.
+
+Where Triton has no wheels a stand-in takes its place: kernels then cannot run, and CPU tensors never need them.
+
+Each kernel file has launch rules, functions (shape, capability) -> Launch, and `variants(capability, dtype)`, which
+lists every configuration that its rules can choose, so that all of them can be compiled ahead of time without a GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class StandIn:
+        """Lets a module that defines kernels be imported: decorators return what they decorate."""
+
+        def __getattr__(self, name: str) -> Any:
+            return StandIn()
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return arguments[0] if arguments else self
+
+    triton = tl = StandIn()
+
+__all__ = ["tl", "triton"]  # what is not defined here
+# Largest shared memory of one block, in bytes, by compute capability (CUDA C++ programming guide, table of
+# technical specifications per compute capability).
+SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Block sizes and other compile-time values of a kernel, and how many warps and pipeline stages it gets."""
+
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything as keyword arguments of a launch."""
+        return self.constexprs | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", ...) and its settings."""
+
+    name: str  # of the kernel and what is special about this variant, unique within a chip and a dtype
+    kernel: Any
+    types: dict[str, str]
+    launch: Launch
+    constexprs: dict[str, Any] = field(default_factory=dict)  # those that the launch rule does not choose
+
+
+def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
+    """Return the types of a kernel's run-time arguments: `others` by name, all else integers and pointers to `dtype`.
+    Names of compile-time arguments are long and in capitals."""
+    names = [name for name in kernel.arg_names if len(name) == 1 or not name.isupper()]
+    value = "*" + TRITON_TYPES[dtype]
+    return {name: value if name.endswith("_ptr") else "i32" for name in names} | others
+
+
+def flagged(name: str, kernel: Any, types: dict[str, str], launch: Launch, flags: Sequence[str]) -> list[Variant]:
+    """Return a variant for each choice of compile-time flags."""
+    return [Variant(f"{name} {chosen}", kernel, types, launch, dict(zip(flags, chosen, strict=True)))
+            for chosen in product((False, True), repeat=len(flags))]
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability as a number (90 for sm_90); 80 for CPU tensors, which only the interpreter launches with."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
