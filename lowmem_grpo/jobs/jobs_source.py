@@ -6,9 +6,8 @@ from pathlib import Path
 from lowmem_grpo.jobs import process
 from lowmem_grpo.jobs.job import LIVE, OVER, STOPPING, Job
 from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
-from lowmem_grpo.service.page.runs_source import has_adapter
+from lowmem_grpo.service.page.sources import Listed, has_adapter
 from lowmem_grpo.service.users import JOBS, User
-from lowmem_grpo.views.dashboard.listed import Listed
 from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run
 
 MOST_LISTED = 500
@@ -46,15 +45,16 @@ class JobsSource:
         job = self.job(user, name)
         return None if job is None else (self.run_of(job), self.queue.folder_of(job) / process.LOG)
 
-    def act(self, user: User, name: str, action: str) -> str:
+    def act(self, user: User, name: str, action: str) -> None:
         job = self.job(user, name)
         if job is None:
             raise NoSuchJobError(f"there is no job {name!r}")
         if action == "stop":
-            return self.queue.cancel(job.id, whose(user)).why
-        if action == "resume":
-            return self.queue.resume(job.id, [], whose(user)).why
-        raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
+            self.queue.cancel(job.id, whose(user))
+        elif action == "resume":
+            self.queue.resume(job.id, [], whose(user))
+        else:
+            raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
 
     def run_of(self, job: Job) -> Path:
         """The folder of its run."""
