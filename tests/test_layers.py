@@ -42,7 +42,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "engines": {"numpy", "packaging", "transformers", "vllm"},
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},
-    "views": {"IPython", "click", "plotly", "rich", "trackio", "transformers", "wandb"},
+    "views": {"IPython", "click", "rich", "trackio", "transformers", "wandb"},
     "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
