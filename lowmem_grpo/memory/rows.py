@@ -1,7 +1,7 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
-from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
+from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
 from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
@@ -170,7 +170,14 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
     most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
     tokens = min(settings.context, most)
     prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
-    return sampling + prefill + BAND_BYTES
+    return sampling + prefill + BAND_BYTES + (0 if settings.engine == "vllm" else mask_bytes(settings, sequences))
+
+
+def mask_bytes(settings: RunSettings, sequences: int) -> int:
+    """Return the bytes of attention's masks while our own engine reads a piece of each prompt: of bools, one of what
+    came before and one of all, and one in 16 bits as fused attention takes it."""
+    prompts = -(-sequences // settings.num_generations)
+    return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
