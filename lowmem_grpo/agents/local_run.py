@@ -12,6 +12,8 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
+from openai import AsyncOpenAI
+
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.rewards import OPEN, DeskJudge
@@ -23,7 +25,7 @@ from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
@@ -139,9 +141,9 @@ class LocalRun:
             saved[f"{self.name}@{self.step}"] = LIVE  # which has these weights
         return {self.base_model: None, **saved, self.name: LIVE}
 
-    def client(self) -> Client:
-        """Return a client in the shape of openai's."""
-        return Client(self.chat)
+    def client(self) -> AsyncOpenAI:
+        """openai's client, answered in this process."""
+        return client_of(self.chat)
 
     def serve(self, **options: Any) -> AgentEndpoint:
         """Return an address on this machine, with the options of `Endpoint`. It closes with the run."""

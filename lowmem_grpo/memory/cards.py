@@ -107,6 +107,11 @@ DRIVER_NAMES = {
 }
 
 
+def engine_of(card: Device) -> str:
+    """Return what samples on a card where nobody names an engine: below sm_80 vLLM was not tested."""
+    return "transformers" if card.name in SPEEDS and SPEEDS[card.name].capability < 80 else "vllm"
+
+
 def card_of(name: str) -> str | None:
     """Return the card of `SPEEDS` that a name means, ours ("h200") or the driver's ("NVIDIA H200"); else None."""
     plain = name.strip().lower()

@@ -20,7 +20,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import Limits
@@ -194,8 +194,8 @@ class ScriptedBackend:
     async def delete_checkpoints(self, keep: list[int]) -> None:
         self.kept = keep
 
-    def client(self) -> Client:
-        return Client(self.chat)
+    def client(self) -> openai.AsyncOpenAI:
+        return client_of(self.chat)
 
     def serve(self, **options: Any) -> AgentEndpoint:
         return AgentEndpoint(self.chat, **options)
