@@ -42,7 +42,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "engines": {"numpy", "packaging", "transformers", "vllm"},
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},
-    "views": {"IPython", "click", "plotly", "rich", "trackio", "transformers", "wandb"},
+    "views": {"IPython", "click", "rich", "trackio", "transformers", "wandb"},
     "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
@@ -71,7 +71,7 @@ LAZY = {  # packages with doors: their names, and the homes of these
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher")  # of vLLM, datasets (not imported) and torchrun
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")  # vLLM, datasets, torchrun, CC
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 

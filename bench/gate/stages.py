@@ -210,7 +210,7 @@ def switches(setup: Setup) -> list[Piece]:
 
 def loop(setup: Setup) -> list[Piece]:
     """The time of a step of the whole loop, and what it is spent on; and two ranks, which share the card."""
-    ranks = script("ranks.scaling", "--rounds", "1", *setup.rows("ranks_scaling"))
+    ranks = script("ranks", "scaling", "--rounds", "1", *setup.rows("ranks_scaling"))
     shared = [] if setup.form == PRETEND else [Piece("loop/ranks", ranks, least=60)]
     return [loop_piece(setup, "loop", "lowmem_grpo"), *shared]
 

@@ -32,7 +32,7 @@ from bench.kernels.problems import (
 )
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
-from lowmem_grpo.kernels.rope import rope, rope_backward, rope_ref
+from lowmem_grpo.kernels.rope import angles, rope, rope_in_place, rope_ref
 
 EPS = 1e-6
 THETA = 5e5  # of Llama 3's rotary embedding
@@ -132,14 +132,14 @@ def build_rope_in_place(problem: Problem) -> Run:
     leaves = {name: leaf.clone() for name, leaf in problem.leaves.items()}
     # clone() keeps the strides of a transposed gradient, which is what attention hands back
     upstream = {name: grad.clone() for name, grad in problem.upstream.items()}
-    angles = problem.given["cos"], problem.given["sin"]
+    turns = [angles(problem.given[name]) for name in ("cos", "sin")]
     backward = problem.case.passes == FWD_BWD
 
     def call() -> Results:
         with torch.no_grad():
-            q, k = rope(*(leaf.transpose(1, 2) for leaf in leaves.values()), *angles, in_place=True)
+            q, k = rope(*(leaf.transpose(1, 2) for leaf in leaves.values()), *turns, in_place=True)
             if backward:
-                rope_backward(upstream["q"], upstream["k"], *angles)
+                rope_in_place(upstream["q"], upstream["k"], *turns, True, True)
         turned = {f"grad_{name}": grad.transpose(1, 2) for name, grad in upstream.items()} if backward else {}
         return {"q": q, "k": k} | turned
 

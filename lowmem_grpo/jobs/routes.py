@@ -15,11 +15,10 @@ from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.card import CardUse
 from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.runs_source import has_adapter
 from lowmem_grpo.service.page.sign_in import SignIn
+from lowmem_grpo.service.page.sources import Listed, has_adapter
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.users import JOBS, User, Users
-from lowmem_grpo.views.dashboard.listed import Listed
 from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run
 
 PIECE = 256 * 1024  # bytes of a log that are sent at a time
@@ -163,15 +162,16 @@ class JobsSource:
         job = self.job(user, name)
         return None if job is None else (self.queue.run_of(job), self.queue.folder_of(job) / LOG)
 
-    def act(self, user: User, name: str, action: str) -> str:
+    def act(self, user: User, name: str, action: str) -> None:
         job = self.job(user, name)
         if job is None:
             raise NoSuchJobError(f"there is no job {name!r}")
         if action == "stop":
-            return self.queue.cancel(job.id, whose(user)).why
-        if action == "resume":
-            return self.queue.resume(job.id, [], whose(user)).why
-        raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
+            self.queue.cancel(job.id, whose(user))
+        elif action == "resume":
+            self.queue.resume(job.id, [], whose(user))
+        else:
+            raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
 
     def listed(self, job: Job, user: User) -> Listed:
         """Return a job as the list shows it."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.nf4 import dequantized
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, flagged, tl, triton, types_of
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its values
@@ -142,9 +142,8 @@ def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
     return (weight.codes.view(E4M3).to(wide) * scales.to(wide)).to(weight.dtype)
 
 
-def dequantize_launch(capability: int) -> Launch:
-    """Each thread turns 16 bytes into 16 values at a time; blocks of 128 columns are whole in a tile."""
-    return Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=8, num_stages=1)
+# Each thread turns 16 bytes into 16 values at a time; blocks of 128 columns are whole in a tile.
+DEQUANTIZE = Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=8, num_stages=1)
 
 
 @triton.jit
@@ -211,14 +210,13 @@ def fp8_dequantize_triton(
     out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
 ) -> None:
     """The same with Triton."""
-    launch = dequantize_launch(capability(out.device))
-    (rows, width), (height, wide) = out.shape, (launch.constexprs["BLOCK_R"], launch.constexprs["BLOCK_C"])
+    (rows, width), (height, wide) = out.shape, DEQUANTIZE.constexprs.values()
     tiles = triton.cdiv(width, wide)
     aligned = first_column % block_columns == 0 and block_columns % wide == 0 if width else True
     if out.numel():
         fp8_dequantize_kernel[(tiles * triton.cdiv(rows, height),)](
             out, codes, scales, width, codes.shape[1], first_column, block_columns, rows, tiles, first_row, block_rows,
-            scales.shape[1], ONE_SCALE=aligned or scales.shape[1] == 1, **launch.options,
+            scales.shape[1], ONE_SCALE=aligned or scales.shape[1] == 1, **DEQUANTIZE.options,
         )
 
 
@@ -233,4 +231,4 @@ def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """A scale for each row of a tile, and a scale for each weight."""
     types = types_of(fp8_dequantize_kernel, dtype, codes_ptr="*u8", scales_ptr="*fp32")
-    return flagged("fp8_dequantize", fp8_dequantize_kernel, types, dequantize_launch(capability), ("ONE_SCALE",))
+    return flagged("fp8_dequantize", fp8_dequantize_kernel, types, DEQUANTIZE, ("ONE_SCALE",))

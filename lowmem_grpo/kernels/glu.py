@@ -7,8 +7,6 @@
 
 gate, up, h (N, F), in any shape (..., F) outside (Shazeer, arXiv 2002.05202). As in transformers the activation is
 rounded to the dtype before the product. Only gate and up are kept; backward computes the activation again.
-
-Over 300 lines, so that formula, reference, kernels, ops and checks can be read together.
 """
 
 from itertools import product
@@ -142,21 +140,15 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The forward kernel into a new tensor."""
-    out = gate.new_empty(gate.shape)
-    glu_fwd_out_triton(gate, up, out, activation)
-    return out
-
-
-def glu_fwd_out_triton(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """The forward kernel into `out` (N, F) with adjacent columns; gate and up may have any strides."""
+    """The forward kernel into a new tensor; gate and up may have any strides."""
     rows, columns = gate.shape
-    gate, up = rows_of(gate), rows_of(up)
+    gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
     launch = launch_rule(columns)
     glu_fwd_kernel[grid(rows, columns, launch)](
         gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), ACTIVATION=activation,
         **launch.options,
     )
+    return out
 
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
@@ -181,11 +173,6 @@ def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
-def glu_fwd_out_cpu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """out = act(gate) * up; out may be gate or up only outside of torch.compile."""
-    out.copy_(activate_ref(gate, activation) * up)
-
-
 def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
     """[grad_gate, grad_up], or with `fused` [grad_gate_up]."""
     gradients = new_gradients(gate, fused)
@@ -207,7 +194,6 @@ def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
 
 
 glu_fwd = opaque("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
-glu_fwd_out = opaque("glu_fwd_out", glu_fwd_out_cpu, glu_fwd_out_triton, mutates=("out",))
 glu_bwd = opaque(
     "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
 )
@@ -269,20 +255,15 @@ def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor
     return GLUFunction.apply(rows_of(gate), up_rows, activation, reuse).view(shape)
 
 
-def glu_forward(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
-    """act(gate) * up without autograd, in `out` where given: the building block of fused layers.
+def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up without autograd: the building block of fused layers.
 
-    gate, up, out (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
+    gate, up (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
     """
     check_arguments(gate, up, activation)
-    if out is None and not gate.numel():
+    if not gate.numel():
         return gate.new_empty(gate.shape)
-    if out is None:
-        return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
-    check_arguments(gate, out, activation)
-    if gate.numel():
-        glu_fwd_out(rows_of(gate), rows_of(up), rows_in_place("out", out), activation)
-    return out
+    return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:

@@ -54,6 +54,11 @@ class LogitShape:
         return shifted.add_(maximum).mul_(self.temperature / self.softcap).square_().mul_(-slope).add_(slope)
 
 
+def kernels_take(logits: Tensor) -> bool:
+    """Whether our kernels read these logits; in other dtypes, and on the CPU, plain torch does."""
+    return logits.is_cuda and logits.dtype == torch.float32
+
+
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """A place (R, V) of `dtype` in the bytes of float32 logits (R, V): the first half of each row for 16 bits."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]

@@ -15,6 +15,7 @@ from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.logits import (
     LogitShape,
     floor_,
+    kernels_take,
     packed_gradient,
     row_dot,
     row_statistics,
@@ -37,10 +38,11 @@ def forward_rows(
     results = torch.empty(4, rows, dtype=buffer.dtype, device=buffer.device)
     gradient = head.hidden.new_empty(rows, size) if keep_gradient else None
     gradient_dtype = weight.dtype if keep_gradient else None
+    finish = logprob_rows if kernels_take(buffer) else finish_rows_ref
     for start in range(0, rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, rows))
         logits = head.logits(chunk, band, weight, out=buffer[: chunk.stop - start])
-        results[:, chunk] = finish_rows(logits, targets[chunk], head.bias, shape, gradient_dtype)
+        results[:, chunk] = finish(logits, targets[chunk], head.bias, *shape.numbers(), gradient_dtype)
         if gradient is not None:
             difference = packed_gradient(logits, weight.dtype)
             if not difference.is_cuda:  # oneDNN reads past the end of padded rows of odd length, and 0 * NaN is NaN
@@ -50,22 +52,14 @@ def forward_rows(
     return (logprobs, entropy, maximum, log_sum), gradient
 
 
-def finish_rows(
-    logits: Tensor, targets: Tensor, bias: Tensor | None, shape: LogitShape, gradient_dtype: torch.dtype | None
-) -> Tensor:
-    """(4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten.
-
-    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards.
-    """
-    run = logprob_rows if logits.is_cuda and logits.dtype == torch.float32 else finish_rows_ref
-    return run(logits, targets, bias, *shape.numbers(), gradient_dtype)
-
-
 def finish_rows_ref(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The same in plain torch, with one more buffer of the size of the logits."""
+    """(4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten; one more buffer of their size.
+
+    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards.
+    """
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
@@ -133,7 +127,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launches the kernel on raw logits (R, V); returns (4, R): logprobs, entropy, m, log s."""
+    """The same by the kernel."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)

@@ -16,22 +16,13 @@ from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, trito
 LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
 
 
-def differentiate(
-    logits: Tensor, targets: Tensor, bias: Tensor | None, maximum: Tensor, log_sum: Tensor, entropy: Tensor,
-    grad_logprobs: Tensor, grad_entropy: Tensor | None, shape: LogitShape, first: int, gradient_dtype: torch.dtype,
-) -> None:
-    """Raw logits (N, T) of the entries from `first` on become d, in `packed_gradient`'s place; bias (T,) is theirs."""
-    run = logprob_tile_bwd if logits.is_cuda and logits.dtype == torch.float32 else differentiate_ref
-    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
-    run(logits, targets, bias, *rows, *shape.numbers(), first, gradient_dtype)
-
-
 def differentiate_ref(
     logits: Tensor, targets: Tensor, bias: Tensor | None, maximum: Tensor, log_sum: Tensor, entropy: Tensor,
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """The same in plain torch, with one more buffer of the size of the logits, two for an entropy gradient."""
+    """Raw logits (N, T) of the entries from `first` on become d, in `packed_gradient`'s place; bias (T,) is theirs. One
+    more buffer of the size of the logits, two for an entropy gradient."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets
@@ -84,7 +75,7 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Launches the kernel on raw logits (N, T) and the rows' values (N,)."""
+    """The same by the kernel."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:

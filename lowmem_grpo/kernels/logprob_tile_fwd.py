@@ -35,20 +35,12 @@ def new_state(rows: int, like: Tensor) -> Tensor:
     return state
 
 
-def update_state(
-    logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, shape: LogitShape, first: int,
-    gradient_dtype: torch.dtype | None,
-) -> None:
-    """Takes raw logits (N, T) of the entries from `first` on into the state; bias (T,) is theirs."""
-    run = logprob_tile_fwd if logits.is_cuda and logits.dtype == torch.float32 else update_state_ref
-    run(logits, state, targets, bias, *shape.numbers(), first, gradient_dtype)
-
-
 def update_state_ref(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
-    """The same in plain torch, with one more buffer of the size of the logits."""
+    """Takes raw logits (N, T) of the entries from `first` on into the state (6, N), with one more buffer of their size;
+    bias (T,) is theirs."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets
@@ -119,7 +111,7 @@ def logprob_tile_fwd_triton(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
-    """Launches the kernel on raw logits (N, T) and the state (6, N)."""
+    """The same by the kernel."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
     if rows:

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.head import Head
-from lowmem_grpo.kernels.logits import LogitShape, packed_gradient
+from lowmem_grpo.kernels.logits import LogitShape, kernels_take, packed_gradient
 from lowmem_grpo.kernels.logprob_rows import Rows
-from lowmem_grpo.kernels.logprob_tile_bwd import differentiate
-from lowmem_grpo.kernels.logprob_tile_fwd import DECAY, MAXIMUM, SLOPE, SUM, TARGET, WEIGHTED, new_state, update_state
+from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd
+from lowmem_grpo.kernels.logprob_tile_fwd import (
+    DECAY,
+    MAXIMUM,
+    SLOPE,
+    SUM,
+    TARGET,
+    WEIGHTED,
+    logprob_tile_fwd,
+    new_state,
+    update_state_ref,
+)
 from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
 
 ROWS = 1024  # finished at a time
@@ -41,10 +51,11 @@ def forward_tiles(
     state = new_state(rows, buffer)
     total = torch.zeros(rows, size, dtype=buffer.dtype, device=buffer.device) if keep_gradient else None
     gradient_dtype = head.hidden.dtype if keep_gradient else None
+    update = logprob_tile_fwd if kernels_take(buffer) else update_state_ref
     for band in bands(head.vocabulary, tile):
         weight = head.weight_rows(band)
         logits = head.logits(slice(None), band, weight, out=buffer[:, : band.stop - band.start])
-        update_state(logits, state, targets, head.bias_rows(band), shape, band.start, gradient_dtype)
+        update(logits, state, targets, head.bias_rows(band), *shape.numbers(), band.start, gradient_dtype)
         if total is not None:
             addmm_fp32(total.mul_(state[DECAY, :, None]), packed_gradient(logits, head.hidden.dtype), weight)
     ignored = targets == shape.ignore_index
@@ -130,13 +141,14 @@ def backward_tiles(
     scale = largest_magnitude([grad for grad in (grad_logprobs, grad_entropy) if grad is not None])
     grad_logprobs = grad_logprobs / scale
     grad_entropy = None if grad_entropy is None else grad_entropy / scale
+    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
     gradients = HeadGradients.empty(head, needed)
     buffer = head.buffer(head.hidden.shape[0], min(tile, head.vocabulary))
+    differentiate = logprob_tile_bwd if kernels_take(buffer) else differentiate_ref
     for band in bands(head.vocabulary, tile):
         weight = head.weight_rows(band)
         logits = head.logits(slice(None), band, weight, out=buffer[:, : band.stop - band.start])
-        differentiate(logits, targets, head.bias_rows(band), maximum, log_sum, entropy, grad_logprobs, grad_entropy,
-                      shape, band.start, head.hidden.dtype)
+        differentiate(logits, targets, head.bias_rows(band), *rows, *shape.numbers(), band.start, head.hidden.dtype)
         gradients.add(head, band, weight, packed_gradient(logits, head.hidden.dtype), scale)
     return gradients.finish(head, scale)
 

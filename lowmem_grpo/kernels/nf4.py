@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, tl, triton, types_of
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
 REFERENCE_ELEMENTS = 2**22  # that the CPU path dequantizes at a time: its temporaries take about 16 bytes for each
@@ -209,9 +209,8 @@ def nf4_dequantize_ref(weight: NF4Weight) -> Tensor:
     return values.view(weight.shape).to(weight.dtype)
 
 
-def dequantize_launch(capability: int) -> Launch:
-    """Each thread turns 4 bytes into 8 values, 16 bytes, at a time."""
-    return Launch({"WORDS": 128, "STEPS": 4}, num_warps=4, num_stages=1)
+# Each thread turns 4 bytes into 8 values, 16 bytes, at a time.
+DEQUANTIZE = Launch({"WORDS": 128, "STEPS": 4}, num_warps=4, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["tiles", "offset_stride", "block_shift", "first_block"])
@@ -260,13 +259,12 @@ def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], fir
 def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
     """The same with Triton. Whole rows lie one after the other: they are one long row."""
     rows, width = (1, out.numel()) if out.shape[1] == sizes[0] else out.shape
-    launch = dequantize_launch(capability(out.device))
-    tiles = triton.cdiv(width, 8 * launch.constexprs["WORDS"] * launch.constexprs["STEPS"])
+    tiles = triton.cdiv(width, 8 * DEQUANTIZE.constexprs["WORDS"] * DEQUANTIZE.constexprs["STEPS"])
     pointers, numbers = weight_arguments(tensors, sizes)
     if out.numel():
         nf4_dequantize_kernel[(rows * tiles,)](
             out, *pointers, width, sizes[0] // 2, first_column // 2, tiles, *numbers, RAGGED=width % 8 != 0,
-            NESTED=len(tensors) > 3, SHUFFLE=out.is_cuda, **launch.options,
+            NESTED=len(tensors) > 3, SHUFFLE=out.is_cuda, **DEQUANTIZE.options,
         )
 
 
@@ -297,7 +295,7 @@ def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Single and double quantization, sizes that are multiples of 8 and others."""
     return [
         Variant(f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,
-                types_of(nf4_dequantize_kernel, dtype, **weight_types(nested)), dequantize_launch(capability),
+                types_of(nf4_dequantize_kernel, dtype, **weight_types(nested)), DEQUANTIZE,
                 {"NESTED": nested, "RAGGED": ragged, "SHUFFLE": True})
         for nested in (False, True) for ragged in (False, True)
     ]

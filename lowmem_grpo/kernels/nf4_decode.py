@@ -33,17 +33,6 @@ def can_decode_nf4(x: Tensor, weight: NF4Weight) -> bool:
     return takes_rows(x, weight.out_features, "nf4") and weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
 
 
-def candidates(rows: int, capability: int) -> dict[str, Launch]:
-    """Launches that the rule does not choose, for a card to time beside it (bench/kernels/bench.py).
-
-    For 33 to 64 rows: each block reads all of x, so blocks of 64 outputs read half as much of it from the second-level
-    cache as the rule's 32. With 4 shares of K, two warps to each, no register spills (182 on sm_90).
-    """
-    if capability < 80 or not 32 < rows <= 64:
-        return {}
-    return {"n64": Launch({"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": 4, "BYTES": 32}, num_warps=8, num_stages=2)}
-
-
 @triton.jit(do_not_specialize=[*VARYING, "offset_stride", "block_shift", "first_block"])
 def nf4_decode_kernel(
     out_ptr, x_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, row_bytes,
@@ -105,8 +94,8 @@ def nf4_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
 ) -> Tensor:
-    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype. `launch`: a candidate in
-    place of the rule's."""
+    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype. `launch`: another one
+    than the rule's, to time it."""
     rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = launch or decode_launch(rows, outputs, capability(x.device))
@@ -128,12 +117,9 @@ nf4_decode_op = decode_op("nf4_decode", nf4_values, nf4_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every launch that the rule chooses, with single and double quantization, and every candidate."""
-    listed = [(name, launch, nested) for name, launch in launches(capability).items() for nested in (False, True)]
-    if dtype == torch.bfloat16:  # a candidate is timed on weights of QLoRA's kind only
-        listed += [(f"rows<=64 candidate={name}", launch, True) for name, launch in candidates(64, capability).items()]
+    """Every launch that the rule chooses, with single and double quantization."""
     return [
         variant(f"nf4_decode {name} nested={nested}", nf4_decode_kernel, weight_types(nested), dtype, launch,
                 NESTED=nested, SHUFFLE=True)
-        for name, launch, nested in listed
+        for name, launch in launches(capability).items() for nested in (False, True)
     ]

@@ -7,8 +7,6 @@ h, y (N, D), weight (D,), rstd (N,) float32; without residual h is x. Two orders
 offset 0 rounds n to the dtype of x before the product (LlamaRMSNorm, and Mistral, Qwen2, Qwen3, Phi3), any other
 offset, or `round_once`, rounds only the product (Gemma3RMSNorm: offset 1; Olmo2RMSNorm, Gemma4RMSNorm: `round_once`).
 Kept for backward: h, weight and rstd.
-
-Over 300 lines, so that formula, reference, kernels, op and checks can be read together.
 """
 
 from typing import Any
@@ -227,18 +225,15 @@ def rms_norm_bwd_cpu(
     return grad_h.to(h.dtype).contiguous(), sums
 
 
-def rms_norm_bwd_fake(
-    grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """The same, uninitialised."""
-    return h.new_empty(h.shape), weight.new_empty(weight.shape if grad_weight else 0)
-
-
 rms_norm_fwd = opaque(
     "rms_norm_fwd", rms_norm_fwd_cpu, rms_norm_fwd_triton,
     fake=lambda x, weight, residual, _, offset, round_once=False: new_results(x, weight, residual, offset, round_once),
 )
-rms_norm_bwd = opaque("rms_norm_bwd", rms_norm_bwd_cpu, rms_norm_bwd_triton, fake=rms_norm_bwd_fake)
+rms_norm_bwd = opaque(
+    "rms_norm_bwd", rms_norm_bwd_cpu, rms_norm_bwd_triton,
+    fake=lambda grad, _sum, h, weight, _rstd, _offset, needed: (
+        h.new_empty(h.shape), weight.new_empty(weight.shape if needed else 0)),
+)
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -7,8 +7,6 @@
 Matches transformers' apply_rotary_pos_emb, Phi3's with R < D included: with cos and sin in the dtype of q each product
 is rounded to it; with float32 cos and sin and a 16-bit q the result is rounded once. What a model does to its
 frequencies (llama3, yarn, longrope, linear, dynamic) is in cos and sin already. Only cos and sin are kept for backward.
-
-Over 300 lines, so that formula, reference, kernel, op and checks can be read together.
 """
 
 from itertools import product
@@ -250,17 +248,6 @@ def rope(
         return tuple(RopeInPlaceFunction.apply(x, cos, sin, heads_first) for x in (q, k))
     rope_in_place(q, k, cos, sin, heads_first, False)
     return q, k
-
-
-def rope_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> None:
-    """Turns the gradients of rope's results into those of its q and k, in place and without autograd.
-
-    For fused layers that own these gradients; the tensors are those of `rope`.
-    """
-    check_arguments(grad_q, grad_k, cos, sin, heads_first)
-    check_in_place(grad_q, grad_k)
-    if grad_q.numel() or grad_k.numel():
-        rope_in_place(grad_q, grad_k, angles(cos), angles(sin), heads_first, True)
 
 
 def angles(values: Tensor) -> Tensor:

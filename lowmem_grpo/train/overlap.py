@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -31,53 +29,13 @@ from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.train.learner import Learner
-from lowmem_grpo.train.sums import Sums
+from lowmem_grpo.train.sums import PartialGradient, Sums, facts_of
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 TAIL = 0.5  # in turn with decoding, micro-batches are trained once fewer than this share of the sequences are left
 STEPS = 8  # token steps between two micro-batches
-
-
-@dataclass
-class PartialGradient:
-    """The part of a step's gradient that was trained early, and under which conditions. The loss was divided by
-    `totals`, some of which were guessed, because nobody knows how many tokens a step has before all are sampled."""
-
-    totals: StepTotals
-    sums: Sums
-    conditions: tuple[Any, ...]  # the objective's own
-    groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` them, by the id of their first rollout
-
-    @property
-    def rollouts(self) -> set[int]:
-        """The ids of all rollouts of the groups."""
-        return {each for facts in self.groups.values() for each, *_ in facts}
-
-    def holds(self, group: RolloutGroup) -> bool:
-        """Whether the group was trained early. Of a group only the rollouts with gradient may be given."""
-        return any(id(rollout) in self.rollouts for rollout in group.rollouts)
-
-    def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
-        """Whether what is known now, with all groups sampled, is what the groups were trained with."""
-        now = {id(group.rollouts[0]): facts_of(group) for group in groups}
-        return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
-
-    @torch.no_grad()
-    def divide_by(self, totals: StepTotals, learner: Learner) -> None:
-        """Divide the loss and the gradient by the totals of the whole step, in which both are linear."""
-        factor = learner.objective.rescaled(self.totals, totals) if self.sums.count else 1.0
-        if factor != 1.0:
-            self.sums.scale(factor)
-            for gradient in (p.grad for p in learner.policy.trainable if p.grad is not None):
-                gradient.mul_(factor)
-
-
-def facts_of(group: RolloutGroup) -> list[Any]:
-    """Return what a group's gradient depends on beside tokens, of each rollout; it begins with the rollout's id."""
-    return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
-            for rollout in group.rollouts]
 
 
 class OverlappedTraining:
@@ -122,6 +80,16 @@ class OverlappedTraining:
                 self.collect_jobs(wait=False)
                 self.take_scored_groups()
                 self.train_some()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside the engine samples; behind it the worker has ended, and an error has left no gradient behind."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+        self.join_worker()
 
     def join_worker(self) -> None:
         """Wait for the worker's micro-batch; those that it has not begun are left to the update."""
@@ -244,8 +212,8 @@ class OverlappedTraining:
     def gradient(self, groups: list[RolloutGroup]) -> Iterator[PartialGradient | None]:
         """What is trained of an update on these groups, the step's, with its last micro-batches; None where nothing
         is, or where it does not hold any more. Inside the update is made; an error there leaves no gradient behind."""
-        self.finish(groups)
         try:
+            self.finish(groups)
             yield self.partial
         finally:
             if self.partial is not None:
@@ -265,7 +233,7 @@ class OverlappedTraining:
             with self.dropping_on_error():
                 self.train(self.batches.popleft())
         if self.partial is not None:
-            self.partial.divide_by(self.learner.totals(groups, None), self.learner)
+            self.partial.divide_by(self.learner.totals(groups, None), objective, self.policy.trainable)
 
     def metrics(self, partial: PartialGradient | None, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the share of completions that were trained before all were sampled; and whether that was dropped."""

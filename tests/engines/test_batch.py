@@ -4,6 +4,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
 from episodes import Talk
 from memory import Failing
 from transformers import PreTrainedTokenizerBase
@@ -13,13 +14,6 @@ from lowmem_grpo.engines import batch, generation_state
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
-
-CONTEXT = 50
-# the longer a prompt, the sooner its answers end: at different times
-PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(length)]
-           for index, length in enumerate((30, 10, 38, 22, 46, 16))]
-PARAMS = SamplingParams(n=2, max_tokens=34, seed=3, ignore_eos=True)
-ROUNDED = 2e-6  # log-probabilities are held in float32
 
 
 @pytest.fixture
@@ -38,13 +32,6 @@ def bounded(engine: TransformersEngine, rows: int) -> TransformersEngine:
     other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
     other.bound.lowered = rows
     return other
-
-
-def check_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
-    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
-        assert (ours.completion_ids, ours.finish_reason, ours.text) == (
-            theirs.completion_ids, theirs.finish_reason, theirs.text)
-        assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=ROUNDED)
 
 
 def widths(engine: TransformersEngine) -> list[int]:

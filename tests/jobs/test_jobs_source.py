@@ -88,24 +88,17 @@ def test_the_page_of_a_job_shows_its_run_and_its_log_and_before_it_begins_why_it
     queue: JobQueue, source: JobsSource
 ) -> None:
     name = submit(queue)
-    page = page_of(source)
-    view = page.view(ANN, asked(name), True)
-    assert view.content is None and view.chosen is not None and "waits for its turn" in view.chosen.why
+    watching = page_of(source).watching
+    data = watching.page_data(ANN, [name])
+    assert "charts" not in data and "waits for its turn" in data["top"]["ending"]["said"]
     job = queue.begin(queue.one(int(name)))
     write_run(source.queue.run_of(job), 5, {"status": "running"})
     (queue.folder_of(job) / keeper.LOG).write_text("step 5\n")
-    view = page.view(ANN, asked(name), True)
-    assert view.content is not None and view.log == "step 5\n"
-    assert 'class="status running"' in view.content.sections["top"]
+    data = watching.page_data(ANN, [name])
+    assert data["charts"] and data["log"] == "step 5\n" and data["top"]["status"] == "running"
     queue.end(job, "failed", "killed", -9)
-    view = page.view(ANN, asked(name), True)
-    assert view.content is not None and "This run was killed" in view.content.sections["top"]
-
-
-def asked(name: str):  # type: ignore[no-untyped-def]
-    from lowmem_grpo.service.page.asked import Asked as Shown
-
-    return Shown([name])
+    data = watching.page_data(ANN, [name])
+    assert data["charts"] and "This run was killed" in data["top"]["ending"]["said"]
 
 
 def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(

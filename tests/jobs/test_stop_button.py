@@ -61,7 +61,7 @@ def test_a_job_is_watched_stopped_and_resumed_by_its_buttons(tmp_path: Path) -> 
         with served(page_app(page), page) as url, browsing(url, page) as browser:
             browser.open("/")
             browser.until(STATE, lambda state: state == "running")
-            step = "return plots.size ? [...plots.values()][0].plot.data[0].at(-1) : 0"
+            step = "return curves.find(({ plot }) => plot)?.plot.data[0].at(-1) ?? 0"
             first = browser.until(step)  # without the page being loaded again
             browser.until(step, lambda now: now > first)
             assert "step 1" in browser.until("return document.querySelector('#log pre')?.textContent")

@@ -10,7 +10,7 @@ from nf4_problem import quantized
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_grpo.kernels.glu import glu_bwd_all, glu_bwd_reuse, glu_fwd_out
+from lowmem_grpo.kernels.glu import glu_bwd_all, glu_bwd_reuse
 from lowmem_grpo.kernels.logprob_rows import logprob_rows
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
 from lowmem_grpo.kernels.opaque import opaque
@@ -61,7 +61,7 @@ def test_autograd_refuses_a_saved_tensor_that_an_operation_has_overwritten() -> 
 
 
 def test_each_operation_of_ours_that_writes_in_place_says_so() -> None:
-    for name in ("glu_bwd_reuse", "glu_bwd_all", "glu_fwd_out", "rope_in_place", "nf4_dequantize", "logprob_rows"):
+    for name in ("glu_bwd_reuse", "glu_bwd_all", "rope_in_place", "nf4_dequantize", "logprob_rows"):
         written, call = in_place_calls()[name]
         before = [tensor._version for tensor in written]
         call()
@@ -77,7 +77,6 @@ def in_place_calls() -> dict[str, tuple[list[Tensor], Callable[[], Any]]]:
     return {
         "glu_bwd_reuse": ([a, b], lambda: glu_bwd_reuse(c, a, b, "silu")),
         "glu_bwd_all": ([a, b, c], lambda: glu_bwd_all(c, a, b, "silu")),
-        "glu_fwd_out": ([c], lambda: glu_fwd_out(a, b, c, "silu")),
         "rope_in_place": ([q, k], lambda: rope_in_place(q, k, angles, angles.clone(), True, False)),
         "nf4_dequantize": ([out], lambda: nf4_dequantize_op(out, weight.tensors, weight.sizes, 0)),
         "logprob_rows": ([logits], lambda: logprob_rows(logits, torch.zeros(3, dtype=torch.long), None, 1.0, 1.0, None,

@@ -193,7 +193,6 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     gate, up, grad = numbers(*[(5, 33)] * 3, dtype=torch.bfloat16)
     found: list[tuple[Any, tuple[Any, ...]]] = [
         *((glu.glu_fwd, (one, up, "gelu_tanh")) for one in (gate, gate.T.contiguous().T)),
-        (glu.glu_fwd_out, (gate, up, torch.empty_like(gate), "silu")),
         *((glu.glu_bwd, (grad, gate, up, "silu", fused)) for fused in (False, True)),
         (glu.glu_bwd_reuse, (grad, gate, up, "gelu")), (glu.glu_bwd_all, (grad, gate, up, "gelu_tanh")),
     ]
@@ -211,8 +210,8 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
               for strided in (q.mT.contiguous().mT, q.transpose(0, 1).contiguous().transpose(0, 1))]
     packed = numbers(*((len(BATCH.input_ids), heads, 16) for heads in (2, 1)), dtype=torch.bfloat16)
     grads = numbers(*((3, heads, BATCH.max_seqlen, 16) for heads in (2, 1)), dtype=torch.bfloat16)
-    return [*found, (spreading.spread_op, (packed, BATCH.sources, BATCH.max_seqlen)),
-            (spreading.spread_once, (packed[0], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
+    return [*found, (spreading.spread_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
+            (spreading.spread_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
             (spreading.sum_copies, (grads, *TABLES))]
 
 

@@ -103,12 +103,12 @@ def test_the_kernels_give_what_the_references_give(name: str, heads: tuple[int, 
     batch = packed_batch(name)
     packed, grads = problem(batch, heads, size, torch.float32)
     given = [one.detach() for one in packed]
-    results = module.spread_triton(given, batch.sources, batch.max_seqlen)
+    results = module.spread_triton(given, batch.sources, None, batch.max_seqlen)
     for ours, reference in zip(results, spread_ref(given, batch.sources, batch.max_seqlen), strict=True):
         assert torch.equal(ours, reference)
     assert_spread_accurate(batch, packed, grads, module.sum_copies_triton(grads, *tables(batch)))
-    once = [run(given[0], batch.sources, batch.places, batch.max_seqlen)
-            for run in (module.spread_once_triton, module.spread_once_ref)]
+    once = [run(given[:1], batch.sources, batch.places, batch.max_seqlen)[0]
+            for run in (module.spread_triton, module.spread_cpu)]
     assert torch.equal(*once)
 
 
@@ -119,8 +119,8 @@ def test_the_kernels_read_tensors_by_their_strides() -> None:
     given = [one.detach() for one in packed]
     for change in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: torch.cat((x, x), -1)[..., 16:],
                    lambda x: torch.stack((x, x), -1)[..., 0]):
-        strided, reference = [change(one) for one in given], module.spread_triton(given, batch.sources, 72)
-        for ours, expected in zip(module.spread_triton(strided, batch.sources, 72), reference, strict=True):
+        strided, reference = [change(one) for one in given], module.spread_triton(given, batch.sources, None, 72)
+        for ours, expected in zip(module.spread_triton(strided, batch.sources, None, 72), reference, strict=True):
             assert torch.equal(ours, expected)
         sums = module.sum_copies_triton(grads, *tables(batch))
         changed = module.sum_copies_triton([change(grad) for grad in grads], *tables(batch))
@@ -173,7 +173,7 @@ def test_spreading_several_tensors_and_gathering_take_one_launch_each_way() -> N
         torch.autograd.grad(gather(side_by_side, batch.sources, batch.places), side_by_side, grad)
     launched = [[name for name in counted.names if name not in VIEWS] for counted in (spreading, gathering)]
     assert launched == [["lowmem_grpo::spread", "lowmem_grpo::sum_copies"],
-                        ["aten::index_select", "lowmem_grpo::spread_once"]]
+                        ["aten::index_select", "lowmem_grpo::spread"]]
 
 
 @pytest.mark.parametrize("used", [0, 1, 2])

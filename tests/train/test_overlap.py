@@ -166,46 +166,41 @@ def assert_no_gradient(run: GRPOTrainer) -> None:
     assert all(p.grad is None for p in run.model.parameters())
 
 
-class StopError(Exception):
-    """What ends a call of the engine, or an update."""
-
-
-def test_an_error_of_the_engine_waits_for_the_worker_before_the_next_step_clears_the_gradient(
+def test_an_error_of_the_engine_waits_for_the_worker_and_leaves_no_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add, reached, may_add = module.OverlappedTraining.add, Event(), Event()
-    run, no_calls = trainer(tmp_path, "parallel"), None
+    meanwhile, add = module.OverlappedTraining.meanwhile, module.OverlappedTraining.add
+    run, reached, may_add = trainer(tmp_path, "parallel"), Event(), Event()
 
     def held(self: module.OverlappedTraining, batch: Any) -> None:
         reached.set()
         assert may_add.wait(60)
         add(self, batch)
 
-    def stops(self: module.OverlappedTraining, running: int) -> None:
+    def fails(self: module.OverlappedTraining, running: int) -> None:
+        with self.calls.changed:
+            self.calls.changed.wait_for(lambda: not self.calls.working, 60)
         meanwhile(self, running)
-        if reached.is_set():
+        if self.jobs:
+            assert reached.wait(60)
             Thread(target=may_add.set).start()
-            raise StopError
+            raise OSError
 
-    meanwhile = module.OverlappedTraining.meanwhile
-    with monkeypatch.context() as patch:
-        patch.setattr(module.OverlappedTraining, "add", held)
-        patch.setattr(module.OverlappedTraining, "meanwhile", stops)
-        with pytest.raises(StopError):
-            run.rollout()
-    assert not run.overlap.jobs, "the worker has ended before the error leaves the sampler"
-    run.overlap.start_step([], no_calls)
+    monkeypatch.setattr(module.OverlappedTraining, "add", held)
+    monkeypatch.setattr(module.OverlappedTraining, "meanwhile", fails)
+    with pytest.raises(OSError):
+        run.rollout()
+    assert not run.overlap.jobs
     assert_no_gradient(run)
 
 
 def test_the_worker_has_ended_before_the_engine_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, seen = trainer(tmp_path, "parallel"), []
+    run, left = trainer(tmp_path, "parallel"), []
     sleep = run.engine.sleep
-    monkeypatch.setattr(run.engine, "sleep", lambda: seen.append(len(run.overlap.jobs)) or sleep())
-    add = module.OverlappedTraining.add
-    monkeypatch.setattr(module.OverlappedTraining, "add", lambda self, batch: seen.append("added") or add(self, batch))
-    run.rollout()
-    assert seen[-1] == 0 and "added" in seen
+    monkeypatch.setattr(run.engine, "sleep", lambda: left.append(len(run.overlap.jobs)) or sleep())
+    with slow_decoding(monkeypatch):
+        run.rollout()
+    assert left == [0] and run.overlap.partial is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -218,9 +213,9 @@ def test_an_error_of_the_update_leaves_no_gradient_behind(
     assert run.overlap.partial is not None and any(p.grad is not None for p in run.model.parameters())
 
     def stops(*args: Any) -> Any:
-        raise StopError
+        raise OSError
 
-    with monkeypatch.context() as patch, pytest.raises(StopError):
+    with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(run.learner, "forward_backward", stops)
         run.update(groups)
     assert run.overlap.partial is None

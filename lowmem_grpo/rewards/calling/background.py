@@ -1,4 +1,5 @@
-"""Work beside the thread that asks for it: in a daemon thread, or in the event loop of one.
+"""Work beside the thread that asks for it: in daemon threads, or in the event loop of one. The threads of an executor
+would keep a program from ending before the work.
 
 anyio's BlockingPortal is no such loop: it waits for the loop when it hands over a call, so that a coroutine that blocks
 would keep its caller past every time limit, and SystemExit in one call ends it for all.
@@ -8,10 +9,13 @@ import asyncio
 import contextvars
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class BackgroundLoop:
@@ -56,3 +60,38 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=partial(contextvars.copy_context().run, work), name=name, daemon=True)
     thread.start()
     return thread
+
+
+def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
+    """Return `run` of each of N items, in the order of the items, with `workers` at a time.
+
+    After an error or an interrupt no further item begins; the first error is raised when those that have begun end.
+    """
+    waiting = list(enumerate(items))[::-1]
+    results: dict[int, Result] = {}
+    faults: list[BaseException] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                at, item = waiting.pop()
+            try:
+                results[at] = run(item)
+            except BaseException as error:  # noqa: BLE001, raised again below
+                faults.append(error)
+                waiting.clear()
+
+    threads = []
+    try:
+        for number in range(min(workers, len(items))):
+            threads.append(start_thread(f"side by side {number}", work))
+        for thread in threads:
+            thread.join()
+    finally:
+        waiting.clear()
+    if faults:
+        raise faults[0]
+    return [results[at] for at in range(len(items))]

@@ -478,7 +478,7 @@ class Digits(Length):
 
 def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no other group is sampled until a finished one is scored."""
-    take_in, begin = EarlyScoring.take_in, Batch.begin
+    take_in, begin = EarlyScoring.take_in, Batch.take_part
 
     def take_in_and_wait(scoring: EarlyScoring, index: int, rollouts: list[Rollout]) -> None:
         take_in(scoring, index, rollouts)
@@ -489,7 +489,7 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
         return begin(batch, waiting, room)
 
     monkeypatch.setattr(EarlyScoring, "take_in", take_in_and_wait)
-    monkeypatch.setattr(Batch, "begin", noted)
+    monkeypatch.setattr(Batch, "take_part", noted)
     runs = {}
     for chosen in (None, False):
         reward, scored = Digits(), set[int]()  # how many calls there were when rows began to be sampled

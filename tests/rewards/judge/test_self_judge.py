@@ -241,12 +241,12 @@ def test_memory_that_ran_out_once_is_remembered(model: FastPeftModel, monkeypatc
     params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
     judge.memory.rollout.lower("sampling 4 at once", Shortage("none left", None, 0), 2)
     rows: list[int] = []
-    begin = Batch.begin
+    begin = Batch.take_part
 
     def counted(self: Any, waiting: Any, room: int) -> Any:
         part = begin(self, waiting, room)
         rows.append(len(part.rows))
         return part
 
-    monkeypatch.setattr(Batch, "begin", counted)
+    monkeypatch.setattr(Batch, "take_part", counted)
     assert len(judge.generate([[1, 2, 3]] * 4, params)) == 4 and rows == [2, 2]

@@ -1,64 +1,54 @@
 """A run that is followed: what the page shows of it, also of one that an enemy wrote."""
 
-import itertools
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from lowmem_grpo.views.dashboard import appended, followed
-from lowmem_grpo.views.dashboard.followed import Followed
-from lowmem_grpo.views.dashboard.log_tail import log_tail
-from lowmem_grpo.views.page_file import page
+from lowmem_grpo.views.dashboard import jsonl_tail, run_follower
+from lowmem_grpo.views.dashboard.plain_file import log_tail
+from lowmem_grpo.views.dashboard.run_follower import RunFollower
+from lowmem_grpo.views.page_file import one_file
 from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each glance at it is a millionth of a second after the one before: a look has time, unless it is given none."""
-    glances = itertools.count(1)
-    for module in (appended, followed):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(glances) / 1e6))
-
-
 def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:
-    run = Followed(write_run(tmp_path / "run", 5))
-    run.look()
+    run = RunFollower(write_run(tmp_path / "run", 5))
+    run.read_news()
     before = run.version()
-    assert run.content().data["charts"][1]["lines"][0][1] == [1, 2, 3, 4, 5]
+    assert run.content()["charts"][1]["lines"][0]["steps"] == [1, 2, 3, 4, 5]
     append(tmp_path / "run/metrics.jsonl", [metric(6)])
     append(tmp_path / "run/completions.jsonl", [completion(6, "the newest")])
     assert run.version() != before
-    run.look()
+    run.read_news()
     shown = run.content()
-    assert shown.data["charts"][1]["lines"][0][1] == [1, 2, 3, 4, 5, 6]
-    assert shown.data["samples"][-1]["completion"] == "the newest"
-    assert "6" in shown.sections["top"] and not run.reading
+    assert shown["charts"][1]["lines"][0]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert shown["samples"]["rows"][-1]["completion"] == "the newest"
+    assert shown["top"]["tiles"][0] == ("steps", "6") and not run.reading
 
 
 def test_a_run_that_was_resumed_is_read_anew(tmp_path: Path) -> None:
-    run = Followed(write_run(tmp_path / "run", 5))
-    run.look()
+    run = RunFollower(write_run(tmp_path / "run", 5))
+    run.read_news()
     for name in ("metrics.jsonl", "completions.jsonl"):
         (tmp_path / "aside").write_text(json.dumps(metric(1)) + "\n")
         os.replace(tmp_path / "aside", tmp_path / "run" / name)
-    run.look()
+    run.read_news()
     assert [row["step"] for row in run.series.rows()] == [1] and run.logged == 1
 
 
 def test_a_hostile_run_is_shown_escaped_and_nothing_outside_is_read(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("the secret")
     folder = write_hostile(tmp_path / "run", tmp_path / "secret.txt")
-    run = Followed(folder, folder / "log.txt")
-    run.look()
+    run = RunFollower(folder, folder / "log.txt")
+    run.read_news()
     shown = run.content()
-    html = page(shown.title, shown.body(), shown.data)
+    html = one_file(shown)
     assert ATTACK not in html and "<img" not in html
-    assert "&lt;b&gt;" in shown.sections["alarms"] and "7 damaged lines left out" in shown.sections["curves"]
+    assert shown["alarms"][0]["title"] == "<b>" and "7 damaged lines left out" in shown["note"]
     assert run.log() == "" and "the secret" not in html
-    assert shown.data["samples"] and json.dumps(shown.data, allow_nan=False)
+    assert shown["samples"]["rows"] and json.dumps(shown, allow_nan=False)
     assert run.charts()
 
 
@@ -67,20 +57,21 @@ def test_a_hostile_run_is_shown_escaped_and_nothing_outside_is_read(tmp_path: Pa
     {"config": [1]}, {"steps": "many", "status": "failed"}, {"baselines": {"a": [1]}}, {"eval_problems": -4,
     "accuracy_after": 7}, {"right_above": "x"}, {"train_seconds": "long"}])
 def test_a_summary_of_another_form_does_not_take_the_page_away(tmp_path: Path, summary: dict[str, object]) -> None:
-    run = Followed(write_run(tmp_path / "run", 3, summary))
-    run.look()
-    assert "curves" in run.content().sections and run.charts()
+    run = RunFollower(write_run(tmp_path / "run", 3, summary))
+    run.read_news()
+    assert run.content()["charts"] and run.charts()
 
 
 def test_of_a_long_run_the_page_says_what_is_left_out_and_a_look_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed, "LAST_BYTES", 2000)
+    monkeypatch.setattr(run_follower, "LAST_BYTES", 2000)
+    monkeypatch.setattr(jsonl_tail, "PIECE", 64 * 1024)
     folder = write_run(tmp_path / "run", 3000)
-    run = Followed(folder)
+    run = RunFollower(folder)
     looks = 0
     while looks == 0 or run.reading:
-        run.look(seconds=0)
+        run.read_news()
         looks += 1
         if run.reading:
             assert "still being read" in run.note()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.service.page import runs_source
-from lowmem_grpo.service.page.runs_source import RunsSource
+from lowmem_grpo.service.page import sources
+from lowmem_grpo.service.page.sources import RunsSource
 from lowmem_grpo.service.users import OWNER, User
 from tests.support.written_runs import write_run
 
@@ -26,8 +26,8 @@ def test_the_list_is_made_anew_after_a_while_and_less_often_where_it_takes_long(
         now[0] += 3.0
         return []
 
-    monkeypatch.setattr(runs_source, "runs_below", slow)
-    monkeypatch.setattr(runs_source, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sources, "runs_below", slow)
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: now[0]))
     source = RunsSource(tmp_path)
     for _ in range(100):
         source.all(ROOT)
