@@ -1,6 +1,7 @@
 """What the owner of an engine is asked for: one completion."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -17,10 +18,10 @@ class Call:
     adapter: Path | str | None = LIVE  # the folder of a saved adapter, LIVE, or None for the base model
     key: int | None = None  # of the conversation: what was computed for its last call need not be computed again
     version: int | None = None  # of the policy, where `adapter` is a saved one
-    flavour: tuple[object, ...] = field(init=False, repr=False)  # what all calls of one conversation share
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def flavour(self) -> tuple[object, ...]:
+        """What all calls of one conversation share."""
         params = self.params
-        shared = (params.temperature, params.top_p, params.top_k, params.min_p, tuple(params.stop_strings),
-                  tuple(params.stop_token_ids or ()), params.ignore_eos)
-        object.__setattr__(self, "flavour", (self.adapter, *shared))
+        return (self.adapter, params.temperature, params.top_p, params.top_k, params.min_p,
+                tuple(params.stop_strings), tuple(params.stop_token_ids or ()), params.ignore_eos)

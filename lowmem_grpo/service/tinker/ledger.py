@@ -89,15 +89,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Open:
-    """What a user's requests take."""
-
-    requests: int  # that are not answered
-    bodies: int  # bytes that are kept
-    next: bool  # whether one of them is the next of its model, and so will be answered
-
-
-@dataclass(frozen=True)
 class Model:
     """A model as the database has it."""
 
@@ -121,13 +112,14 @@ class Ledger:
         self.database = database
         database.add(TABLES)
 
-    def open_of(self, owner: str) -> Open:
-        """What this user's requests take now."""
+    def open_of(self, owner: str) -> tuple[int, int, bool]:
+        """Return how many of this user's requests are not answered, the bytes that are kept of their requests, and
+        whether one of them is the next of its model, and so will be answered."""
         found = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
             "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
-        return Open(int(found["requests"]), int(found["bodies"]), found["next"] > 0)
+        return int(found["requests"]), int(found["bodies"]), found["next"] > 0
 
     def asked(self, model: str, seq: int) -> Asked | None:
         """The request of a number, without its body, once that is no longer needed; None where there is none."""

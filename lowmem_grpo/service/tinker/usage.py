@@ -28,17 +28,17 @@ class Usage:
     def taken(self, asked: Asked, model: Model) -> Asked:
         """A request as it is kept: in its turn one above a limit fails, with a message that says so. BusyError where
         there is room as soon as others are answered."""
-        have, may = self.ledger.open_of(model.owner), self.allowances[model.owner]
-        requests = have.requests + self.samples[model.owner]
+        (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
+        requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
             told = too_many(requests, may.requests)
-        elif have.bodies + len(asked.body) > may.bodies and (asked.kind == PASS or len(asked.body) > SMALL):
-            told = (f"bodies: {size_text(have.bodies)} of this key's requests are kept, and this one has "
+        elif bodies + len(asked.body) > may.bodies and (asked.kind == PASS or len(asked.body) > SMALL):
+            told = (f"bodies: {size_text(bodies)} of this key's requests are kept, and this one has "
                     f"{size_text(len(asked.body))}; at most {size_text(may.bodies)} are: call optim_step, which frees "
                     "them, or send fewer or shorter sequences for a step")
         else:
             return asked
-        if have.next:
+        if is_next:
             raise BusyError(told)
         return Asked(asked.model, asked.seq, REFUSED, told.encode())
 
@@ -46,7 +46,7 @@ class Usage:
         """BusyError where no more may wait. Each is to be ended."""
         may = self.allowances[owner].requests
         with self.lock:
-            requests = self.ledger.open_of(owner).requests + self.samples[owner]
+            requests = self.ledger.open_of(owner)[0] + self.samples[owner]
             if requests >= may:
                 raise BusyError(too_many(requests, may))
             self.samples[owner] += 1

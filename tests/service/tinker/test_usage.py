@@ -18,7 +18,7 @@ def served(folder: Path, **limits: int) -> Server:
 
 
 def kept(server: Server, owner: str = "owner") -> int:
-    return server.model.training.ledger.open_of(owner).bodies
+    return server.model.training.ledger.open_of(owner)[1]
 
 
 def forward(model: str, seq: int) -> bytes:
