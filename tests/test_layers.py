@@ -46,7 +46,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},
     "views": {"IPython", "click", "plotly", "rich", "trackio", "transformers", "wandb"},
-    "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
+    "export": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},

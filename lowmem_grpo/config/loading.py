@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.memory.linear import BITS_16, FP8, FP8_BLOCK, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
 
 
 @dataclass(frozen=True)
