@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry \
-	bench-launches bench-memory bench-step bench-rollout compile-kernels
+	bench.launches-memory bench-step bench-rollout compile-kernels
 
 # The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
 GATE ?=
@@ -59,7 +59,7 @@ ROWS := --json
 endif
 
 bench-launches: $(VENV)/.installed  ## launches of a decoder layer and host microseconds of a call, counted on the CPU
-	$(BIN)/python -m bench.launches.bench $(ROWS)
+	$(BIN)/python -m bench.launches $(ROWS)
 
 bench-memory: $(VENV)/.installed  ## peaks of a training step on fake tensors, feature by feature
 	$(BIN)/python -m bench.memory.bench $(ROWS)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
-from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, form_of_weights, refuse
+from lowmem_grpo.config.launcher import own_device
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, form_of_weights
+from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.named import TINY, find
 from lowmem_grpo.models.stored_form import look
-from lowmem_grpo.parallel.place import own_device
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class FastLanguageModel:
     @classmethod
     def from_pretrained(
         cls, model_name: str = TINY, max_seq_length: int | None = 2048, dtype: "torch.dtype | str | None" = None,
-        load_in_4bit: bool | None = None, fast_inference: bool | str = False, gpu_memory_utilization: float = 0.5,
+        load_in_4bit: bool | None = None, fast_inference: bool | str | None = None, gpu_memory_utilization: float = 0.5,
         revision: str | None = None, token: str | None = None, device: str | None = None,
         kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
         block_size: int | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
@@ -55,7 +56,8 @@ class FastLanguageModel:
         the card, and float32 on the CPU.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
-        "transformers", True for vLLM if a checked version is installed, or False for transformers.
+        "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and
+        a warning says where vLLM would be faster.
         `model.engine_choice` says which one it is and why. vLLM takes `gpu_memory_utilization` of the card, or
         `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
         samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. (False asks for
@@ -81,6 +83,7 @@ class FastLanguageModel:
             return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
+        nobody_chose, fast_inference = fast_inference is None, fast_inference or False
         check_engine(fast_inference)
         if fast_inference == VLLM:
             refuse_absent()
@@ -94,16 +97,18 @@ class FastLanguageModel:
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         found = find(model_name, **where)
         look(found, model_name, dtype)
-        from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine
-        from lowmem_grpo.engines.recordable import check_graphs
+        from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
+        from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
+        from lowmem_grpo.models.card_check import use_card
         from lowmem_grpo.models.dtypes import compute_dtype
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
         from lowmem_grpo.offload.embedding import embed_on_host, movable
 
         device = named or own_device(torch.cuda.device_count())
+        use_card(device)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, found, where)
@@ -121,6 +126,8 @@ class FastLanguageModel:
         if keeper.choice.name == VLLM or is_quantized(model):
             fuse_weights(model)  # so that one product serves for three, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
+        if nobody_chose and (advice := faster_engine(device)):
+            logger.warning(advice)
         embedding: Any = model.get_input_embeddings()
         loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=len(embedding.weight))
         return BareModel(model, loaded), tokenizer
@@ -252,10 +259,10 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPe
     return adapted, adapted.loaded.tokenizer
 
 
-def check_options(cls: type, method: str, options: dict[str, Any], fates: dict[str, Fate]) -> None:
+def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:
     """Raise for every option of a loader's method that asks for something that is not done here."""
     known = set(inspect.signature(getattr(cls, method)).parameters)
-    refuse(options, fates, known, f"{cls.__name__}.{method}")
+    refuse(options, table, known, f"{cls.__name__}.{method}")
 
 
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:

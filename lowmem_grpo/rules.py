@@ -34,6 +34,14 @@ DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
 NUMBERS: Rule = ("a list of numbers", lambda value: all(isinstance(each, Real) for each in value))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
+TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+
+
+def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
+    """Raise ValueError where a value breaks a rule."""
+    words, holds = rule
+    if not holds(value):
+        raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")
 
 
 def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:

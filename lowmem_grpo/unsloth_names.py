@@ -1,6 +1,7 @@
 """Names that people import from Unsloth: what they are called here, what does nothing here, and what there is not."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,10 @@ class UnsupportedError(RuntimeError):
     """Other libraries have this and we do not; the message says what to use instead."""
 
 
-def refuse_name(name: str) -> None:
-    """UnsupportedError for a name that Unsloth has and this package has not."""
-    if name in REFUSED:
-        raise UnsupportedError(f"lowmem_grpo has no {name}. {REFUSED[name]}")
+def refuse_name(name: str, owner: str = "lowmem_grpo", table: Mapping[str, str] = REFUSED) -> None:
+    """Raise UnsupportedError for a name that another library has and `owner` has not, with what to use instead."""
+    if name in table:
+        raise UnsupportedError(f"{owner} has no {name}. {table[name]}")
 
 
 def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name

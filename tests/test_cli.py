@@ -13,7 +13,7 @@ from lowmem_grpo import FastLanguageModel, __version__
 from lowmem_grpo.cli import main
 from lowmem_grpo.recipes import RECIPES
 
-HEAVY = ("torch", "transformers", "peft", "datasets", "plotly", "rich", "pydantic", "bitsandbytes", "numpy")
+HEAVY = ("torch", "transformers", "peft", "datasets", "rich", "pydantic", "bitsandbytes", "numpy")
 QUESTION = "Start with 17. Add 8. Subtract 13. What is the result?"
 
 

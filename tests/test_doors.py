@@ -28,15 +28,12 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
                            "device_of drops enable_checkpointing offload_activations storage_id storage_ids",
     "lowmem_grpo.chat_templates": "get_chat_template standardize_data_formats standardize_sharegpt "
                                   "train_on_responses_only",
-    "lowmem_grpo.config": "DECAY GRPO_DEFAULTS MUST_AGREE OPTIMIZERS POSITIVE SCHEDULERS SHARE SINKS STRATEGIES "
-                          "ZERO_OR_MORE CheckedCall GRPOConfig Rule TrainSettings field_names refuse_unsupported",
     "lowmem_grpo.data": "SHOWN DataError Prompt PromptEncoder PromptSource check_dataset is_chat longest_prompt",
     "lowmem_grpo.environments": "Anew AskBase FinalResult OpenEnv OpenEnvError ToolError ToolOutage Toolbox mcp_tools "
                                 "python_tool",
     "lowmem_grpo.export": "ADAPTER_FILES COMPUTED FORMATS ExportSettings check_choices export export_adapter "
                           "export_gguf export_merged generation_of matrix_elements settled",
     "lowmem_grpo.planning": "RunSettings Workload device max_context named_config plan plan_time",
-    "lowmem_grpo.preflight": "CHECKS Finding FirstSteps PreflightError before_training preflight",
     "lowmem_grpo.loader": "FastLanguageModel",
     "lowmem_grpo.types": "LossOutput MicroBatch Rollout RolloutGroup",
     "lowmem_grpo.integrations.trl": "use_lowmem_kernels",
@@ -63,8 +60,8 @@ def test_the_names_that_people_import_are_where_they_were() -> None:
 
 
 def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones() -> None:
-    doors = ["", ".agents", ".chat_templates", ".rewards", ".losses", ".offload", ".config", ".data", ".environments",
-             ".export", ".planning", ".preflight"]
+    doors = ["", ".agents", ".chat_templates", ".rewards", ".losses", ".offload", ".data", ".environments",
+             ".export", ".planning"]
     rows = [(f"lowmem_grpo{name}", "it has ") for name in doors]
     assert not_refused(lambda door: import_module(door).no_such_name, rows, AttributeError) == []
 

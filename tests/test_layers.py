@@ -15,20 +15,18 @@ from tables import every_row
 import lowmem_grpo
 import lowmem_grpo.agents
 import lowmem_grpo.chat_templates
-import lowmem_grpo.config
 import lowmem_grpo.data
 import lowmem_grpo.environments
 import lowmem_grpo.export
 import lowmem_grpo.losses
 import lowmem_grpo.offload
 import lowmem_grpo.planning
-import lowmem_grpo.preflight
 import lowmem_grpo.rewards
 
 ROOT = Path(lowmem_grpo.__file__).parent
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
-    ("kernels", "sandbox", "parallel", "types", "messages", "units", "rules", "later", "hub", "unsloth_names"),
+    ("kernels", "sandbox", "types", "messages", "units", "rules", "later", "hub", "unsloth_names"),
     ("losses", "offload", "memory", "planning"),
     ("config", "models"),
     ("engines",),
@@ -39,13 +37,12 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
-    "parallel": {"numpy"},
     "hub": {"huggingface_hub"},
     "models": {"bitsandbytes", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "packaging", "transformers", "vllm"},
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},
-    "views": {"IPython", "click", "plotly", "rich", "trackio", "transformers", "wandb"},
+    "views": {"IPython", "click", "rich", "trackio", "transformers", "wandb"},
     "export": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
@@ -53,11 +50,11 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy"},
     "rollout": {"transformers"},
     "preflight": {"packaging"},
-    "train": {"bitsandbytes", "peft", "transformers"},
-    "service": {"anyio", "fastapi", "google", "openai", "peft", "safetensors", "starlette", "transformers", "uvicorn",
-                "zstandard"},
+    "train": {"bitsandbytes", "numpy", "peft", "transformers"},
+    "service": {"anyio", "fastapi", "google", "openai", "peft", "pydantic", "safetensors", "starlette",
+                "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
-    "recipes": {"click", "datasets", "pydantic", "rich"},
+    "recipes": {"click", "datasets", "jinja2", "pydantic", "rich"},
     "jobs": {"fastapi", "starlette"},
     "commands": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},
@@ -66,16 +63,15 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
 LAZY = {  # packages with doors: their names, and the homes of these
     "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.agents": lowmem_grpo.agents.HOMES,
     "lowmem_grpo.chat_templates": lowmem_grpo.chat_templates.HOMES,
-    "lowmem_grpo.config": lowmem_grpo.config.HOMES,
     "lowmem_grpo.data": lowmem_grpo.data.HOMES, "lowmem_grpo.environments": lowmem_grpo.environments.HOMES,
     "lowmem_grpo.export": lowmem_grpo.export.HOMES,
     "lowmem_grpo.losses": lowmem_grpo.losses.HOMES, "lowmem_grpo.offload": lowmem_grpo.offload.HOMES,
     "lowmem_grpo.planning": lowmem_grpo.planning.HOMES,
-    "lowmem_grpo.preflight": lowmem_grpo.preflight.HOMES, "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
+    "lowmem_grpo.rewards": lowmem_grpo.rewards.HOMES,
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "parallel.place")  # of vLLM, datasets (not imported) and torchrun
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")  # vLLM, datasets, torchrun, C
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 

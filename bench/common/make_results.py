@@ -9,16 +9,15 @@ from typing import Any
 
 import click
 
-from bench.agents.section import agents_table
+from bench.agents import agents_table
 from bench.common.rows import newest, read_rows
-from bench.common.tables import markdown, number
+from bench.common.tables import markdown, missing, number
 from bench.common.targets import judged, section
 from bench.gate.pretend import is_pretend
 from bench.kernels.goals import GOALS
-from bench.learner.section import card_learning_table
 from bench.loop.section import loop_table
 from bench.memory.section import longest_table, memory_table
-from bench.notebooks.section import notebooks_table
+from bench.notebooks import notebooks_table
 from bench.rollout.section import rollout_table
 from lowmem_grpo.units import MIB
 
@@ -56,6 +55,18 @@ def step_table(rows: Rows) -> list[str]:
                 [*case, *(f"{row[name]:.2f}" for name in ("p20", "p50", "p80")), number(row, "ratio", ".2f"),
                  f"{row['peak_bytes'] / MIB:.0f}", place(row), row["commit"]]
                 for case, row in sorted(newest.items())))]
+
+
+def card_learning_table(rows: Rows) -> list[str]:
+    """The newest row of each recipe with the full stack on a card."""
+    columns = ("recipe", "before", "after", "problems", "steps", "training, s", "peak, MiB", "machine", "commit")
+    figures = (("accuracy_before", ".1%"), ("accuracy_after", ".1%"), ("eval_problems", ""), ("steps", ""),
+               ("train_seconds", ".0f"), ("peak_bytes", ".0f", MIB))
+    kept = [row for row in newest(rows, "recipe", "gpu").values() if row["gpu"]]
+    return ["", "## Learning with the full stack: NF4 weights, LoRA, CUDA graphs, offload, packed micro-batches", "",
+            *markdown(columns, ([row["recipe"], *(missing(row["missing"], 6) if "missing" in row else
+                                                  [number(row, *figure) for figure in figures]),
+                                 place(row), row["commit"]] for row in kept))] if kept else []
 
 
 def kernel_table(rows: Rows) -> list[str]:

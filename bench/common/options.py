@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from bench.common.rows import RESULTS
 from bench.rollout.shapes import SHAPES
 
 DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The card if there is one, else the CPU.")
@@ -20,8 +21,9 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print rows, one 
 TARGETS = click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
 
 
-def output(path: Path) -> Any:
-    """--output: the file that rows are appended to, by default `path`."""
+def output(name: str) -> Any:
+    """--output: the file that rows are appended to, by default that of this name in bench/results."""
+    path = RESULTS / f"{name}.jsonl"
     return click.option("--output", default=path, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 
 

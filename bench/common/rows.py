@@ -15,6 +15,7 @@ from statistics import quantiles
 from typing import Any
 
 OWN = "lowmem-grpo"
+RESULTS = Path(__file__).resolve().parents[1] / "results"  # a file of rows for each bench
 PACKAGES = (OWN, "torch", "transformers", "peft")
 COMMIT = Path(__file__).resolve().parents[2] / ".gpu-bundle" / "commit"  # for a copy of the tree without its history
 
@@ -23,7 +24,7 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Processor, cores, versions of what is installed, commit and date; card and driver where there is one."""
     import torch
 
-    from lowmem_grpo.runs.facts import cpu_model
+    from lowmem_grpo.runs.summary import cpu_model
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {

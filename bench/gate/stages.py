@@ -23,6 +23,8 @@ MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
 KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
               "add_rms_norm", "rope", "swiglu", "geglu")
+FEW_PROBLEMS = ("eval_problems=8", "train_size=16", "per_device_train_batch_size=8", "num_generations=4",
+                "gradient_accumulation_steps=1")  # where nothing is learnt
 LARGE = ("linear_logprobs", "nf4_linear", "fp8_linear")  # of these: many providers, or many shapes
 
 
@@ -208,7 +210,7 @@ def switches(setup: Setup) -> list[Piece]:
 
 def loop(setup: Setup) -> list[Piece]:
     """The time of a step of the whole loop, and what it is spent on; and two ranks, which share the card."""
-    ranks = script("ranks.scaling", "--rounds", "1", *setup.rows("ranks_scaling"))
+    ranks = script("ranks", "scaling", "--rounds", "1", *setup.rows("ranks_scaling"))
     shared = [] if setup.form == PRETEND else [Piece("loop/ranks", ranks, least=60)]
     return [loop_piece(setup, "loop", "lowmem_grpo"), *shared]
 
@@ -237,14 +239,15 @@ PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "un
 
 
 def learner(setup: Setup) -> list[Piece]:
-    """A model of tens of millions of parameters, made on the spot, learns two recipes with the full stack."""
-    size = () if setup.form == CARD else ("--size", "tiny")
-    options = ("--device", setup.device, *size, "--weights", str(setup.weights / "learner"),
-               *setup.rows("card_learning"))
-    engine = () if setup.form != CPU else ("--engine", "transformers")
+    """The model in the package learns two recipes with the full stack: NF4, CUDA graphs, offload, packing."""
+    engine = "transformers" if setup.form == CPU else "vllm"
+    words = ("load_in_4bit=true", f"engine={engine}", "gradient_checkpointing_mode=offload", "save_strategy=no",
+             *(FEW_PROBLEMS if setup.form != CARD else ()))
+    command = ("--runs", str(setup.out / "learner"), *(word for given in words for word in ("--option", given)),
+               *(("--must-rise",) if setup.form == CARD else ("--steps", "2")), *setup.rows("card_learning"))
     needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())
-    return [Piece(f"learner/{recipe}", script("learner.bench", *options, *engine, "--recipes", recipe), least=250,
-                  needs=needs) for recipe in ("arithmetic", "countdown")[: 1 if setup.form == CPU else 2]]
+    return [Piece(f"learner/{recipe}", script("learning.recipe_runs", *command, "--recipes", recipe), least=250,
+                  needs=needs) for recipe in ("arithmetic", "proximity")[: 1 if setup.form == CPU else 2]]
 
 
 def profile(setup: Setup) -> list[Piece]:
@@ -253,7 +256,7 @@ def profile(setup: Setup) -> list[Piece]:
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
     def piece(name: str, *parts: str) -> Piece:
         chosen = [word for part in parts for word in ("--part", part)]
-        return Piece(f"profile/{name}", script("profiles.bench", *options, *chosen, "--output",
+        return Piece(f"profile/{name}", script("profiles", *options, *chosen, "--output",
                                                str(setup.out / "profile")), needs=needs)
 
     return [piece("both")] if setup.form == CPU else [piece(part, part) for part in ("decode", "train")]

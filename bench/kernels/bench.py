@@ -36,8 +36,6 @@ from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
 from lowmem_grpo.units import MIB
 
-HERE = Path(__file__).resolve().parents[1]
-RESULTS = HERE / "results" / "kernels.jsonl"
 WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
 PROBLEMS = kernel_logprobs.PROBLEMS | kernel_quantized.PROBLEMS | kernel_layers.PROBLEMS
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
@@ -191,7 +189,7 @@ ALL_PROVIDERS = list(dict.fromkeys(provider.name for _, providers in PROBLEMS.va
 @click.option("--dtype", "dtypes", callback=options.names(DTYPES), help="bfloat16 on a card, both on the CPU.")
 @options.THREADS
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Fewest on the CPU.")
-@options.output(RESULTS)
+@options.output("kernels")
 @options.TARGETS
 def main(
     device: str | None, ops: list[str], providers: list[str], shapes: str | None, dtypes: list[str], threads: int,

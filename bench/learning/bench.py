@@ -18,13 +18,12 @@ from typing import Any
 import click
 
 from bench.common import child
-from bench.common.rows import append_row, machine, newest, read_rows
+from bench.common.rows import RESULTS, append_row, machine, newest, read_rows
 from bench.learning.report import write_report
 from bench.learning.settings import SETTINGS
 from bench.learning.verdicts import failures
 
-HERE = Path(__file__).resolve().parents[1]
-RESULTS, DOCS = HERE / "results" / "learning.jsonl", HERE.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUICK = Path("runs") / "learning-quick"
 
 
@@ -47,7 +46,7 @@ def one(name: str, seed: int, steps: int) -> dict[str, Any]:
 def main(
     quick: bool, seeds: int | None, steps: int | None, names: tuple[str, ...], jobs: int, report: bool
 ) -> None:
-    path, folder = (QUICK / "learning.jsonl", QUICK) if quick else (RESULTS, DOCS)
+    path, folder = (QUICK / "learning.jsonl", QUICK) if quick else (RESULTS / "learning.jsonl", DOCS)
     if not report:
         wanted = [setting.name for setting in SETTINGS if not names or setting.name in names]
         tasks = [(name, seed) for seed in range(seeds or (2 if quick else 5)) for name in wanted]

@@ -1,10 +1,12 @@
-"""Runs every recipe once, as a user would: what it learns, how long it takes, how much memory. A row for each.
+"""Run every recipe once, as a user would: what it learns, how long it takes, how much memory. A row for each.
 
     python -m bench.learning.recipe_runs                 # all, with the preset of this machine
     python -m bench.learning.recipe_runs --recipes proximity  # some
     python -m bench.learning.recipe_runs --steps 2       # a quick look: nothing is learnt, and the rows say so
+    python -m bench.learning.recipe_runs --recipes arithmetic --seed 1 --output bench/results/demo.jsonl  # the demo
 
-Rows go to bench/results/recipe_runs.jsonl; `python docs/make_recipes.py` turns them into a table and pages.
+Rows go to bench/results/recipe_runs.jsonl; `python docs/make_recipes.py` turns them into a table and pages. With
+`--must-rise` the exit code is also 1 where accuracy on held-out problems does not rise by two standard errors.
 """
 
 import json
@@ -21,7 +23,7 @@ from bench.common import options
 from bench.common.rows import append_row, machine
 from lowmem_grpo.recipes import RECIPES
 
-RESULTS = Path(__file__).parents[1] / "results" / "recipe_runs.jsonl"
+ERRORS = 2.0  # standard errors of the difference that accuracy must rise by
 NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # what a machine may lack
 SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_format_before", "taught_format_after_sft",
            "taught_format_after", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status", "model")
@@ -84,10 +86,11 @@ def measured(folder: Path) -> dict[str, Any]:
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/recipes"), show_default=True)
 @click.option("--option", "words", multiple=True, help="RECIPE:key=value for one recipe, key=value for all.")
 @click.option("--time-limit", type=float, default=1800.0, show_default=True, help="Seconds for each recipe.")
-@options.output(RESULTS)
+@click.option("--must-rise", is_flag=True, help="Fail where accuracy does not rise.")
+@options.output("recipe_runs")
 def main(
     recipes: list[str], steps: int | None, seed: int | None, runs: Path, words: tuple[str, ...], time_limit: float,
-    output: Path,
+    must_rise: bool, output: Path,
 ) -> None:
     here = machine()
     shared = [*([f"max_steps={steps}"] if steps else []), *([] if seed is None else [f"seed={seed}"])]
@@ -96,12 +99,21 @@ def main(
         own = [word.removeprefix(f"{name}:") for word in words if ":" not in word.partition("=")[0]
                or word.startswith(f"{name}:")]
         row = run_recipe(name, runs / name, [*shared, *own], time_limit)
-        if "missing" in row and name not in NEEDS:
+        if (must_rise and not rises(row)) or ("missing" in row and name not in NEEDS):
             failed.append(name)
         append_row(output, row | here)
         click.echo(told(row))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def rises(row: dict[str, Any]) -> bool:
+    """Return whether accuracy rose beyond the noise of sampling."""
+    if "missing" in row:
+        return False
+    before, after = row["accuracy_before"], row["accuracy_after"]
+    noise = sum(share * (1 - share) / row["eval_problems"] for share in (before, after)) ** 0.5
+    return bool(after - before > ERRORS * noise)
 
 
 def told(row: dict[str, Any]) -> str:

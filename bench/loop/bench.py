@@ -29,8 +29,6 @@ from bench.loop.goals import GOALS
 from bench.loop.shapes import loop_shape
 from bench.loop.table import show
 
-BENCH = Path(__file__).resolve().parents[1]
-RESULTS = BENCH / "results" / "loop.jsonl"
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
 
@@ -144,7 +142,7 @@ def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[s
               help="Seconds for one provider, which makes as many steps as fit; the first is untimed if possible.")
 @options.WEIGHTS
 @options.RUN
-@options.output(RESULTS)
+@options.output("loop")
 @options.TARGETS
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], prompts: int, steps: int, gib: float | None,

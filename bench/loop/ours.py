@@ -1,5 +1,6 @@
 """Our steps: the visible loop, with the engine's work timed apart from the rest."""
 
+from pathlib import Path
 from typing import Any
 
 from bench.loop.inputs import GIB, ByPlace, prompt_rows
@@ -21,6 +22,8 @@ ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
 
 class TimedEngine:
     """The model's own engine; sampling is one phase, sleeping and waking another."""
+
+    capabilities = frozenset({"on_group", "converse"})
 
     def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
         self.engine, self.watch, self.name = engine, watch, engine.name
@@ -64,11 +67,11 @@ class TimedEngine:
         self.engine.close()
 
 
-def load(options: Any, size: Shape, engine: str) -> FastPeftModel:
+def load(folder: Path, device: str, size: Shape, engine: str) -> FastPeftModel:
     """The random model in NF4, with LoRA on all linears and the package's own checkpointing."""
     model, _ = FastLanguageModel.from_pretrained(
-        str(options.folder), max_seq_length=size.context, load_in_4bit=True, dtype="bfloat16", fast_inference=engine,
-        device=options.device, kv_cache_bytes=size.kv_bytes, max_num_seqs=size.sequences,
+        str(folder), max_seq_length=size.context, load_in_4bit=True, dtype="bfloat16", fast_inference=engine,
+        device=device, kv_cache_bytes=size.kv_bytes, max_num_seqs=size.sequences,
     )
     return FastLanguageModel.get_peft_model(
         model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, random_state=0
@@ -120,7 +123,7 @@ def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
 def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
     """Make all steps. Returns what is known of them beside the watch's measures."""
     size, reward = options.size, ByPlace(options.size.n)
-    model = load(options, size, engine)
+    model = load(options.folder, options.device, size, engine)
     args = settings(options, size, outputs)
     rows = prompt_rows(model.loaded.tokenizer, size, options.all_steps)
     trainer = GRPOTrainer(

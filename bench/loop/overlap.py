@@ -32,7 +32,6 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "overlap.jsonl"
 CASES: dict[str, dict[str, Any]] = {
     "off": {}, "in turn": {"train_while_sampling": True}, "parallel": {"train_while_sampling": "parallel"},
 }
@@ -136,7 +135,7 @@ def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
 @click.option("--warm", default=1, show_default=True, type=click.IntRange(min=1), help="Steps before those.")
-@options.output(RESULTS)
+@options.output("overlap")
 def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, warm: int, output: Path) -> None:
     """Measure all cases in turn."""
     where = machine()

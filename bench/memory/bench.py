@@ -22,11 +22,7 @@ from bench.memory.section import newest_cases
 from bench.memory.stages import CASES, STAGES, Case, completion_lengths
 from lowmem_grpo.units import GIB
 
-HERE = Path(__file__).resolve().parents[1]
-RESULTS = HERE / "results" / "memory.jsonl"
-PICTURE = HERE.parent / "docs" / "memory.svg"
-
-
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory.svg"
 PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned
 
 
@@ -98,7 +94,7 @@ def cases(shapes: tuple[str, ...], context: int | None, generations: int | None)
 @click.option("--stage", "stages", multiple=True, type=click.Choice(list(STAGES)), help="By default all.")
 @click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
 @click.option("--gib", type=float, help="On a card: the memory that may be used.")
-@options.output(RESULTS)
+@options.output("memory")
 @options.AS_JSON
 @click.option("--picture", is_flag=True, help="Only draw the newest rows of --output.")
 def main(

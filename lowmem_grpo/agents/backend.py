@@ -6,33 +6,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.local_run import LocalRun
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.refused import refuse
-from lowmem_grpo.agents.rewards import DeskJudge
+from lowmem_grpo.agents.refused import missing
 from lowmem_grpo.agents.sampled import Tally, tally_of
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
-from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.train.distributed import ranks
 
 
 @dataclass
-class TrainResult:
+class LocalTrainResult:
     """What one call of `train` did."""
 
     step: int  # steps made so far
     metrics: dict[str, float] = field(default_factory=dict)  # the line that was logged
-
-
-@dataclass
-class LocalTrainResult(TrainResult):
-    """The same, and where the state is saved."""
-
-    checkpoint_path: str | None = None
+    checkpoint_path: str | None = None  # where the state is saved
 
 
 class LocalBackend:
@@ -62,8 +53,7 @@ class LocalBackend:
         self.runs: dict[tuple[str, str], LocalRun] = {}
 
     def __getattr__(self, name: str) -> Any:
-        refuse(type(self).__name__, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise missing(type(self).__name__, name, ("register", "train", "log", "get_step", "close"))
 
     # Begin and end
 
@@ -150,31 +140,6 @@ class LocalBackend:
         saved = list_checkpoints(self.folder(model))
         return run.step if run is not None else int(saved[-1].name.rpartition("-")[2]) if saved else 0
 
-    async def best_step(self, model: Any, metric: str = "val/reward") -> int | None:
-        """The step with a checkpoint and the highest value of a number that was logged; None where there is none."""
-        return await self.run(model).best_step(metric)
-
-    async def delete_checkpoints(self, model: Any, keep: Iterable[int] = ()) -> None:
-        """Delete all checkpoints but these and the newest."""
-        await self.run(model).delete_checkpoints(list(keep))
-
-    # Asking
-
-    def client(self, model: Any) -> Client:
-        """A client in the shape of `openai.AsyncOpenAI`, in this process."""
-        return self.run(model).client()
-
-    def serve(self, model: Any, **options: Any) -> AgentEndpoint:
-        """An address on this machine for everything else, with the options of `Endpoint`. It closes with the run."""
-        run = self.run(model)
-        endpoint = AgentEndpoint(run.chat, **options)
-        run.endpoints.append(endpoint)
-        return endpoint
-
-    def judge(self, model: Any, **options: Any) -> DeskJudge:
-        """The base model of a run as a judge, with the options of `rewards.SelfJudge`."""
-        return self.run(model).judge(**options)
-
     # Inside
 
     def folder(self, model: Any) -> Path:
@@ -190,7 +155,7 @@ class LocalBackend:
         return found
 
 
-Backend = LocalBackend  # ART's name of what trains models and answers for them
+Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what trains, and of what a step did
 
 
 def trains(model: Any) -> bool:

@@ -3,7 +3,7 @@ meaning here by its name."""
 
 from typing import Any, TypedDict
 
-from lowmem_grpo.agents.refused import refuse
+from lowmem_grpo.agents.refused import missing
 
 InitArgs = dict[str, Any]  # for FastLanguageModel.from_pretrained
 EngineArgs = dict[str, Any]  # for vLLM
@@ -27,6 +27,4 @@ class InternalModelConfig(TypedDict, total=False):
 
 
 def __getattr__(name: str) -> Any:
-    refuse("lowmem_grpo.agents.dev", name)
-    known = sorted(one for one in globals() if one.endswith(("Args", "Config")))
-    raise AttributeError(f"module 'lowmem_grpo.agents.dev' has no attribute {name!r}; it has {', '.join(known)}")
+    raise missing(__name__, name, sorted(known for known in globals() if known.endswith(("Args", "Config"))))

@@ -12,8 +12,7 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo.agents.trajectories import History, Metadata, Metrics, Trajectory
 from lowmem_grpo.service.endpoint import Endpoint
 from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.rollouts import RECORDER, SESSION
-from lowmem_grpo.service.sessions import Conversation, Session
+from lowmem_grpo.service.sessions import RECORDER, SESSION, Conversation, Session
 
 
 class RolloutSession(Session):

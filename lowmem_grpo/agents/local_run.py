@@ -12,19 +12,22 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
+from openai import AsyncOpenAI
+
+from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.rewards import OPEN, DeskJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
-from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints, prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ class LocalRun:
         self.error: BaseException | None = None  # why the last step failed, if it did
         self.training = False
         self.closed = False
-        self.endpoints: list[Any] = []
+        self.endpoints: list[AgentEndpoint] = []
         self.judges: dict[str, DeskJudge] = {}
 
     # Begin and end
@@ -138,9 +141,15 @@ class LocalRun:
             saved[f"{self.name}@{self.step}"] = LIVE  # which has these weights
         return {self.base_model: None, **saved, self.name: LIVE}
 
-    def client(self) -> Client:
-        """A client in the shape of openai's."""
-        return Client(self.chat)
+    def client(self) -> AsyncOpenAI:
+        """openai's client, answered in this process."""
+        return client_of(self.chat)
+
+    def serve(self, **options: Any) -> AgentEndpoint:
+        """Return an address on this machine, with the options of `Endpoint`. It closes with the run."""
+        endpoint = AgentEndpoint(self.chat, **options)
+        self.endpoints.append(endpoint)
+        return endpoint
 
     def judge(self, **options: Any) -> DeskJudge:
         """The base model as a judge; the same one for the same options."""

@@ -10,11 +10,12 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from lowmem_grpo.agents.dev import InternalModelConfig
 from lowmem_grpo.agents.progress import described
-from lowmem_grpo.agents.refused import refuse
+from lowmem_grpo.agents.refused import REFUSED
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
-from lowmem_grpo.parallel.place import this_place
-from lowmem_grpo.parallel.shares import share
+from lowmem_grpo.config.launcher import this_place
 from lowmem_grpo.rewards.judge.judge import Judge
+from lowmem_grpo.runs.records import replace_text
+from lowmem_grpo.unsloth_names import refuse_name
 
 if TYPE_CHECKING:
     from lowmem_grpo.agents.backend import LocalBackend
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT")
 Thing = TypeVar("Thing")
 STATE = "program_state.json"  # what a program keeps for itself in the folder of its run
-BEST = "val/reward"
 
 
 class Model(BaseModel, Generic[ConfigT]):
@@ -58,7 +58,7 @@ class Model(BaseModel, Generic[ConfigT]):
                              "and LocalBackend(report_to='wandb') sends them on: leave report_metrics out")
 
     def __getattr__(self, name: str) -> Any:
-        refuse(type(self).__name__, name)
+        refuse_name(name, type(self).__name__, REFUSED)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def backend(self) -> "LocalBackend":
@@ -108,8 +108,8 @@ class Model(BaseModel, Generic[ConfigT]):
     def share(self, things: Iterable[Thing]) -> list[Thing]:
         """This process's part of the tasks of a step: all of them, but of several processes (torchrun) neighbours, as
         many as any other has or one fewer. All of them call `train`, also one whose part is empty."""
-        items, place = list(things), this_place()
-        return [items[index] for index in share(len(items), place.rank, place.count)]
+        items = list(things)
+        return [items[index] for index in this_place().share(len(items))]
 
     # What a program keeps for itself
 
@@ -120,24 +120,18 @@ class Model(BaseModel, Generic[ConfigT]):
     def read_state(self) -> dict[str, Any] | None:
         """What `overwrite_state` and `merge_state` wrote, or None. ValueError for a damaged file."""
         path = self.folder() / STATE
-        if not path.exists():
-            return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
         except ValueError as error:
             raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
-        return dict(found)
 
     def overwrite_state(self, state: Mapping[str, Any]) -> None:
         """Keep this state in the run's folder, in place of any other; of several processes the first one writes.
         TypeError for what JSON cannot hold."""
         text, path = json.dumps(dict(state), indent=2), self.folder() / STATE
-        if not this_place().leads:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+        if this_place().leads:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, text)
 
     def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Add this to the state, also inside of inner dicts, and return the whole."""
@@ -176,19 +170,19 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """Its base model as a judge, with the adapter off, asked through the engine of the run: for
         `ruler_score_group(group, model.judge())`. Options are those of `rewards.SelfJudge`. The same options give the
         same judge, with what it has judged."""
-        return self.backend().judge(self, **options)
+        return self.backend().run(self).judge(**options)
 
     def openai_client(self) -> Any:
         """A client in the shape of `openai.AsyncOpenAI` in this process. Its choices name the turns that they are."""
         if self._client is None:
-            self._client = self.backend().client(self)
+            self._client = self.backend().run(self).client()
         return self._client
 
     def serve(self, **options: Any) -> Any:
         """Open an address on this machine for clients in other processes and frameworks. A second call without options
         returns the one that is open, if it still is. `inference_base_url` and `inference_api_key` are set."""
         if options or self._endpoint is None or self._endpoint.closed:
-            self._endpoint = self.backend().serve(self, **options)
+            self._endpoint = self.backend().run(self).serve(**options)
             self.inference_base_url, self.inference_api_key = self._endpoint.base_url, self._endpoint.api_key
         return self._endpoint
 
@@ -213,11 +207,11 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         return await self.backend().train(self, groups_of(trajectory_groups), config=config, **(dict(_config or {})),
                                           **options)
 
-    async def delete_checkpoints(self, best_checkpoint_metric: str = BEST) -> None:
+    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Delete all checkpoints but the newest and the best, by a number that `model.log` wrote."""
-        best = await self.backend().best_step(self, best_checkpoint_metric)
-        newest = await self.get_step()
-        await self.backend().delete_checkpoints(self, sorted({newest} | ({best} if best is not None else set())))
+        run = self.backend().run(self)
+        best = await run.best_step(best_checkpoint_metric)
+        await run.delete_checkpoints([] if best is None else [best])
 
 
 def groups_of(given: Any) -> list[TrajectoryGroup]:

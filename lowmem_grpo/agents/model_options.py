@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, Fate, any_value, off, refuse
-from lowmem_grpo.later import torch
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
+from lowmem_grpo.config.unsupported import Table, any_value, off, refuse
 from lowmem_grpo.loader import FastLanguageModel, check_options
 from lowmem_grpo.models.named import find
 
@@ -24,25 +24,20 @@ OWN = {  # what the backend decides
 }
 PARTS = ("init_args", "engine_args", "peft_args", "trainer_args")  # in `_internal_config`
 TEMPLATES = ("chat_template", "chat_template_path", "chat_template_kwargs")
-CONFIG: dict[str, Fate] = {  # the rest of `_internal_config`
-    **off("there is one device, which samples and trains by turns", "trainer_gpu_ids", "inference_gpu_ids",
+CONFIG: Table = {  # the rest of `_internal_config`
+    **off("There is one device, which samples and trains by turns.", "trainer_gpu_ids", "inference_gpu_ids",
           also=([0],)),
-    **off("training runs in this process", "tinker_args", "tinker_native_args"),
-    **any_value("it samples with the trainer's own weights", "rollout_weights_mode"),
-    **any_value("what transformers ships is loaded", "allow_unvalidated_arch"),
-    **off("content is text", "chat_template_content_format", also=("auto", "string", "openai")),
-    **off("tools are given to the template as OpenAI's schemas", "chat_template_tool_schema_format",
+    **off("Training runs in this process.", "tinker_args", "tinker_native_args"),
+    **any_value("rollout_weights_mode", "allow_unvalidated_arch"),  # it samples with the trainer's own weights
+    **off("Content is text.", "chat_template_content_format", also=("auto", "string", "openai")),
+    **off("Tools are given to the template as OpenAI's schemas.", "chat_template_tool_schema_format",
           also=("default", "vllm_openai")),
 }
-ENGINE: dict[str, Fate] = {  # vLLM's options that the loader does not have
-    **any_value("it is the base_model of TrainableModel", "model"),
-    **any_value("vLLM always sleeps while the model trains", "enable_sleep_mode"),
-    **any_value("vLLM has no such option any more: it schedules each step", "num_scheduler_steps"),
-    **any_value("nothing of it is printed", "disable_log_requests", "enable_log_requests"),
-    **any_value("what was computed of a conversation is always kept", "enable_prefix_caching"),
-    **any_value("it samples with the trainer's own adapter", "enable_lora", "max_loras", "lora_target_modules"),
-    **off("there is one device", "tensor_parallel_size", "pipeline_parallel_size", also=(1,)),
-    **any_value("a request says what it wants; what it leaves out is sampled as in training", "generation_config"),
+ENGINE: Table = {  # vLLM's options that the loader does not have
+    **any_value("model", "enable_lora", "max_loras", "lora_target_modules"),  # the trainer's own model and adapter
+    **any_value("enable_sleep_mode", "enable_prefix_caching"),  # always on
+    **any_value("num_scheduler_steps", "disable_log_requests", "enable_log_requests", "generation_config"),
+    **off("There is one device.", "tensor_parallel_size", "pipeline_parallel_size", also=(1,)),
 }
 
 
@@ -106,7 +101,9 @@ class ModelOptions:
     def load(self, base_model: str) -> Any:
         """Return the model with its adapter. By default vLLM samples on a card, where it is installed, and the context
         is the model's own, but at most CONTEXT."""
-        usual = {"fast_inference": torch.cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
+        from torch import cuda
+
+        usual = {"fast_inference": cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
         bare, _ = FastLanguageModel.from_pretrained(base_model, **usual | self.loading)
         return self.adapt(bare)
 

@@ -13,9 +13,9 @@ from uuid import uuid4
 
 from tqdm import auto
 
-from lowmem_grpo.parallel.place import this_place
+from lowmem_grpo.config.launcher import this_place
 from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE, check_ranges
-from lowmem_grpo.service.rollouts import SESSION
+from lowmem_grpo.service.sessions import SESSION
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -1,6 +1,8 @@
 """ART's names that are not here, and what to use in their place."""
 
-from lowmem_grpo.unsloth_names import UnsupportedError
+from collections.abc import Iterable
+
+from lowmem_grpo.unsloth_names import refuse_name
 
 LOCAL = "Training runs in this process, on this machine: use LocalBackend()."
 REFUSED = {  # names of its door, of its dev, of its backend and of its models
@@ -38,7 +40,7 @@ REFUSED = {  # names of its door, of its dev, of its backend and of its models
 }
 
 
-def refuse(owner: str, name: str) -> None:
-    """Raise UnsupportedError, with what to do, for a name that ART has and `owner` has not."""
-    if name in REFUSED:
-        raise UnsupportedError(f"{owner} has no {name}. {REFUSED[name]}")
+def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error for a name that `owner` has not. UnsupportedError, with what to do, for one that ART has."""
+    refuse_name(name, owner, REFUSED)
+    return AttributeError(f"{owner} has no attribute {name!r}; it has {', '.join(known)}")

@@ -18,13 +18,14 @@ from pydantic import BaseModel
 
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
+from lowmem_grpo.rewards.judge.chat_api import is_address
 from lowmem_grpo.rewards.judge.forms import EQUAL
-from lowmem_grpo.rewards.judge.hidden import is_address
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Ratings
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.transcript import Transcript, as_line, compared, transcript_of
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
+from lowmem_grpo.rules import TEXT, require
 from lowmem_grpo.service.call import Call
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,7 @@ async def scored(
     trajectories: Sequence[Sequence[History]], judge: Judge, rubric: str, tools: str, debug: bool
 ) -> list[TrajectoryScore]:
     """The scores of trajectories, each given as its conversations."""
-    if not (isinstance(rubric, str) and rubric.strip()):
-        raise ValueError(f"rubric is {rubric!r}; it must be a text that is not empty")
+    require("rubric", rubric, TEXT)
     seen = [lines_of(histories, tools) for histories in trajectories]
     different = list(dict.fromkeys(seen))
     if len(different) < 2:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from lowmem_grpo.config.loading import Fate, any_value, off, refuse
+from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 
 Settings = dict[str, Any]  # fields of GRPOConfig
@@ -25,30 +25,28 @@ class TrainConfig(BaseModel):
     grad_accumulation_sequences: int | None = None
 
 
-FATES: dict[str, Fate] = {  # options without effect here, and refused where they ask for one
-    **any_value("old log-probabilities are those of the trainer, as of the step's first pass", "precalculate_logprobs"),
-    **any_value("logits are computed in pieces by the device's memory; logits_chunk of LocalBackend sets the size",
-                "logprob_calculation_chunk_size"),
-    **any_value("what a step says does not depend on it", "verbose"),
-    **off("one call of train is one optimizer step; for more steps call it with fewer groups each",
+FATES: Table = {  # options without effect here, and refused where they ask for one
+    **any_value("precalculate_logprobs"),  # old log-probabilities are the trainer's, as of the step's first pass
+    **any_value("logprob_calculation_chunk_size", "verbose"),  # logits_chunk of LocalBackend sets the size
+    **off("One call of train is one optimizer step; for more steps call it with fewer groups each.",
           "grad_accumulation_sequences"),
-    **off("name the options of the loss themselves: epsilon, epsilon_high", "loss_fn_config"),
-    **off("set adam_beta1, adam_beta2, weight_decay or optim of LocalBackend", "adam_params"),
-    **off("the reference is the base model, without the adapter", "kl_penalty_reference_step", "kl_ref_adapter_path"),
-    **off("use an epsilon_high above epsilon, or loss_type='sapo', which treat the two signs differently",
+    **off("Name the options of the loss themselves: epsilon, epsilon_high.", "loss_fn_config"),
+    **off("Set adam_beta1, adam_beta2, weight_decay or optim of LocalBackend.", "adam_params"),
+    **off("The reference is the base model, without the adapter.", "kl_penalty_reference_step", "kl_ref_adapter_path"),
+    **off("Use an epsilon_high above epsilon, or loss_type='sapo', which treat the two signs differently.",
           "advantage_balance", also=(0.0,)),
-    **off("use loss_fn='cispo', which never masks, or vllm_importance_sampling_mode='token_mask'", "mask_prob_ratio"),
-    **off("a KL term towards the base model is kl_penalty_coef", "kimi_k2_tau", also=(0.0,)),
-    **off("nothing is trained that the policy did not draw; fine-tune on given answers with SFTTrainer",
+    **off("Use loss_fn='cispo', which never masks, or vllm_importance_sampling_mode='token_mask'.", "mask_prob_ratio"),
+    **off("A KL term towards the base model is kl_penalty_coef.", "kimi_k2_tau", also=(0.0,)),
+    **off("Nothing is trained that the policy did not draw; fine-tune on given answers with SFTTrainer.",
           "allow_training_without_logprobs"),
-    **off("the report of the run has pictures: lowmem-grpo report FOLDER", "plot_tensors"),
-    **off("pass the learning_rate that you want", "scale_learning_rate_by_reward_std_dev",
+    **off("The report of the run has pictures: lowmem-grpo report FOLDER.", "plot_tensors"),
+    **off("Pass the learning_rate that you want.", "scale_learning_rate_by_reward_std_dev",
           "num_trajectories_learning_rate_multiplier_power", also=(0.0,)),
-    **off("sequences are packed without padding: max_seq_length of LocalBackend bounds a sequence, and "
-          "max_tokens_per_micro_batch what is computed at a time", "packed_sequence_length"),
-    **off("mixtures of experts are routed by the trainer itself", "moe_routing_replay_bundle",
+    **off("Sequences are packed without padding: max_seq_length of LocalBackend bounds a sequence, and "
+          "max_tokens_per_micro_batch what is computed at a time.", "packed_sequence_length"),
+    **off("Mixtures of experts are routed by the trainer itself.", "moe_routing_replay_bundle",
           "moe_routing_replay_path", "moe_routing_replay_strict"),
-    "importance_sampling_level": Fate("allowed are 'token' and 'sequence'", ("token", "sequence").__contains__),
+    **only("It is what a ratio is of.", importance_sampling_level=("token", "sequence")),
 }
 
 

@@ -26,6 +26,16 @@ class Candidate:
     revision: str | None = None  # of the base model on the hub
     load_in_fp8: bool | str = False  # as it was in training
 
+    def load(self, engine: str, context: int) -> tuple[Any, Any]:
+        """Return the model, and what makes it answer with its adapter (None without one)."""
+        from torch import cuda
+
+        from lowmem_grpo.commands.asked_model import load
+
+        chosen = engine if engine != "auto" else cuda.is_available() or "transformers"
+        return load(self.model, self.adapter, context, load_in_4bit=self.load_in_4bit, load_in_fp8=self.load_in_fp8,
+                    revision=self.revision, fast_inference=chosen)
+
 
 @click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
 @click.argument("target")
@@ -69,7 +79,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     """
     check_source(chosen)
     with plain_errors():
-        from lowmem_grpo.commands.asked import check_data, check_model
+        from lowmem_grpo.commands.options import check_data, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.rewards.by_name import refuse_unknown
 
@@ -122,39 +132,28 @@ def refuse_beside_recipe() -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """The model and the adapter that TARGET and --adapter mean."""
+    """Return the model and the adapter that TARGET and --adapter mean, held as asked, else as the record says.
+
+    A model that is named has the record's revision only where the record is of this very model.
+    """
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
-    if adapter is not None or not path.exists() or (path / "config.json").is_file():
-        return named_model(target, adapter, load_in_4bit, load_in_fp8)
-    found = find_adapter(path, unfinished=True)
-    record = base_of_adapter(found.folder)
-    if record.model is None:
-        raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
-    four_bit, in_fp8 = held(load_in_4bit, load_in_fp8, record)
-    return Candidate(record.model, found.folder, four_bit, path, found.note, record.revision, in_fp8)
-
-
-def held(load_in_4bit: bool | None, load_in_fp8: bool, record: Any) -> tuple[bool, bool | str]:
-    """(load_in_4bit, load_in_fp8): as asked, else as the record of an adapter's base says."""
-    if load_in_4bit is not None or load_in_fp8:
-        return bool(load_in_4bit), load_in_fp8
-    return bool(record.load_in_4bit), record.load_in_fp8 or False
-
-
-def named_model(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool) -> Candidate:
-    """A model that was named, and the adapter on it; the revision is the record's where that is of this very model."""
-    from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
-
-    if adapter is None:
+    named = adapter is not None or not path.exists() or (path / "config.json").is_file()
+    if named and adapter is None:
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
         return Candidate(target, None, bool(load_in_4bit), place, load_in_fp8=load_in_fp8)
-    found = find_adapter(adapter, unfinished=True)
+    place = path if adapter is None else adapter
+    found = find_adapter(place, unfinished=True)
     record = base_of_adapter(found.folder)
-    four_bit, in_fp8 = held(load_in_4bit, load_in_fp8, record)
-    revision = record.revision if record.model == target else None
-    return Candidate(target, found.folder, four_bit, adapter, found.note, revision, in_fp8)
+    model = target if named else record.model
+    if model is None:
+        raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
+    in_fp8: bool | str = load_in_fp8
+    if load_in_4bit is None and not load_in_fp8:
+        load_in_4bit, in_fp8 = record.load_in_4bit, record.load_in_fp8 or False
+    revision = record.revision if record.model == model else None
+    return Candidate(model, found.folder, bool(load_in_4bit), place, found.note, revision, in_fp8)
 
 
 def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +166,8 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(
         n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens, seed=chosen["seed"]
     )
-    model, request = load(subject, chosen, chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM))
+    context = chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM)
+    model, request = subject.load(chosen["engine"], context)
     measure = answer if play is None else play.answers
     found = {"base": measure(model, rows, functions, params)}
     if request is not None:
@@ -220,29 +220,3 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
     rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
     longest = chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens_of(subject.model)
     return rows, [exam.right, *functions], longest, exam.play
-
-
-def load(subject: Candidate, chosen: dict[str, Any], context: int) -> tuple[Any, Any]:
-    """The model, and what makes it answer with its adapter (None without one)."""
-    from torch import cuda
-
-    from lowmem_grpo.loader import FastLanguageModel
-
-    engine: Any = chosen["engine"]
-    adapter = tokenizer = None
-    if subject.adapter is not None:
-        from lowmem_grpo.models.pretrained import tokenizer_beside
-        from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
-
-        # what is broken is refused before anything is loaded
-        adapter, tokenizer = layers_of(read_adapter(subject.adapter)[1]), tokenizer_beside(subject.adapter)
-    model, _ = FastLanguageModel.from_pretrained(
-        subject.model, max_seq_length=context, load_in_4bit=subject.load_in_4bit, load_in_fp8=subject.load_in_fp8,
-        revision=subject.revision, fast_inference=engine if engine != "auto" else cuda.is_available() or "transformers",
-    )
-    if adapter is None or subject.adapter is None:
-        return model, None
-    modules = sorted({name.rpartition(".")[2] for name in adapter})
-    wrapped = FastLanguageModel.get_peft_model(model, target_modules=modules, use_gradient_checkpointing=False)
-    wrapped.take_up(subject.adapter, tokenizer)
-    return wrapped, wrapped.load_lora(subject.adapter)

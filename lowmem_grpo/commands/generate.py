@@ -37,7 +37,7 @@ def generate(
     """
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
-        from lowmem_grpo.commands.asked import check_folder, check_model
+        from lowmem_grpo.commands.options import check_folder, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.recipes.recipe_file import unknown_recipe
@@ -79,9 +79,10 @@ def answer(
     prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
 ) -> None:
     """Print the answers to a prompt."""
-    from lowmem_grpo.commands.asked_model import CONTEXT, base_of, load
+    from lowmem_grpo.commands.asked_model import CONTEXT, adapter_and_base, load
 
-    loaded, request = load(model or base_of(adapter) or "tiny", adapter, form, CONTEXT)
+    folder, base = adapter_and_base(adapter)
+    loaded, request = load(model or base or "tiny", folder, CONTEXT, **form)
     (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
     for completion in output.outputs:
         record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}

@@ -33,9 +33,10 @@ def submit(
 ) -> None:
     """Submit RECIPE with options as `lowmem-grpo run` takes them: key=value or --key value."""
     with plain_errors():
-        from lowmem_grpo.jobs.job import Asked, seconds_of
+        from lowmem_grpo.jobs.job import JobRequest, seconds_of
 
-        asked = Asked(recipe, list(options), priority, None if time_limit is None else seconds_of(time_limit), share)
+        limit = None if time_limit is None else seconds_of(time_limit)
+        asked = JobRequest(recipe, list(options), priority, limit, share)
         job = remote(server).post("/jobs", vars(asked))
         click.echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.commands.asked_model import CONTEXT, base_of, load
+from lowmem_grpo.commands.asked_model import CONTEXT, adapter_and_base, load
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.recipes.exam import Exam, find_exam
+from lowmem_grpo.recipes.exam import find_exam
 from lowmem_grpo.recipes.presets import Preset, choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
@@ -37,11 +37,12 @@ def play(
                          "with lowmem-grpo generate \"...\", or measure with lowmem-grpo eval")
     if you == "against":
         played = against(played, recipe)
-    name = model or base_of(adapter) or preset_of(recipe).model
+    folder, base = adapter_and_base(adapter)
+    name = model or base or preset_of(recipe).model
     params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
     seed = random.getrandbits(30) if params.seed is None else params.seed
-    row = task(exam, name, seed)
-    loaded, request = load(name, adapter, form, max(CONTEXT, 2 * params.max_tokens))
+    (row,) = exam.problems_of(name)(1, seed, None)
+    loaded, request = load(name, folder, max(CONTEXT, 2 * params.max_tokens), **form)
     tell = (lambda who, text: None) if as_json else say
     if you == "beside":
         click.echo("you play first; a call of a tool is written as name(key=value)")
@@ -55,12 +56,6 @@ def play(
         for reply in last:
             say(str(reply.get("role")), str(reply.get("content", "")))
         click.echo(ended("the model", rollout, right) + f" (--seed {seed} plays the same task again)")
-
-
-def task(exam: Exam, model: str, seed: int) -> dict[str, Any]:
-    """A held-out task, which the seed chooses."""
-    rows = exam.problems_of(model)(1, seed, None)
-    return dict(rows[0])
 
 
 def preset_of(recipe: str) -> Preset:

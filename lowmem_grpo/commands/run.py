@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.parallel.place import take_card
+from lowmem_grpo.config.launcher import take_card
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.views.terminal import plain_errors, quiet
@@ -35,13 +35,13 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
     if problem := unknown_recipe(recipe):
         raise click.UsageError(f"{problem}\n\n{LIST}")
     if help_asked:
-        from lowmem_grpo.commands.recipe_help import file_of, recipe_help
+        from lowmem_grpo.commands.options import file_of, recipe_help
 
         with plain_errors():
             click.echo(recipe_help(Path(recipe) if is_recipe_file(recipe) else file_of(recipe)))
         return
     with plain_errors():
-        from lowmem_grpo.commands.asked import check_recipe
+        from lowmem_grpo.commands.options import check_recipe
 
         take_card()
         check_recipe(recipe, options)

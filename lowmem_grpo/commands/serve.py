@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.parallel.place import one_process
+from lowmem_grpo.config.launcher import one_process
 from lowmem_grpo.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
@@ -48,7 +48,10 @@ def serve(
         from lowmem_grpo.service.home import Address, Home
 
         try:
-            from lowmem_grpo.jobs.serving import app_of, dispatcher_of, page_of
+            from lowmem_grpo.jobs.dispatcher import Dispatcher
+            from lowmem_grpo.jobs.queue import JobQueue
+            from lowmem_grpo.jobs.routes import make_jobs_app, make_jobs_page
+            from lowmem_grpo.preflight.machine import driver_version
             from lowmem_grpo.service.page.routes import Beside, page_app
             from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
 
@@ -70,14 +73,15 @@ def serve(
             name = "127.0.0.1" if host == "0.0.0.0" else host
             address = Address(f"http://{name}:{listening.getsockname()[1]}", home.key())
             path = home.announce(address)
-            dispatcher = dispatcher_of(database, home.jobs, recipes)
+            queue = JobQueue(database, home.jobs)
+            dispatcher = Dispatcher(queue, recipes, has_card=driver_version() is not None)
             served = None if model is None else serve_model(
                 model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
                 load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
-            app = app_of(dispatcher.queue, users, partial(checked, recipes), everywhere,
-                         None if served is None else served.routers())
-            page = page_of(dispatcher.queue, users, name)
+            app = make_jobs_app(queue, users, partial(checked, recipes), everywhere,
+                                None if served is None else served.routers())
+            page = make_jobs_page(queue, users, name)
             server = made_for(Beside(page_app(page, everywhere), app))
             page.closing = lambda: server.should_exit
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
@@ -106,7 +110,7 @@ def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, mod
 
 def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
     """ValueError for what the recipe would refuse. A file must be in the folder `recipes`."""
-    from lowmem_grpo.commands.asked import check_recipe
+    from lowmem_grpo.commands.options import check_recipe
     from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
     if recipe.endswith(".py"):

@@ -3,9 +3,10 @@ refused before torch is imported."""
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
+from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges, number, one_of
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)
@@ -26,22 +27,18 @@ class EngineSettings:
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
     kv_cache_dtype: str = AUTO  # of the key-value cache: the model's, or 8-bit floats (CACHE_DTYPES)
 
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "gpu_memory_utilization": number("in (0, 1]", lambda value: value is not True and 0 < value <= 1),
+        "kv_cache_bytes": at_least(1, int), "max_num_seqs": at_least(1, int), "enforce_eager": TRUTH,
+        "block_size": at_least(1, int), "sampling_weights": one_of(FOUR, SIXTEEN),
+        "kv_cache_dtype": one_of(*CACHE_DTYPES),
+    }
+
     def __post_init__(self) -> None:
-        checks = {
-            "gpu_memory_utilization": (is_share(self.gpu_memory_utilization), "in (0, 1]"),
-            "kv_cache_bytes": (self.kv_cache_bytes is None or is_count(self.kv_cache_bytes), "a positive int, or None"),
-            "max_num_seqs": (self.max_num_seqs is None or is_count(self.max_num_seqs), "a positive int, or None"),
-            "enforce_eager": (self.enforce_eager in (True, False, None), "True, False or None"),
-            "block_size": (self.block_size is None or is_count(self.block_size), "a positive int, or None"),
-            "sampling_weights": (self.sampling_weights in (FOUR, SIXTEEN, None), f'"{FOUR}", "{SIXTEEN}" or None'),
-            "kv_cache_dtype": (self.kv_cache_dtype in CACHE_DTYPES, f"one of {', '.join(CACHE_DTYPES)}"),
-        }
-        for name, (allowed, rule) in checks.items():
-            if not allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+        check_ranges(self)
 
     def check_for(self, fast_inference: bool | str) -> None:
-        """ValueError where a setting has nothing to act on in that engine."""
+        """Raise ValueError where a setting has nothing to act on in that engine."""
         if self.sampling_weights == SIXTEEN and fast_inference in (False, TRANSFORMERS):
             raise ValueError(f"sampling_weights is {SIXTEEN!r} and fast_inference is {fast_inference!r}: only vLLM "
                              'samples with dequantized weights. Leave it out, or load with fast_inference="vllm"')
@@ -56,24 +53,14 @@ class EngineSettings:
         return in_8_bits(self.kv_cache_dtype)
 
 
-def is_count(value: object) -> bool:
-    """Whether this is a whole number from 1 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_share(value: object) -> bool:
-    """Whether this is a number above 0, and 1 at most."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
-
-
 def check_engine(fast_inference: bool | str) -> None:
-    """ValueError for an engine that there is not."""
+    """Raise ValueError for an engine that there is not."""
     if fast_inference not in ENGINES:
         raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
 
 
 def named_device(device: str | None, device_map: Any) -> str | None:
-    """The one device that is asked for by name; None where the choice is left to us. ValueError for another form."""
+    """Return the one device that is asked for by name, None where the choice is ours; ValueError for another form."""
     if isinstance(device_map, dict):
         places = {str(place) for place in device_map.values()}
         if len(places) != 1:

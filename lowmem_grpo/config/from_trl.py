@@ -44,13 +44,13 @@ def settings_of(given: Any, ours: type[Settings]) -> Settings:
         return ours()
     if isinstance(given, ours):
         return given
-    origin = origin_of(given)
-    if origin is None or CLASSES[origin] not in (ours.__name__, "TrainSettings"):
+    base = origin_of(given)
+    if base is None or CLASSES[known_as(base)] not in (ours.__name__, "TrainSettings"):
         raise TypeError(
             f"args is a {type(given).__module__}.{type(given).__name__}; allowed are {ours.__name__} of lowmem_grpo, "
             f"trl.{ours.__name__} and transformers.TrainingArguments"
         )
-    return converted(given, ours)
+    return converted(given, base, ours)
 
 
 def is_settings(given: Any) -> bool:
@@ -58,18 +58,18 @@ def is_settings(given: Any) -> bool:
     return isinstance(given, TrainSettings) or origin_of(given) is not None
 
 
-def origin_of(given: Any) -> tuple[str, str] | None:
-    """(the library, the class) that a settings object comes from, most special first; None for anything else."""
-    for cls in type(given).__mro__:
-        known = cls.__module__.partition(".")[0], cls.__name__
-        if known in CLASSES:
-            return known
-    return None
+def origin_of(given: Any) -> Any:
+    """Return the class that a settings object comes from, most special first; None for anything else."""
+    return next((cls for cls in type(given).__mro__ if known_as(cls) in CLASSES), None)
 
 
-def converted(given: Any, ours: type[Settings]) -> Settings:
-    """Our settings with what the object says; what differs is told in one line of the log."""
-    base = next(cls for cls in type(given).__mro__ if (cls.__module__.partition(".")[0], cls.__name__) in CLASSES)
+def known_as(cls: type) -> tuple[str, str]:
+    """Return the library and the name of a class."""
+    return cls.__module__.partition(".")[0], cls.__name__
+
+
+def converted(given: Any, base: Any, ours: type[Settings]) -> Settings:
+    """Return our settings with what the object of the class `base` says; what differs is told in a line of the log."""
     usual = base(use_cpu=True)  # without it the classes refuse machines without a card
     if given.use_cpu and torch.cuda.is_available():
         raise ValueError('use_cpu=True: the model is trained where it was loaded; load it with device="cpu"')
@@ -81,8 +81,7 @@ def converted(given: Any, ours: type[Settings]) -> Settings:
     found = ours(**options)
     told = "; ".join(f"{name}: {words}" for name, words in DIFFERENT.items() if name not in options
                      and plain(getattr(usual, name, None)) not in (None, getattr(found, name, None)))
-    logger.warning("args is a %s.%s; where it is at its defaults, these differ here: %s",
-                   base.__module__.partition(".")[0], base.__name__, told)
+    logger.warning("args is a %s.%s; where it is at its defaults, these differ here: %s", *known_as(base), told)
     return found
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.episodes import EpisodeSettings
-from lowmem_grpo.config.overlap import OverlapSettings
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.config.strategies import StrategySettings
+from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of

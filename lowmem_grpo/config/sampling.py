@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.shared import CheckedCall
-from lowmem_grpo.config.unsupported import Fixed, only
+from lowmem_grpo.config.unsupported import Table, only
 from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, check_ranges, number
 
 PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
 FORMAT = "The form of the text is not constrained; reward it instead."
-FIXED: dict[str, Fixed] = {
+FIXED: Table = {
     **only(PENALTY, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0),
     **only("Every end token ends a completion; leave it out, or set ignore_eos=True.", min_tokens=0),
     **only("Take one of the n completions yourself.", best_of=None),

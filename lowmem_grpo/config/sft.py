@@ -4,21 +4,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.config.unsupported import EVERY_TRAINER, RENAMED, Fixed, at_default, only, workers
+from lowmem_grpo.config.unsupported import EVERY_TRAINER, RENAMED, Table, any_value, at_default, only
 from lowmem_grpo.rules import COUNT, TRUTH, Rule, one_of
 
-PACKED = "Sequences are always packed, without padding and without seeing each other; leave it out."
-FIXED: dict[str, Fixed] = {
-    **EVERY_TRAINER,
+FIXED: Table = EVERY_TRAINER | {
     **only("Rows are tokenised when they are needed, as their columns say; shape the dataset yourself.",
            dataset_kwargs=(None, {}, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False})),
     **only("Set tokenizer.chat_template.", chat_template_path=None),
     **only("Set tokenizer.eos_token; answers end as the chat template ends them, else with it.", eos_token=None),
     **only("Only the columns that are trained on are read from a row.", remove_unused_columns=(True, False)),
-    **only(PACKED, pad_token=None, pad_to_multiple_of=("auto", None), packing=(True, False),
-           padding_free=(True, False), eval_packing=(None, True, False), packing_strategy="bfd"),
-    **workers(1000, "dataset_batch_size"),
-    **only(PACKED, num_of_sequences=(None, 1024), chars_per_token=(None, 3.6)),
+    **only("Sequences are always packed, without padding and without seeing each other; leave it out.", pad_token=None,
+           pad_to_multiple_of=("auto", None), packing=(True, False), padding_free=(True, False),
+           eval_packing=(None, True, False), packing_strategy="bfd", num_of_sequences=(None, 1024),
+           chars_per_token=(None, 3.6)),
+    **any_value("dataset_batch_size", usual=1000),
     **only("The loss is the mean of -log p over the step's completion tokens, computed in chunks; there is no other.",
            loss_type=("nll", "chunked_nll")),
     **at_default("Smoothing is not supported; leave it out.", "label_smoothing_factor"),

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from lowmem_grpo.config.unsupported import FIXED, OTHER, RENAMED, Fixed, transformers_defaults
+from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.rules import COUNT, DECAY, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
@@ -26,35 +26,22 @@ class CheckedCall(type):
     A class may have its own tables: of options with one meaning, `unsupported`, and of older names, `renamed`.
     """
 
-    unsupported: dict[str, Fixed] = FIXED
+    unsupported: Table = OF_GRPO
     renamed: dict[str, str] = RENAMED
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = refuse_unsupported(kwargs, field_names(cls), cls.unsupported, cls.__name__, cls.renamed)
-        return super().__call__(*args, **known)
+        options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
+        refuse({name: value for name, value in options.items() if name not in known}, cls.unsupported, known,
+               cls.__name__)
+        return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
 
 
-def refuse_unsupported(
-    options: dict[str, Any], known: set[str], fixed: dict[str, Fixed], owner: str, renamed: dict[str, str] = RENAMED
-) -> dict[str, Any]:
-    """The options that are fields. Raises TypeError for one that nobody knows, ValueError for one we cannot honour."""
-    kept: dict[str, Any] = {}
-    for given, value in options.items():
-        name = renamed.get(given, given)
-        if name != given and name in options:
-            raise TypeError(f"{owner} got {given!r} and {name!r}, which are the same option; give one of them")
-        if name in known:
-            kept[name] = value
-            continue
-        option = fixed.get(name) or (OTHER if name in transformers_defaults() else None)
-        if option is None:
-            close = difflib.get_close_matches(name, [*known, *fixed], n=3)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise TypeError(f"{owner} has no option {name!r}{hint}")
-        if not option.accepts(name, value):
-            allowed = " or ".join(repr(choice) for choice in option.allowed(name))
-            raise ValueError(f"{name}={value!r} is not supported (allowed: {allowed}). {option.advice}")
-    return kept
+def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
+    """Return the options, older names replaced. TypeError for one that is given under both of its names."""
+    for old, new in renamed.items():
+        if old in options and new in options:
+            raise TypeError(f"{owner} got {old!r} and {new!r}, which are the same option; give one of them")
+    return {renamed.get(name, name): value for name, value in options.items()}
 
 
 @dataclass

@@ -12,6 +12,7 @@ question, choices in columns of their own, tools beside chats. A recipe reads it
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,9 +91,19 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
     return said if begun else [{"role": "system", "content": system}, *said]
 
 
-def answer_of(row: dict[str, Any], column: str) -> Any:
+def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
     """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text: of a chat what the
-    assistant says last, and several texts as a list, any of which is right. None if there is none."""
+    assistant says last, and several texts as a list, any of which is right. None if there is none. With `where`, it is
+    the part of each text that this finds, as `rewards.after("####")` does."""
+    said = whole_answer(row, column)
+    if where is None or said is None:
+        return said
+    parts = [part for text in (said if isinstance(said, list) else [said]) if (part := where(text))]
+    return parts if parts[1:] else next(iter(parts), None)
+
+
+def whole_answer(row: dict[str, Any], column: str) -> Any:
+    """Return the answer in a column, or in a key of it: a text, a list of texts, or None."""
     value = value_at(row, column)
     if chat := chat_in(value):
         value = chat[-1]["content"] if chat[-1]["role"] == "assistant" else None

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
 Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
+# What an engine may be able to do beside `generate(prompts, params)`: the names of arguments, and of a method
+ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
+EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Engine(Protocol):
     """Samples completions with the trainer's own weights. The trainer is given one and imports none."""
 
     name: str
+    capabilities: frozenset[str]  # a part of EVERYTHING; an engine without this attribute has none
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
@@ -92,6 +96,11 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything that the engine owns."""
         ...
+
+
+def capabilities_of(engine: Any) -> frozenset[str]:
+    """Return what an engine says that it can do, which may be the caller's own."""
+    return frozenset(getattr(engine, "capabilities", ()))
 
 
 class Calls:

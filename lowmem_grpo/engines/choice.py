@@ -22,14 +22,15 @@ from lowmem_grpo.engines.vllm.installed import (
     why_unavailable,
 )
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
-from lowmem_grpo.engines.vllm.lifetime import living
-from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread
+from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
+OTHER_CARD = ("vLLM takes the first card that its process sees, and the model is on {}: start with lowmem-grpo run, or "
+              "set CUDA_VISIBLE_DEVICES={} before torch is imported")
 OLD_CARD = "vLLM was not tested on compute capability {}.{}, where the transformers engine is the checked one"
 
 
@@ -71,6 +72,14 @@ def why_not_here(device: str) -> str | None:
     return why_unavailable(number) or beside or why_other_device(name, number, device)
 
 
+def faster_engine(device: str) -> str | None:
+    """Return what to pass where vLLM could sample with a model on this card, and should; None elsewhere."""
+    if not device.startswith("cuda") or old_card(device) or why_not_here(device):
+        return None
+    return (f"{' '.join(installed() or ())} is installed and not used: pass fast_inference=True to sample with it and "
+            "the same weights, which plans put ahead on this card, or fast_inference=False for transformers")
+
+
 def old_card(device: str) -> str | None:
     """What to know of vLLM on a card below compute capability 8.0 (a T4 has 7.5); None on other cards."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
@@ -82,6 +91,8 @@ def old_card(device: str) -> str | None:
 def why_other_device(name: str, number: str, device: str) -> str | None:
     """Why this build of vLLM cannot compute on that kind of device; None where it can."""
     for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
+    if not for_cpus and device.startswith("cuda:") and device != "cuda:0":
+        return OTHER_CARD.format(device, device.partition(":")[2])
     if for_cpus == device.startswith("cpu"):
         return None
     return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"

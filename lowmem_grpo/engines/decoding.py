@@ -1,6 +1,6 @@
 """Choosing the next token and ending a completion, in the same way for every engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
-    """How many tokens a completion of this prompt may have, where `most` are asked for; ValueError where that is none,
-    or the prompt is empty or leaves no room."""
+    """Return how many tokens a completion of this prompt may have, where `most` are asked for; ValueError where that is
+    none, or the prompt is empty or leaves no room."""
     room = max_seq_length - len(prompt)
     if most < 1:
         raise ValueError(f"a completion of at most {most} tokens is asked for; ask for at least one")
@@ -30,12 +30,34 @@ def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
-    """The text up to the first stop string, which is kept only where `include_stop_str_in_output` asks for it."""
+    """Return the text up to the first stop string; `include_stop_str_in_output` keeps that."""
     found = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
     if not found:
         return text
     start, stop = min(found)
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
+
+
+class StopCriteria:
+    """The end tokens and stop strings of a call."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", params: SamplingParams, eos_ids: list[int], device: torch.device
+    ) -> None:
+        self.tokenizer, self.texts = tokenizer, params.stop_strings
+        ids = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
+        self.ids = torch.tensor(ids, dtype=torch.long, device=device)
+        self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # a token may be a single byte
+
+    def ends(self, tokens: Tensor, last_tokens: Callable[[int], list[list[int]]]) -> Tensor:
+        """Return whether the tokens drawn last (B,) end their completions, (B,) bool. Where there are stop strings,
+        `last_tokens(count)` is asked for the last ones of each row."""
+        ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, and wait for the device
+        if not self.texts:
+            return ended
+        texts = self.tokenizer.batch_decode(last_tokens(self.reach))
+        matches = [any(stop in text for stop in self.texts) for text in texts]
+        return ended | torch.tensor(matches, device=ended.device)
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +96,8 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
 def as_rollouts(
     rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreTrainedTokenizerBase", policy_version: int
 ) -> list[Rollout]:
-    """Rollouts of rows on the host: token ids (B, C), log-probabilities (B, C), lengths (B,), and whether each ended by
-    itself (B,)."""
+    """Return rollouts of rows on the host: token ids (B, C), log-probabilities (B, C), lengths (B,), and whether each
+    ended by itself (B,)."""
     ids, logprobs, lengths, stopped = rows
     completions = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(completions, skip_special_tokens=params.skip_special_tokens)

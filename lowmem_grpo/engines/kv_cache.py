@@ -11,14 +11,20 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
+STEP = 128  # places by which the storage of rows grows whose tokens are written at one place
+
 
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
 
-    `DynamicLayer` concatenates, so each new token copies the whole cache. Here full storage grows by half.
+    `DynamicLayer` concatenates, so each new token copies the whole cache. Here full storage grows by half. After `fix`
+    all rows write at a place that a tensor says, and nothing moves, so that a step of one token can be recorded.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
+    keys: Tensor
+    values: Tensor
+    at: Tensor | None = None  # (1,) int64: where a new token is written, one of the places that are shown
 
     @classmethod
     def holding(cls, storage: Tensor, length: int) -> "GrowingLayer":
@@ -53,7 +59,11 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens (B, H, T, K); all that are held, with them."""
+        """Append those of new tokens (B, H, T, K), or write one at `at`; returns all that are shown."""
+        if self.at is not None:
+            self.keys.index_copy_(2, self.at, key_states)
+            self.values.index_copy_(2, self.at, value_states)
+            return self.keys, self.values
         length = self.get_seq_length()
         total = length + key_states.shape[2]
         if not self.is_initialized:
@@ -107,20 +117,20 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     @property
     def states(self) -> list[Tensor]:
         """Of the convolution, and of the rule."""
-        return [one for one in (self.conv_states[0], self.recurrent_states[0]) if one is not None]
+        return [state for state in (self.conv_states[0], self.recurrent_states[0]) if state is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage held."""
-        return sum(one.untyped_storage().nbytes() for one in self.states)
+        return sum(state.untyped_storage().nbytes() for state in self.states)
 
     def copied(self, rows: Tensor) -> "StateLayer":
         """Some of the rows (R,)."""
-        return self.holding(*(one.index_select(0, rows) for one in self.states))
+        return self.holding(*(state.index_select(0, rows) for state in self.states))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the states of these rows (R,)."""
-        self.conv_states[0], self.recurrent_states[0] = (one.index_select(0, indices) for one in self.states)
+        self.conv_states[0], self.recurrent_states[0] = (state.index_select(0, indices) for state in self.states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
         """Nothing to make before the first update."""
@@ -179,9 +189,21 @@ class GrowingCache(Cache):
         """Whether rows can only go on from their last token, as a state holds all tokens before it in one."""
         return any(isinstance(layer, StateLayer) for layer in self.layers)
 
+    @property
+    def growing(self) -> list[GrowingLayer]:
+        """The layers that hold keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
+
+    def fix(self, at: Tensor, capacity: int) -> None:
+        """From now on write the keys and values of new tokens at a place that `at` says, in room for `capacity`."""
+        for layer in self.growing:
+            layer.at = at
+            if layer.storage.shape[3] < capacity:
+                layer.reserve(capacity)
+
     def cut(self, length: int) -> None:
-        """Make the first `length` places the cache's content. Only where rows can be cut."""
-        for layer in self.layers:
+        """Show the first `length` places of keys and values."""
+        for layer in self.growing:
             layer.view(length)
 
     def copied(self, rows: Tensor) -> "GrowingCache":
@@ -222,14 +244,3 @@ def right_aligned(pieces: list[Piece], width: int, room: int = 0, give: bool = F
         for piece in pieces if give else ():
             piece.cache.layers[place] = None
     return GrowingCache.holding(made)
-
-
-def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids (P, L), and whether each place holds a real token (P, L); prompts end at the right edge."""
-    width = max(len(prompt) for prompt in prompts)
-    input_ids = torch.full((len(prompts), width), pad_id)
-    real = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        real[row, width - len(prompt) :] = True
-    return input_ids.to(device), real.to(device)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from lowmem_grpo.engines.decode import Decode
+from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.lora_factors import kept_factors
 from lowmem_grpo.kernels.matmul import matmul_fp32
@@ -22,18 +23,18 @@ class Passes:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def feed(self, state: Decode, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
+    def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
         """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         routes: list[Tensor] = []
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
-            hidden = self.fed(state, ids, true)[:, -1:]
+            hidden = self.feed_piece(state, ids, true)[:, -1:]
             routes += [] if state.routes is None else [state.routes]
         state.routes = torch.cat(routes, 1) if routes else None
         return self.logits(hidden).squeeze(1)
 
-    def fed(self, state: Decode, ids: Tensor, real: Tensor) -> Tensor:
-        """The last hidden states (B, S, D) of tokens (B, S) that are fed in one pass."""
+    def feed_piece(self, state: DecodeState, ids: Tensor, real: Tensor) -> Tensor:
+        """Feed tokens (B, S) in one pass; returns their last hidden states (B, S, D)."""
         width = ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
         itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must attend to something
@@ -44,16 +45,6 @@ class Passes:
         state.real = torch.cat([state.real, real], dim=1)
         state.positions = state.positions + real.sum(-1)
         return hidden
-
-    def extend(self, state: Decode) -> Tensor:
-        """Feed the tokens last drawn; returns the logits (B, V) of the next ones."""
-        state.positions = state.positions + 1
-        state.real = torch.cat([state.real, state.alive[:, None]], dim=1)
-        state.real[:, -1] = True
-        alive = state.alive[:, None]  # rows that are done are decoded on, but what is kept of them must not change
-        hidden = self.hidden(state.tokens[:, None], state.positions[:, None], state.real[:, None, None, :], alive,
-                             state)
-        return self.logits(hidden).squeeze(1)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -68,7 +59,7 @@ class Passes:
             self.policy.model.train(was_training)
 
     def hidden(
-        self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: Decode, **named: Any
+        self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState, **named: Any
     ) -> Tensor:
         """The last hidden states (B, Q, D) of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
         recorder = self.policy.recorder()
@@ -88,3 +79,11 @@ class Passes:
         rows = matmul_fp32(hidden.flatten(0, 1).to(head.weight.dtype), head.weight.T)
         rows = LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(rows, head.bias)
         return rows.view(*hidden.shape[:2], -1)
+
+
+def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids (P, L), and whether each place holds a real token (P, L); prompts end at the right edge."""
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
+    real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True, padding_side="left")
+    return input_ids.to(device), real.to(device)

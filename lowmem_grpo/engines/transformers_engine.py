@@ -17,17 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, FinishedPrompts, Meanwhile, OnGroup
 from lowmem_grpo.engines.batch import Batch
-from lowmem_grpo.engines.beginning import Beginning
-from lowmem_grpo.engines.decoding import as_rollouts, budget_of
-from lowmem_grpo.engines.drawn import Drawn, Part
-from lowmem_grpo.engines.drawn_turns import DrawnTurns
-from lowmem_grpo.engines.endings import Endings
+from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
 from lowmem_grpo.engines.expected import ExpectedLengths
-from lowmem_grpo.engines.kept_rows import KeptRows
+from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, Part
+from lowmem_grpo.engines.kv_cache import right_aligned
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.passes import Passes
+from lowmem_grpo.engines.passes import Passes, left_padded
+from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.models.policy import Policy
@@ -43,22 +41,22 @@ class TransformersEngine:
     """The engine that needs nothing but the trainer's model."""
 
     name = "transformers"
+    capabilities = EVERYTHING
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, enforce_eager: bool | None = None
     ) -> None:
         """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be."""
         self.policy, self.passes = policy, Passes(policy)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.pad_id = tokenizer, tokenizer.pad_token_id or 0
         self.max_seq_length = max_seq_length
         self.policy_version = 0
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
-        self.kept, self.widest = KeptRows(), 0  # of the turns of a call, and the most that were decoded together
+        self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
-        self.beginning = Beginning(self.passes, self.pace, tokenizer.pad_token_id or 0)
 
     @property
     def slots(self) -> int | None:
@@ -94,13 +92,10 @@ class TransformersEngine:
             return []
         finished = FinishedPrompts(len(prompts), on_group, meanwhile)
         self.forget()
-        most = params.max_tokens
-        budgets = [budget_of(prompt, most, self.max_seq_length) for prompt in prompts for _ in range(params.n)]
+        budgets = [budget for prompt in prompts for budget in [self.budget(prompt, params.max_tokens)] * params.n]
         self.kv_bytes = 0
         self.pace.begin()
-        drawn = Drawn.nothing(prompts, params, budgets, self.policy.device, finished)
-        self.decode(drawn)
-        self.report(drawn, finished.missing)
+        self.decode(GenerationState.of_prompts(prompts, params, budgets, self.policy.device, finished))
         found = finished.result()
         for prompt, rollouts in zip(prompts, found, strict=True):
             self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
@@ -116,129 +111,169 @@ class TransformersEngine:
         try:
             while requests := conversation.take(busy=False):
                 self.widest = max(self.widest, len(requests))
-                self.round(requests, params, conversation, self.bound.under(None) or 2 * self.widest)
+                room = self.bound.under(None) or 2 * self.widest
+                budgets = [self.budget(request.ids, request.max_tokens) for request in requests]
+                self.decode(GenerationState.of_turns(requests, params, budgets, self.policy.device, conversation,
+                                                     self.kept, room))
         except BaseException:
             self.forget()
             raise
         if not goes_on:
             self.forget()
 
-    def round(self, requests: list[Request], params: SamplingParams, conversation: Conversation, room: int) -> None:
-        """Decode some turns together, with at most `room` rows in memory."""
-        budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in requests]
-        drawn = DrawnTurns.asked(requests, params, budgets, self.policy.device, conversation, self.kept, room)
-        self.decode(drawn)
+    def budget(self, prompt: list[int], most: int) -> int:
+        """Return how many tokens may follow a prompt; see `budget_of`."""
+        return budget_of(prompt, most, self.max_seq_length)
 
-    def report(self, drawn: Drawn, prompts: list[int]) -> None:
-        """Copy the rows of finished prompts to the host, and report each prompt."""
-        if not prompts:
-            return
-        n = drawn.params.n
-        rows = torch.tensor([prompt * n + row for prompt in prompts for row in range(n)])
-        parts = (drawn.ids, drawn.logprobs, drawn.lengths, drawn.stopped)
-        ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
-        if logprobs.isnan().any():
-            raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
-        rollouts = self.rollouts(drawn, ids, logprobs, lengths, stopped)
-        drawn.give_routes(rows.tolist(), rollouts)
-        for place, prompt in enumerate(prompts):
-            drawn.finished.add(prompt, rollouts[place * n : place * n + n])
+    # One call: all rows
 
-    def decode(self, drawn: Drawn) -> Drawn:
+    def decode(self, generation: GenerationState) -> None:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
-        waiting, most = deque([Part(self.order(drawn))]), len(drawn.ids)
+        waiting, most, device = deque([Part(self.order(generation))]), len(generation.budgets), self.policy.device
         while waiting:
             size = min(self.bound.under(most) or 1, most)
-            batch = Batch(drawn, Endings(self.tokenizer, drawn.params, self.eos_ids))
+            batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
             with self.passes.evaluating():
                 failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
-                               self.policy.device, self.step.release)
+                               device, self.step.release)
             self.step.release()
             if isinstance(failed, Shortage):
                 waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
-                most = self.smaller(drawn, size, batch.running, failed)
-        return drawn
+                most = self.smaller(generation, size, batch.running, failed)
 
-    def order(self, drawn: Drawn) -> list[int]:
-        """The rows as they are begun: where not all have room at once, those whose prompts had the longest answers
-        first."""
-        rows, n = len(drawn.ids), drawn.params.n
+    def order(self, generation: GenerationState) -> list[int]:
+        """Return the rows as they are begun: where not all have room at once, those whose prompts had the longest
+        answers first."""
+        rows, n = len(generation.budgets), generation.params.n
         if (self.bound.under(rows) or rows) >= rows:
             return list(range(rows))
-        return [prompt * n + row for prompt in self.expected.order(drawn.prompts) for row in range(n)]
+        return [prompt * n + row for prompt in self.expected.order(generation.prompts) for row in range(n)]
 
-    def smaller(self, drawn: Drawn, size: int, left: int, shortage: Shortage) -> int:
-        """How many rows to decode at once after a shortage, with `left` of `size` unfinished: as before, where memory
-        could be had by dropping rows that were only kept, else half of those."""
-        if drawn.finished.failed_outside is not None:
-            raise drawn.finished.failed_outside  # memory ran out elsewhere, so that the call ends
+    def smaller(self, generation: GenerationState, size: int, left: int, shortage: Shortage) -> int:
+        """Return how many rows to decode at once after a shortage, with `left` of `size` unfinished: as before, where
+        memory could be had by dropping rows that were only kept, else half of those."""
+        if generation.finished.failed_outside is not None:
+            raise generation.finished.failed_outside  # memory ran out elsewhere, so that the call ends
         what = f"sampling {size} at once"
-        if dropped := drawn.shed():
+        if dropped := generation.kept.shed():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")
             return size
         self.bound.lower(what, shortage, size // 2 or None)
         return max(1, left // 2)
 
+    # One batch: rows that are decoded together
+
     def decode_together(self, batch: Batch, waiting: deque[Part], size: int) -> None:
         """Draw rows to their ends, `size` of them at a time, until none wait. After an error, the parts of the batch
         are what is left of those that began."""
-        drawn, logits = batch.drawn, torch.empty(0)
-        looks = LOOK if self.step.record is not None else 1
+        logits = torch.empty(0)
         self.pace.resume()
         while batch.running or waiting:
-            if waiting and size - batch.running >= max(1, size // ENTER_TOGETHER):
+            if self.have_room(batch, waiting, size):
                 logits = self.enter(batch, waiting, size, logits)
             batch.draw(logits)
-            if not (batch.wants_a_look(looks) or self.pace.reading):
+            if batch.is_time_to_look(LOOK if self.step.record else 1) or self.pace.reading:
+                self.look(batch, waiting, size)
+            if batch.running:
                 logits = self.step.extend(batch.state)
+                state = batch.state
+                batch.generation.keep_routes(state.rows, state.counts - 1, state.routes)
                 self.weigh(batch)
-                continue
-            running, steps, left = batch.running, batch.since, batch.left()
-            ended = batch.keep_up(left)
-            self.pace.step(running, running * steps - (batch.too_many(ended) if steps > 1 else 0))
-            self.keep_up(drawn, {*ended})
-            enters = bool(waiting) and size - len(left) >= max(1, size // ENTER_TOGETHER)
-            share = 1 if enters else COMPACT_BELOW if self.step.record is None else RARELY
-            drops = not left or len(left) < share * len(batch.state.rows)
-            if drops:
-                drawn.leave(batch.state, left)
-            if left or waiting:
-                with self.pace.paused():
-                    drawn.between(steps)
-            if not left:
-                batch.clear()
-                continue
-            if drops:
-                batch.compact()
-            logits = self.step.extend(batch.state)
-            batch.keep_routes()
-            self.weigh(batch)
+
+    def have_room(self, batch: Batch, waiting: deque[Part], size: int) -> bool:
+        """Return whether rows wait, and enough of them may enter."""
+        return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
+
+    def look(self, batch: Batch, waiting: deque[Part], size: int) -> None:
+        """See which rows are done, report the prompts that are complete, and drop rows where that pays."""
+        steps, running, generation = batch.since, batch.running, batch.generation
+        drawn, done = batch.look()
+        self.pace.step(running, drawn)
+        self.report(generation, generation.finish_rows(done))
+        share = COMPACT_BELOW if self.step.record is None else RARELY
+        if batch.running < (1 if self.have_room(batch, waiting, size) else share) * len(batch.state.rows):
+            generation.keep_prefixes(batch.state)
+            batch.drop_finished()
+        if batch.running or waiting:
+            with self.pace.paused():
+                for _ in range(steps):  # the caller may count them
+                    generation.finished.between(sum(generation.unfinished))
+
+    def report(self, generation: GenerationState, prompts: list[int]) -> None:
+        """Copy the rows of finished prompts to the host, and report each prompt."""
+        if not prompts:
+            return
+        n = generation.params.n
+        rows = torch.tensor([prompt * n + row for prompt in prompts for row in range(n)])
+        parts = (generation.ids, generation.logprobs, generation.lengths, generation.stopped)
+        ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
+        if logprobs.isnan().any():
+            raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
+        rollouts = as_rollouts((ids, logprobs, lengths, stopped), generation.params, self.tokenizer,
+                               self.policy_version)
+        generation.give_routes(rows.tolist(), rollouts)
+        for place, prompt in enumerate(prompts):
+            generation.finished.add(prompt, rollouts[place * n : place * n + n])
+
+    def weigh(self, batch: Batch) -> None:
+        """Note the bytes of the cache where they are the most so far."""
+        self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.generation.kept.nbytes)
+
+    # Rows that enter
 
     def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
         """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
         self.step.release()
         while waiting and batch.running < size:
             first = not batch.parts
-            part = batch.begin(waiting, size - batch.running)
-            state, new = self.beginning.begin(batch.drawn, part, batch.running - len(part.rows))
-            batch.enter(part, state)
+            part = batch.take_part(waiting, size - batch.running)
+            state, new = self.begin(batch.generation, part, batch.running - len(part.rows))
+            batch.enter(state)
             logits = new if first else torch.cat([logits, new])
             self.weigh(batch)
         return logits
 
-    def weigh(self, batch: Batch) -> None:
-        """Note the bytes of the cache where they are the most so far."""
-        self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.drawn.kept_bytes)
+    def begin(self, generation: GenerationState, part: Part, running: int) -> tuple[DecodeState, Tensor]:
+        """Compute the prompts of a part's rows, or what is not held of them, and what the rows drew before they were
+        interrupted, beside so many rows that run: their state, and the logits (B, V) of their next tokens."""
+        continued = generation.continuations(part.rows, running)
+        known = {row for more in continued for row in more.rows}
+        made = [self.go_on(generation, more) for more in continued]
+        if fresh := [row for row in part.rows if row not in known]:
+            made.append(self.prefill(generation, fresh))
+        state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
+        if part.start:
+            self.pace.read(part.start * len(part.rows))
+            logits = self.passes.feed(state, generation.ids[state.rows, : part.start])
+            generation.keep_routes(state.rows, part.start - 1, state.routes)  # others are known from their first pass
+            state.counts = torch.full_like(state.rows, part.start)
+        return state, logits
 
-    def keep_up(self, drawn: Drawn, ended: set[int]) -> None:
-        """These rows are done."""
-        if not ended:
-            return
-        complete = drawn.finish(ended)
-        if drawn.finished.on_group is not None:
-            self.report(drawn, complete)
+    def prefill(self, generation: GenerationState, rows: list[int]) -> tuple[DecodeState, Tensor]:
+        """Compute the prompts of B rows, each of them once; returns the state after them, and the next tokens' logits
+        (B, V)."""
+        prompts, counts = generation.prompts_of(rows)
+        input_ids, real = left_padded(prompts, self.pad_id, self.policy.device)
+        state = DecodeState.holding(torch.arange(len(prompts), device=input_ids.device))
+        logits = self.passes.feed(state, input_ids, real, at_once=input_ids.shape[1])
+        self.pace.read(sum(map(len, prompts)))
+        generation.keep_prompt_routes(rows, prompts, counts, state.routes)
+        owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
+        state.select(torch.tensor(owners, device=input_ids.device))
+        logits = logits[state.rows]
+        state.rows = torch.tensor(rows, device=input_ids.device)
+        return state, logits
 
-    def rollouts(self, drawn: Drawn, *rows: Tensor) -> list[Rollout]:
-        """Rows on the host, as `as_rollouts` takes them."""
-        return as_rollouts(rows, drawn.params, self.tokenizer, self.policy_version)
+    def go_on(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
+        """Do the same for prompts whose first tokens are held."""
+        device = self.policy.device
+        cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],
+                              max(more.held), room=more.fed)
+        state = DecodeState.holding(torch.tensor(more.rows, device=device), cache,
+                                    torch.tensor(more.held, device=device))
+        rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.pad_id, device)
+        logits = self.passes.feed(state, *rest)
+        self.pace.read(more.fed * len(more.rows))
+        generation.keep_continued_routes(more, state.routes)
+        return state, logits

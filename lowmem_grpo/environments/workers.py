@@ -5,16 +5,14 @@ thread takes the place of the one that hangs.
 """
 
 import asyncio
-import contextvars
 import inspect
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from lowmem_grpo.rewards.calling.calls import EventLoop
+from lowmem_grpo.rewards.calling.background import BackgroundLoop, start_thread
 
 PAUSE = 0.1  # seconds between looks for jobs that are late, and for Ctrl-C
 TOGETHER = 0.005  # seconds by which jobs may follow each other and still be collected together
@@ -23,7 +21,7 @@ TOGETHER = 0.005  # seconds by which jobs may follow each other and still be col
 class Job:
     """One piece of work: calls of one environment, one after the other, each within `limit` seconds."""
 
-    def __init__(self, key: int, work: Callable[["Job"], Any], limit: float, loop: Callable[[], EventLoop]) -> None:
+    def __init__(self, key: int, work: Callable[["Job"], Any], limit: float, loop: BackgroundLoop) -> None:
         self.key, self.work, self.limit, self.loop = key, work, limit, loop
         self.result: Any = None
         self.error: BaseException | None = None
@@ -39,7 +37,7 @@ class Job:
         try:
             if not inspect.iscoroutinefunction(function):
                 return function(*values, **named)
-            future = self.loop().submit(lambda: function(*values, **named))
+            future = self.loop.submit(lambda: function(*values, **named))
             try:
                 return future.result(self.limit)
             except (FutureTimeout, asyncio.CancelledError):
@@ -62,24 +60,10 @@ class Job:
         self.seconds = time.monotonic() - began
 
 
-class LaterLoop:
-    """The event loop of async functions, made when it is first asked for. What an async tool keeps open belongs to its
-    loop, so a run has one."""
-
-    def __init__(self) -> None:
-        self.making = threading.Lock()  # two threads may ask at once
-        self.made: EventLoop | None = None
-
-    def __call__(self) -> EventLoop:
-        with self.making:
-            self.made = self.made or EventLoop()
-            return self.made
-
-
 class Workers:
     """Daemon threads that do jobs. `collect` gives them back when they are done, or late."""
 
-    def __init__(self, most: int = 64, loop: "LaterLoop | None" = None) -> None:
+    def __init__(self, most: int = 64, loop: BackgroundLoop | None = None) -> None:
         """At most so many jobs are done at a time, beside those that hang. `loop` is one that others use too."""
         self.most = most
         self.waiting: SimpleQueue[Job | None] = SimpleQueue()
@@ -87,7 +71,7 @@ class Workers:
         self.running: set[Job] = set()  # given out and not collected
         self.threads = 0
         self.waited = 0.0  # seconds in which nothing else could be done
-        self.loop = loop or LaterLoop()
+        self.loop = loop or BackgroundLoop("environments")
 
     def submit(self, key: int, work: Callable[[Job], Any], limit: float) -> Job:
         """Begin a job; it is given to `work`, which makes its calls through it."""
@@ -101,8 +85,7 @@ class Workers:
         """Begin as many threads as there are jobs, within the bound."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
-            context = contextvars.copy_context()
-            threading.Thread(target=context.run, args=(self.serve,), name="environment", daemon=True).start()
+            start_thread("environment", self.serve)
 
     def serve(self) -> None:
         """Do jobs until there are no more, or until one took so long that it was given up."""

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.config.loading import Fate, any_value, off, refuse
+from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
 from lowmem_grpo.hub import check_repo, client, full_name, push
 from lowmem_grpo.unsloth_names import UnsupportedError
 
@@ -19,23 +19,18 @@ ADVICE = {
 }
 GGUF_METHODS = {"fast_quantized": "q8_0", "not_quantized": "bf16", "quantized": "q4_k_m", "q4_k": "q4_k_m",
                 "q5_k": "q5_k_m"}
-FATES: dict[str, Fate] = {
-    **any_value("one process writes the files", "is_main_process", "save_function", "use_temp_dir"),
-    **any_value("shards have a GiB, and memory holds one tensor at a time", "max_shard_size", "maximum_memory_usage",
-                "temporary_location", "merge_is_disposable"),
-    **any_value("adapters have PEFT's format", "save_peft_format"),
-    **any_value("the card of the model is yours to write", "tags", "datasets"),
-    **any_value("only the calls that push to the hub need it", "token", "private"),
-    **any_value("a commit has its commit_message", "commit_description"),
-    **any_value("nothing is calibrated", "num_calibration_samples", "max_seq_length"),
-    **off("leave it out: the weights are those of the model", "state_dict"),
-    **off("leave it out: files have transformers' own names", "variant"),
-    **off("GGUF files are made without calibration; use llama-quantize --imatrix yourself", "calibration_dataset",
+REFUSED: Table = {
+    **any_value("is_main_process", "save_function", "use_temp_dir", "max_shard_size", "maximum_memory_usage",
+                "temporary_location", "merge_is_disposable"),  # one process writes shards of a GiB, tensor by tensor
+    **any_value("save_peft_format", "tags", "datasets", "token", "private", "commit_description"),
+    **any_value("num_calibration_samples", "max_seq_length"),  # nothing is calibrated
+    **off("Leave it out: the weights are those of the model.", "state_dict"),
+    **off("Leave it out: files have transformers' own names.", "variant"),
+    **off("GGUF files are made without calibration; use llama-quantize --imatrix yourself.", "calibration_dataset",
           "imatrix_file"),
-    **off("call push_to_hub_merged or push_to_hub_gguf", "push_to_hub"),
-    **off("upload to the main branch, or use `hf upload REPO FOLDER --create-pr`", "create_pr", "revision"),
-    "safe_serialization": Fate("only safetensors are written: pickled weights can run code",
-                               lambda value: value in (True, None)),
+    **off("Call push_to_hub_merged or push_to_hub_gguf.", "push_to_hub"),
+    **off("Upload to the main branch, or use `hf upload REPO FOLDER --create-pr`.", "create_pr", "revision"),
+    **only("Only safetensors are written: pickled weights can run code.", safe_serialization=(True, None)),
 }
 
 
@@ -56,7 +51,7 @@ class Saving:
         ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
         UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
         """
-        refuse(options, FATES, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
+        refuse(options, REFUSED, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
         from lowmem_grpo.export.merged import save_adapter, save_merged
 
         folder, name = Path(save_directory), self.loaded.name
@@ -79,7 +74,7 @@ class Saving:
         program llama-quantize; "not_quantized" is bf16. `llama_cpp` is a folder of llama.cpp; None looks on the PATH.
         Raises GGUFError where something is missing, and ExportError as `save_pretrained_merged` does.
         """
-        refuse(options, FATES, {"llama_cpp", "overwrite", "quantization_method"}, "save_pretrained_gguf")
+        refuse(options, REFUSED, {"llama_cpp", "overwrite", "quantization_method"}, "save_pretrained_gguf")
         if save_method is not None and method_of(save_method) == LORA:
             raise UnsupportedError('save_method="lora": an adapter is not written as GGUF; llama.cpp\'s '
                                    "convert_lora_to_gguf.py makes one of the folder that save_lora writes")

@@ -1,15 +1,15 @@
-"""`Dispatcher`: starts the next job when it has room, and notes what became of those that ran."""
+"""`Dispatcher`: starts the next job when it has room, and records what became of those that ran."""
 
 import logging
+import sys
 import threading
 import time
 from pathlib import Path
 
-from lowmem_grpo.jobs import process
-from lowmem_grpo.jobs.job import DONE, FAILED, STOPPED, STOPPING, Job
-from lowmem_grpo.jobs.keeper import BY_ASKING, BY_TIME
+from lowmem_grpo.jobs import keeper
+from lowmem_grpo.jobs.admission import JobPlan, Planning, obstacle, too_large
+from lowmem_grpo.jobs.job import DONE, FAILED, STOPPED, STOPPING, WAITING, Job
 from lowmem_grpo.jobs.queue import JobQueue
-from lowmem_grpo.jobs.room import Weighed, Weighing, obstacle, too_large
 from lowmem_grpo.runs.records import SUMMARY
 from lowmem_grpo.units import time_text
 
@@ -30,9 +30,10 @@ class Dispatcher:
     ) -> None:
         """`recipes` is the folder of recipe files that jobs may name; `reserved` is the share of the card that the
         server's own model has. Without a card no plans are made, and shares are those of the processor."""
-        self.queue, self.recipes, self.reserved, self.has_card = queue, recipes, reserved, has_card
-        self.weighing: Weighing | None = None
-        self.plans: dict[int, tuple[Weighed, float]] = {}  # of jobs that wait, and when they were made
+        self.queue, self.reserved, self.has_card = queue, reserved, has_card
+        self.recipes = recipes and recipes.resolve()
+        self.planning: Planning | None = None
+        self.plans: dict[int, tuple[JobPlan, float]] = {}  # of jobs that wait, and when they were made
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.work, name="lowmem-grpo jobs", daemon=True)
 
@@ -43,79 +44,80 @@ class Dispatcher:
         """End the thread. Jobs that run go on; the next server finds them."""
         self.closing.set()
         self.thread.join()
-        if self.weighing is not None:
-            self.weighing.close()
+        if self.planning is not None:
+            self.planning.close()
 
     def work(self) -> None:
+        """Poll until `close` is called."""
         while not self.closing.wait(EVERY):
             try:
-                self.look()
+                self.poll()
             except OSError as error:  # a full disk, say: the jobs are still there, and so will this thread be
                 logger.warning("jobs: %s", error)
 
-    def look(self) -> None:
-        """One round: what ended is noted, then what has room is started."""
+    def poll(self) -> None:
+        """Record the jobs that ended, then start those that have room."""
         for job in self.queue.live():
-            self.look_at(job)
+            self.check_run(job)
         for job in self.queue.waiting():
             if why := self.why_not(job):
                 self.explain(job, why)
                 break
-            self.begin(job)
+            self.start_run(job)
 
-    def look_at(self, job: Job) -> None:
-        """Whether a job that runs has ended, and how."""
+    def check_run(self, job: Job) -> None:
+        """Record how a job ended, where it has."""
         folder = self.queue.folder_of(job)
         if job.state == STOPPING:
-            process.stop(folder)
-        if (end := process.ended(folder)) is not None:
-            self.note(job, end["code"], end["why"])
-        elif time.time() - (job.began or 0.0) > COMES_UP and not process.is_alive(folder):
-            self.lost(job)
+            keeper.ask_to_stop(folder)
+        # looked at before the record, which a keeper writes just before it ends
+        is_gone = time.time() - (job.began or 0.0) > COMES_UP and not keeper.is_alive(folder)
+        if end := keeper.read_json(folder / keeper.ENDED):
+            self.record_end(job, end["code"], end["why"])
+        elif is_gone:
+            self.record_loss(job)
 
-    def note(self, job: Job, code: int, why: str | None) -> None:
-        """Write down how a job ended that its keeper saw end."""
-        if why in (BY_TIME, BY_ASKING):
+    def record_end(self, job: Job, code: int, why: str | None) -> None:
+        """Record how a job ended that its keeper saw end."""
+        if why is not None:
             limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
-            self.queue.end(job, STOPPED, f"{limit if why == BY_TIME else 'stopped as asked'}; "
+            self.queue.end(job, STOPPED, f"{limit if why == keeper.BY_TIME else 'stopped as asked'}; "
                                          f"`lowmem-grpo resume {job.id}` goes on", code)
         elif code == 0:
             self.queue.end(job, DONE, "", code)
         else:
             cause = f"signal {-code}" if code < 0 else f"exit status {code}"
-            self.queue.end(job, FAILED, f"{self.last_words(job) or 'it ended'} ({cause}); `lowmem-grpo logs {job.id}` "
+            self.queue.end(job, FAILED, f"{self.last_line(job) or 'it ended'} ({cause}); `lowmem-grpo logs {job.id}` "
                                         "says more", code)
 
-    def lost(self, job: Job) -> None:
-        """A job whose process is gone, and whose keeper too: what the run itself wrote says whether it was over."""
-        summary = self.queue.folder_of(job) / process.FOLDER / SUMMARY
-        known = process.read(summary) or {}
-        status = known.get("status") if known and summary.stat().st_mtime > (job.began or 0.0) else None
-        if status == "finished":
+    def record_loss(self, job: Job) -> None:
+        """Record a job whose run and keeper are gone: the run's summary, if it is of this go, says whether it was over.
+        Otherwise the job waits for its next go."""
+        summary = self.queue.run_of(job) / SUMMARY
+        said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
+        if said.get("status") == "finished":
             self.queue.end(job, DONE, "", None)
-        elif status == "failed":
-            self.queue.end(job, FAILED, str(known.get("error"))[:300], None)
+        elif said.get("status") == "failed":
+            self.queue.end(job, FAILED, str(said.get("error"))[:300], None)
         elif job.state == STOPPING:
             self.queue.end(job, STOPPED, f"{LOST}; `lowmem-grpo resume {job.id}` goes on", None)
         elif job.goes >= MOST_GOES:
             self.queue.end(job, FAILED, f"{LOST}, {job.goes} times", None)
         else:
-            self.queue.again(job, f"{LOST}; it goes on from its last checkpoint")
+            self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
-    def last_words(self, job: Job) -> str:
-        """The last line of a job's log, which names the error."""
-        try:
-            lines = (self.queue.folder_of(job) / process.LOG).read_bytes()[-4096:].decode(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
+    def last_line(self, job: Job) -> str:
+        """Return the last line of a job's log, which names the error."""
+        log = self.queue.folder_of(job) / keeper.LOG
+        lines = log.read_bytes()[-4096:].decode(errors="replace").splitlines() if log.exists() else []
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def why_not(self, job: Job) -> str:
-        """Why the next job does not start; "" where it does. One that fits no card at all is ended here."""
-        plan, made = self.plans.get(job.id, (None if self.has_card else Weighed(), 0.0))
+        """Return why the next job does not start; "" where it does. One that fits no card at all is ended here."""
+        plan, made = self.plans.get(job.id, (None if self.has_card else JobPlan(), 0.0))
         found = obstacle(job, plan, self.queue.live(), self.reserved)
         if plan is None:
-            self.weigh(job)
+            self.make_plan(job)
         elif words := too_large(plan, job):
             self.queue.end(job, FAILED, words, None)
             return words
@@ -123,25 +125,37 @@ class Dispatcher:
             self.plans.pop(job.id, None)
         return found
 
-    def weigh(self, job: Job) -> None:
+    def make_plan(self, job: Job) -> None:
         """Have the plan of a job made, and take it when it is there."""
-        if self.weighing is None or self.weighing.job != job.id:
-            if self.weighing is not None:
-                self.weighing.close()
-            self.weighing = Weighing(job.id, process.arguments_of(job, self.queue.folder_of(job), self.recipes))
-        if (plan := self.weighing.found()) is not None:
-            self.plans[job.id], self.weighing = (plan, time.time()), None
+        if self.planning is None or self.planning.job != job.id:
+            if self.planning is not None:
+                self.planning.close()
+            self.planning = Planning(job.id, self.arguments_of(job))
+        if (plan := self.planning.result()) is not None:
+            self.plans[job.id], self.planning = (plan, time.time()), None
             self.queue.change(job, peak_bytes=plan.peak_bytes)
 
     def explain(self, blocked: Job, why: str) -> None:
         """Say of every job that waits what it waits for: the first one has no room, and the others are behind it."""
         for place, job in enumerate(self.queue.waiting()):
             ahead = "one job is" if place == 1 else f"{place} jobs are"
-            self.queue.explain(job, why if job.id == blocked.id else f"{ahead} before it in the queue")
+            words = why if job.id == blocked.id else f"{ahead} before it in the queue"
+            if job.why != words:
+                self.queue.change(job, why=words)
 
-    def begin(self, job: Job) -> None:
-        """Start it. That it begins is written first: a job that is started twice finds its folder taken."""
-        begun = self.queue.began(job)
+    def start_run(self, job: Job) -> None:
+        """Start a job. That it begins is written first: one that is started twice finds its folder taken."""
+        job = self.queue.begin(job)
         self.plans.pop(job.id, None)
-        process.start(begun, self.queue.folder_of(job), self.recipes)
+        command = [sys.executable, "-m", "lowmem_grpo", "run", *self.arguments_of(job)]
+        keeper.start_keeper(self.queue.folder_of(job), command, job.time_limit)
         logger.info("job %d (%s) begins", job.id, job.recipe)
+
+    def arguments_of(self, job: Job) -> list[str]:
+        """Return what `lowmem-grpo run` gets for a job."""
+        run = self.queue.run_of(job)
+        recipe = str(self.recipes / job.recipe) if self.recipes and job.recipe.endswith(".py") else job.recipe
+        own = [f"output_dir={run}"]
+        own += [f"card_share={job.share:g}"] if job.share < 1 else []
+        own += ["resume=true"] if job.resume and run.is_dir() else []
+        return [recipe, *job.options, *own]

@@ -1,13 +1,13 @@
-"""`Job`: one recipe that somebody asked for, and what became of it."""
+"""`JobRequest`: a recipe that somebody asks for; `Job`: what becomes of it."""
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+import sys
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 WAITING, RUNNING, STOPPING = "waiting", "running", "stopping"
 DONE, FAILED, STOPPED, CANCELLED = "done", "failed", "stopped", "cancelled"
-STATES = (WAITING, RUNNING, STOPPING, DONE, FAILED, STOPPED, CANCELLED)
 LIVE = (RUNNING, STOPPING)  # a process works on it
 OVER = (DONE, FAILED, STOPPED, CANCELLED)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}(\.py)?")
@@ -47,14 +47,9 @@ class Job:
     exit_code: int | None = None
 
     @classmethod
-    def of(cls, row: dict[str, Any]) -> "Job":
-        """From a row of the database."""
-        kept = {one.name: row[one.name] for one in fields(cls)}
-        return cls(**kept | {"options": json.loads(row["options"]), "resume": bool(row["resume"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
+    def from_row(cls, row: dict[str, Any]) -> "Job":
+        """Return the job in a row of the database."""
+        return cls(**row | {"options": json.loads(row["options"]), "resume": bool(row["resume"])})
 
     @property
     def is_over(self) -> bool:
@@ -62,8 +57,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What somebody asks for, checked: ValueError says which field is wrong."""
+class JobRequest:
+    """A job that somebody asks for. ValueError says which field is wrong."""
 
     recipe: str
     options: list[str] = field(default_factory=list)
@@ -75,47 +70,43 @@ class Asked:
         if not isinstance(self.recipe, str) or not NAME.fullmatch(self.recipe):
             raise ValueError(f"recipe is {self.recipe!r}; give the name of a recipe (`lowmem-grpo run` lists them), or "
                              "of a file in the server's folder of recipes (NAME.py)")
-        if not isinstance(self.options, list) or not all(isinstance(one, str) for one in self.options):
+        if not isinstance(self.options, list) or not all(isinstance(option, str) for option in self.options):
             raise ValueError(f"options is {self.options!r}; give a list of texts such as \"max_steps=100\"")
-        for one in self.options:
-            if (name := one.removeprefix("--").partition("=")[0].replace("-", "_")) in OURS:
-                raise ValueError(f"options has {one!r}; the queue sets {name} itself: a job's run is in the server's "
-                                 "folder, `lowmem-grpo resume` goes on with it, --share gives it a part of the card")
-        if not is_whole(self.priority) or abs(self.priority) > MOST_PRIORITY:
+        for option in self.options:
+            if (name := option.removeprefix("--").partition("=")[0].replace("-", "_")) in OURS:
+                raise ValueError(f"options has {option!r}; the queue sets {name} itself: a job's run is in the "
+                                 "server's folder, `lowmem-grpo resume` goes on with it, --share gives it a part of "
+                                 "the card")
+        if type(self.priority) is not int or abs(self.priority) > MOST_PRIORITY:
             raise ValueError(f"priority is {self.priority!r}; it must be a whole number from {-MOST_PRIORITY} to "
                              f"{MOST_PRIORITY}, of which higher ones start first")
-        if self.time_limit is not None and not (is_number(self.time_limit) and 0 < self.time_limit < float("inf")):
+        if self.time_limit is not None and not is_between(self.time_limit, sys.float_info.max):
             raise ValueError(f"time_limit is {self.time_limit!r}; it must be seconds above 0, or null for none")
-        if not is_number(self.share) or not 0 < self.share <= 1:
+        if not is_between(self.share, 1):
             raise ValueError(f"share is {self.share!r}; it must be a part of the card, above 0 and at most 1")
 
     @classmethod
-    def of(cls, given: Any) -> "Asked":
-        """From the JSON of a request."""
-        if not isinstance(given, dict) or "recipe" not in given:
+    def from_json(cls, body: Any) -> "JobRequest":
+        """Return what the body of a request asks for."""
+        if not isinstance(body, dict) or "recipe" not in body:
             raise ValueError("send a JSON object with recipe, and if you like options, priority, time_limit and share")
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ValueError(f"a job has no {', '.join(map(str, unknown))}; it has {', '.join(sorted(known))}")
-        return cls(**given)
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(body) - known):
+            raise ValueError(f"a job has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        return cls(**body)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, and not a truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number, and not a truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_between(value: Any, most: float) -> bool:
+    """Return whether it is a number above 0 and at most `most`, and no truth value."""
+    return type(value) in (int, float) and 0 < value <= most
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of "90", "90s", "45m", "2h" or "1h30m". Raises ValueError for other texts."""
-    found = TIME.fullmatch(text.strip().lower())
-    if found is None or not any(found.groups()):
+    """Return the seconds of "90", "90s", "45m", "2h" or "1h30m". Raises ValueError for other texts."""
+    match = TIME.fullmatch(text.strip().lower())
+    if match is None or not any(match.groups()):
         raise ValueError(f"the time {text!r} cannot be read; write 90s, 45m, 2h or 1h30m")
-    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
     if not (total := hours * 3600 + minutes * 60 + seconds):
         raise ValueError(f"the time {text!r} is nothing; give at least 1s, or leave it out")
     return float(total)

@@ -1,10 +1,11 @@
-"""The process that keeps one go of a job: it starts the run, enforces its time limit, and writes down how it ended.
+"""The process that keeps one go of a job, and what a server asks of it.
 
     python -m lowmem_grpo.jobs.keeper FOLDER
 
-It is no child of the server's life: the server may be killed and started again meanwhile. Only the standard library is
-imported. FOLDER/keeper.lock is held by the keeper, FOLDER/run.lock by the run and what it started: the system gives
-both back when these end, however they end. A file FOLDER/stop asks for the end.
+The keeper starts the run, enforces its time limit, and writes down how it ended; the server may be killed and started
+again meanwhile. Only the standard library is imported. FOLDER/keeper.lock is held by the keeper, FOLDER/run.lock by the
+run and what it started: the system gives both back when these end, however they end. A file FOLDER/stop asks for the
+end.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +32,73 @@ class Keeper:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.order = folder, json.loads((folder / ORDER).read_text(encoding="utf-8"))
-        self.asked = False  # by a signal
         self.why: str | None = None  # why the run was told to end
-        self.until: float | None = None  # when a run that was told to end is killed
-        signal.signal(signal.SIGTERM, self.on_signal)
-        lock = held(folder / RUN)
+        self.killed_at = float("inf")
+        signal.signal(signal.SIGTERM, lambda *_: (folder / STOP).touch())
+        lock = lock_file(folder / RUN)
         with open(folder / LOG, "ab") as log:
-            self.run = subprocess.Popen(
-                self.order["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=(lock,))
+            self.run = subprocess.Popen(self.order["command"], stdin=subprocess.DEVNULL, stdout=log,
+                                        stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,))
         os.pwrite(lock, f"{self.run.pid:>20}".encode(), 0)
         os.close(lock)  # the run has it
 
-    def on_signal(self, *_: Any) -> None:
-        self.asked = True
-
-    def keep(self) -> None:
+    def wait(self) -> None:
         """Wait for the end of the run, and write it down."""
-        began, limit = time.monotonic(), self.order["time_limit"]
+        limit = time.monotonic() + (self.order["time_limit"] or float("inf"))
         while (code := self.run.poll()) is None:
             now = time.monotonic()
-            if self.asked or (self.folder / STOP).exists():
-                self.stop(BY_ASKING, now)
-            elif limit is not None and now - began > limit:
-                self.stop(BY_TIME, now)
-            if self.until is not None and now > self.until:
+            if self.why is None and ((self.folder / STOP).exists() or now > limit):
+                self.why, self.killed_at = BY_TIME if now > limit else BY_ASKING, now + self.order.get("grace", GRACE)
+                self.run.terminate()
+            if now > self.killed_at:
                 self.kill()
             time.sleep(LOOK)
         self.kill()  # what the run itself has started and left
-        write(self.folder / ENDED, {"code": code, "why": self.why, "at": time.time()})
-
-    def stop(self, why: str, now: float) -> None:
-        """Ask the run to stop after its step; a second time changes nothing."""
-        if self.until is None:
-            self.why, self.until = why, now + self.order.get("grace", GRACE)
-            with contextlib.suppress(ProcessLookupError):
-                self.run.terminate()
+        write_json(self.folder / ENDED, {"code": code, "why": self.why, "at": time.time()})
 
     def kill(self) -> None:
-        """The run and all that it has started."""
+        """Kill the run and all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.run.pid, signal.SIGKILL)
 
 
-def held(path: Path) -> int:
-    """The file, open and locked. BlockingIOError where another process holds it."""
+def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None) -> None:
+    """Start one go of a job, in a session of its own that outlives this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (ENDED, STOP):
+        (folder / old).unlink(missing_ok=True)
+    write_json(folder / ORDER, {"command": list(command), "time_limit": time_limit})
+    with open(folder / LOG, "ab") as log:
+        subprocess.Popen([sys.executable, "-m", "lowmem_grpo.jobs.keeper", str(folder)], stdin=subprocess.DEVNULL,
+                         stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Ask for the end after the step. Asked of nobody, it has no effect."""
+    (folder / STOP).touch()
+    if not is_held(folder / KEEPER) and is_held(folder / RUN):  # a run that lost its keeper
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int((folder / RUN).read_text()), signal.SIGTERM)
+
+
+def is_alive(folder: Path) -> bool:
+    """Return whether a keeper, or a run that lost its keeper, is at work in this folder."""
+    return is_held(folder / KEEPER) or is_held(folder / RUN)
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process holds this lock."""
+    if not path.exists():
+        return False
+    try:
+        os.close(lock_file(path))
+    except BlockingIOError:
+        return True
+    return False
+
+
+def lock_file(path: Path) -> int:
+    """Return the file, open and locked. BlockingIOError where another process holds it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,8 +108,8 @@ def held(path: Path) -> int:
     return file
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """The whole file or none of it."""
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write the whole file or none of it."""
     aside = path.with_suffix(".new")
     with open(aside, "w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -94,13 +118,22 @@ def write(path: Path, content: dict[str, Any]) -> None:
     os.replace(aside, path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one where there is none yet."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def main(folder: Path) -> None:
     try:
-        held(folder / KEEPER)  # to the end of this process
+        lock_file(folder / KEEPER)  # to the end of this process
     except BlockingIOError:
         return  # another keeper was started for the same go
     if not (folder / ENDED).exists():
-        Keeper(folder).keep()
+        Keeper(folder).wait()
 
 
 if __name__ == "__main__":

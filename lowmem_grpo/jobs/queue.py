@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.jobs.job import CANCELLED, LIVE, OVER, RUNNING, STOPPED, STOPPING, WAITING, Asked, Job
+from lowmem_grpo.jobs.job import CANCELLED, LIVE, OVER, RUNNING, STOPPED, STOPPING, WAITING, Job, JobRequest
 from lowmem_grpo.service.database import Database
 
 TABLE = """CREATE TABLE IF NOT EXISTS jobs (
@@ -14,8 +14,6 @@ TABLE = """CREATE TABLE IF NOT EXISTS jobs (
     goes INTEGER NOT NULL, resume INTEGER NOT NULL, peak_bytes INTEGER, came REAL NOT NULL, began REAL, ended REAL,
     exit_code INTEGER)"""
 NOT_YET = "waits for its turn"
-TAKEN_BACK = "taken back before it began"
-ASKED_TO_STOP = "asked to stop: it finishes its step, and saves"
 
 
 class NoSuchJobError(LookupError):
@@ -30,37 +28,36 @@ class JobQueue:
         database.add([TABLE])
         self.database, self.folder = database, folder
 
-    def submit(self, asked: Asked, owner: str) -> Job:
-        """A new job at the end of the queue."""
+    def submit(self, asked: JobRequest, owner: str) -> Job:
+        """Return a new job at the end of the queue."""
+        row = vars(asked) | {"options": json.dumps(asked.options), "owner": owner, "state": WAITING, "why": NOT_YET,
+                             "goes": 0, "resume": 0, "came": time.time()}
         with self.database.write() as connection:
-            made = connection.execute(
-                "INSERT INTO jobs (recipe, options, owner, priority, time_limit, share, state, why, goes, resume, came)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, ?)",
-                (asked.recipe, json.dumps(asked.options), owner, asked.priority, asked.time_limit, asked.share, WAITING,
-                 NOT_YET, time.time()))
+            made = connection.execute(f"INSERT INTO jobs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
+                                      tuple(row.values()))
         return self.one(int(made.lastrowid or 0))
 
     def one(self, number: int, owner: str | None = None) -> Job:
-        """The job of this number; with `owner`, only one of theirs. NoSuchJobError where there is none."""
+        """Return the job of this number; with `owner`, only one of theirs. NoSuchJobError where there is none."""
         row = self.database.row("SELECT * FROM jobs WHERE id = ?", (number,))
         if row is None or (owner is not None and row["owner"] != owner):
             raise NoSuchJobError(f"there is no job {number}; `lowmem-grpo jobs` lists them")
-        return Job.of(row)
+        return Job.from_row(row)
 
     def all(self, owner: str | None = None) -> list[Job]:
-        """Every job, the newest first; with `owner`, only theirs."""
-        found = map(Job.of, self.database.rows("SELECT * FROM jobs ORDER BY id DESC"))
-        return [job for job in found if owner is None or job.owner == owner]
+        """Return every job, the newest first; with `owner`, only theirs."""
+        return [job for job in self.where("id > 0 ORDER BY id DESC") if owner is None or job.owner == owner]
 
     def waiting(self) -> list[Job]:
-        """Those that wait, the next one first."""
-        rows = self.database.rows("SELECT * FROM jobs WHERE state = ? ORDER BY priority DESC, id", (WAITING,))
-        return list(map(Job.of, rows))
+        """Return those that wait, the next one first."""
+        return self.where(f"state = '{WAITING}' ORDER BY priority DESC, id")
 
     def live(self) -> list[Job]:
-        """Those that a process works on, the oldest first."""
-        rows = self.database.rows(f"SELECT * FROM jobs WHERE state IN {LIVE} ORDER BY id")
-        return list(map(Job.of, rows))
+        """Return those that a process works on, the oldest first."""
+        return self.where(f"state IN {LIVE} ORDER BY id")
+
+    def where(self, condition: str) -> list[Job]:
+        return [Job.from_row(row) for row in self.database.rows(f"SELECT * FROM jobs WHERE {condition}")]
 
     def cancel(self, number: int, owner: str | None = None) -> Job:
         """Take a waiting job back, or ask a running one to stop. ValueError where it is over."""
@@ -68,11 +65,10 @@ class JobQueue:
             job = self.one(number, owner)
             if job.is_over:
                 raise ValueError(f"job {number} is {job.state} already; there is nothing to cancel")
-            if job.state == WAITING:
-                never = {"state": CANCELLED, "why": TAKEN_BACK}
-                # one that ran before has something to go on with
-                return self.change(job, ended=time.time(), **(never | {"state": STOPPED} if job.goes else never))
-            return self.change(job, state=STOPPING, why=ASKED_TO_STOP)
+            if job.state != WAITING:
+                return self.change(job, state=STOPPING, why="asked to stop: it finishes its step, and saves")
+            # one that ran before has something to go on with
+            return self.end(job, STOPPED if job.goes else CANCELLED, "taken back before it began", None)
 
     def resume(self, number: int, options: list[str], owner: str | None = None) -> Job:
         """Let a job that is over wait again, to go on from its last checkpoint with further options."""
@@ -80,25 +76,17 @@ class JobQueue:
             job = self.one(number, owner)
             if not job.is_over:
                 raise ValueError(f"job {number} is {job.state}; only one that is {', '.join(OVER)} can be resumed")
-            Asked(job.recipe, options)  # refuses what is no list of texts
+            JobRequest(job.recipe, options)  # refuses what is no list of texts
             return self.change(job, state=WAITING, why=NOT_YET, resume=job.goes > 0, ended=None, exit_code=None,
                                peak_bytes=None, options=json.dumps(job.options + options))
 
-    def began(self, job: Job) -> Job:
-        """A process is about to be started for it."""
+    def begin(self, job: Job) -> Job:
+        """Record that a process is about to be started for a job."""
         return self.change(job, state=RUNNING, why="", goes=job.goes + 1, began=time.time(), ended=None)
 
-    def again(self, job: Job, why: str) -> Job:
-        """Back among those that wait, to go on from its last checkpoint."""
-        return self.change(job, state=WAITING, why=why, resume=True)
-
     def end(self, job: Job, state: str, why: str, exit_code: int | None) -> Job:
+        """Record that a job is over."""
         return self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
-
-    def explain(self, job: Job, why: str) -> None:
-        """Say why a job waits; nothing is written where it is known."""
-        if job.why != why:
-            self.change(job, why=why)
 
     def change(self, job: Job, **values: Any) -> Job:
         """Write columns of a job."""
@@ -108,5 +96,9 @@ class JobQueue:
         return self.one(job.id)
 
     def folder_of(self, job: Job) -> Path:
-        """Where its log and its run are."""
+        """Return the folder with its log and its run."""
         return self.folder / str(job.id)
+
+    def run_of(self, job: Job) -> Path:
+        """Return the folder of its run."""
+        return self.folder_of(job) / "run"

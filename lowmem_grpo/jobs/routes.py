@@ -1,97 +1,90 @@
-"""The routes of the queue: what `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume` ask for."""
+"""A server's queue over HTTP: what `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume` ask for; its page."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
 
-from lowmem_grpo.jobs import process
-from lowmem_grpo.jobs.job import Asked, Job
+from lowmem_grpo.jobs.job import LIVE, OVER, STOPPING, Job, JobRequest
+from lowmem_grpo.jobs.keeper import LOG
 from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
-from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.errors import ChatError, Limits
+from lowmem_grpo.service.page.card import CardUse
+from lowmem_grpo.service.page.page import Page
+from lowmem_grpo.service.page.sign_in import SignIn
+from lowmem_grpo.service.page.sources import Listed, has_adapter
+from lowmem_grpo.service.server import make_server_app
+from lowmem_grpo.service.users import JOBS, User, Users
+from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run
 
 PIECE = 256 * 1024  # bytes of a log that are sent at a time
-Owner = Callable[[Request], tuple[str, bool]]
+MOST_LISTED = 500
 Check = Callable[[str, list[str]], None]
 
 
-class Jobs:
-    """Answers requests about a queue."""
+class JobRoute(APIRoute):
+    """A route whose errors are the client's: 404 where there is no such job, 400 for everything that is refused."""
 
-    def __init__(self, queue: JobQueue, owner: Owner, check: Check) -> None:
-        """`owner` says whose request it is, and whether they may see the jobs of all. `check` raises what is wrong with
-        a recipe and its options."""
-        self.queue, self.owner, self.check = queue, owner, check
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        answer = super().get_route_handler()
 
-    def seen_by(self, request: Request) -> str | None:
-        """Whose jobs a request may see; None for all."""
-        name, all_of_them = self.owner(request)
-        return None if all_of_them else name
+        async def handle(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except NoSuchJobError as error:
+                raise ChatError(404, str(error), None, "no_such_job") from None
+            except (ValueError, OSError) as error:
+                raise ChatError(400, str(error), None, "invalid") from error
 
-    async def submit(self, request: Request) -> Job:
-        asked = refused(lambda given: Asked.of(given), await body_of(request))
-        refused(lambda _: self.check(asked.recipe, asked.options), None)
-        return self.queue.submit(asked, self.owner(request)[0])
-
-    async def resume(self, number: int, request: Request) -> Job:
-        given = await body_of(request)
-        options = given.get("options", []) if isinstance(given, dict) else None
-        job = self.queue.one(number, self.seen_by(request))
-        asked = refused(lambda _: Asked(job.recipe, options), None)  # type: ignore[arg-type]
-        refused(lambda _: self.check(job.recipe, job.options + asked.options), None)
-        return refused(lambda _: self.queue.resume(number, asked.options), None)
-
-    def cancel(self, number: int, request: Request) -> Job:
-        owner = self.seen_by(request)
-        return refused(lambda _: self.queue.cancel(number, owner), None)
-
-    def log(self, number: int, offset: int, request: Request) -> bytes:
-        """A piece of a job's log, from a byte on."""
-        path = self.queue.folder_of(self.queue.one(number, self.seen_by(request))) / process.LOG
-        if offset < 0:
-            raise ChatError(400, f"from is {offset}; it is a byte of the log, from 0", "from", "invalid")
-        if not path.is_file():
-            return b""
-        with open(path, "rb") as log:
-            log.seek(offset)
-            return log.read(PIECE)
+        return handle
 
 
-def jobs_router(jobs: Jobs) -> APIRouter:
-    """The routes below /jobs. An unknown number is a ChatError with the status 404."""
-    router = APIRouter(redirect_slashes=False)
+def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
+    """Return the routes of a queue. `check` raises ValueError for a recipe or an option that is wrong."""
+    router = APIRouter(redirect_slashes=False, route_class=JobRoute)
 
     @router.post("")
-    async def submit(request: Request) -> dict[str, Any]:
-        return (await jobs.submit(request)).to_dict()
+    async def submit(request: Request) -> Job:
+        user, asked = user_of(request), JobRequest.from_json(await json_of(request))
+        check(asked.recipe, asked.options)
+        return queue.submit(asked, user.name)
 
     @router.get("")
-    async def listed(request: Request) -> dict[str, Any]:
-        return {"jobs": [job.to_dict() for job in jobs.queue.all(jobs.seen_by(request))]}
+    async def show_all(request: Request) -> dict[str, list[Job]]:
+        return {"jobs": queue.all(whose(user_of(request)))}
 
     @router.get("/{number}")
-    async def one(number: int, request: Request) -> dict[str, Any]:
-        return known(lambda: jobs.queue.one(number, jobs.seen_by(request))).to_dict()
+    async def show(number: int, request: Request) -> Job:
+        return queue.one(number, whose(user_of(request)))
 
     @router.get("/{number}/log")
-    async def log(number: int, request: Request) -> Response:
-        offset = whole(request.query_params.get("from", "0"))
-        return Response(known(lambda: jobs.log(number, offset, request)), media_type="application/octet-stream")
+    async def read_log(number: int, request: Request, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
+        log = queue.folder_of(queue.one(number, whose(user_of(request)))) / LOG
+        if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
+            raise ValueError(f"from is {offset!r}; it is a byte of the log, a whole number from 0")
+        return Response(piece_of(log, int(offset)), media_type="application/octet-stream")
 
     @router.post("/{number}/cancel")
-    async def cancel(number: int, request: Request) -> dict[str, Any]:
-        return known(lambda: jobs.cancel(number, request)).to_dict()
+    async def cancel(number: int, request: Request) -> Job:
+        return queue.cancel(number, whose(user_of(request)))
 
     @router.post("/{number}/resume")
-    async def resume(number: int, request: Request) -> dict[str, Any]:
-        known(lambda: jobs.queue.one(number, jobs.seen_by(request)))
-        return (await jobs.resume(number, request)).to_dict()
+    async def resume(number: int, request: Request) -> Job:
+        job = queue.one(number, whose(user_of(request)))
+        body = await json_of(request)
+        options: Any = body.get("options", []) if isinstance(body, dict) else None
+        check(job.recipe, job.options + JobRequest(job.recipe, options).options)
+        return queue.resume(number, options)
 
     return router
 
 
-async def body_of(request: Request) -> Any:
-    """The JSON of a request."""
+async def json_of(request: Request) -> Any:
+    """Return the JSON of a request."""
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
@@ -99,27 +92,91 @@ async def body_of(request: Request) -> Any:
                         "invalid_json") from None
 
 
-def refused(call: Callable[[Any], Any], given: Any) -> Any:
-    """What a call returns; its refusal as that of the request."""
-    try:
-        return call(given)
-    except ChatError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ChatError(400, str(error), None, "invalid") from error
+def piece_of(log: Path, offset: int) -> bytes:
+    """Return a piece of a log, from a byte on."""
+    if not log.is_file():
+        return b""
+    with open(log, "rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
 
 
-def known(call: Callable[[], Any]) -> Any:
-    """What a call returns; a job that is not there is one that was not found."""
-    try:
-        return call()
-    except NoSuchJobError as error:
-        raise ChatError(404, str(error), None, "no_such_job") from None
+def user_of(request: Request) -> User:
+    """Return whose request it is. ChatError for a key without the right to jobs."""
+    user: User = request.scope["holder"]
+    if not user.may(JOBS):
+        raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
+                             "its owner can allow it, with `jobs` after the key in the key file", None, "no_right")
+    return user
 
 
-def whole(text: str) -> int:
-    """A whole number of a query."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ChatError(400, f"from is {text!r}; it is a byte of the log, a whole number", "from", "invalid") from None
+def whose(user: User) -> str | None:
+    """Return whose jobs a user sees; None for all."""
+    return None if user.is_owner else user.name
+
+
+def make_jobs_app(
+    queue: JobQueue, users: Users, check: Check, everywhere: bool = False,
+    others: Mapping[str, APIRouter] | None = None,
+) -> ASGIApp:
+    """Return the server's application, with `others` by their prefixes beside the queue."""
+    return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
+
+
+def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
+    """Return the page of a queue's jobs."""
+    return Page(JobsSource(queue, title), SignIn(users), CardUse())
+
+
+class JobsSource:
+    """The jobs of a server as its page shows them: a user sees their own, the server's owner all of them, and a key
+    without the right to jobs none."""
+
+    def __init__(self, queue: JobQueue, title: str) -> None:
+        self.queue, self.title = queue, title
+
+    def all(self, user: User) -> list[Listed]:
+        jobs = self.queue.all(whose(user)) if user.may(JOBS) else []
+        jobs = sorted(jobs, key=lambda job: (job.state not in LIVE, -job.id))[:MOST_LISTED]
+        return [self.listed(job, user) for job in jobs]
+
+    def one(self, user: User, name: str) -> Listed | None:
+        if (job := self.job(user, name)) is None:
+            return None
+        path, listed = self.queue.run_of(job), self.listed(job, user)
+        run = one_run(path.parent, path.name)
+        said = "" if run is None or run.state == "running" else run.state
+        return replace(listed, actions=listed.actions + (("export",) if has_adapter(path) else ()),
+                       run_state="running" if job.state in LIVE else said)
+
+    def job(self, user: User, name: str) -> Job | None:
+        """Return the job of this number; None where it is none, or another user's."""
+        if not user.may(JOBS) or not (name.isascii() and name.isdecimal() and len(name) < 16):
+            return None
+        try:
+            return self.queue.one(int(name), whose(user))
+        except NoSuchJobError:
+            return None
+
+    def folder(self, user: User, name: str) -> tuple[Path, Path | None] | None:
+        job = self.job(user, name)
+        return None if job is None else (self.queue.run_of(job), self.queue.folder_of(job) / LOG)
+
+    def act(self, user: User, name: str, action: str) -> None:
+        job = self.job(user, name)
+        if job is None:
+            raise NoSuchJobError(f"there is no job {name!r}")
+        if action == "stop":
+            self.queue.cancel(job.id, whose(user))
+        elif action == "resume":
+            self.queue.resume(job.id, [], whose(user))
+        else:
+            raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
+
+    def listed(self, job: Job, user: User) -> Listed:
+        """Return a job as the list shows it."""
+        actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
+        asked_by = "" if job.owner == user.name else job.owner
+        told = ", ".join(filter(None, (asked_by, " ".join(job.options), job.why)))
+        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, told,
+                      job.ended or job.began or job.came, actions, can_show=is_run(self.queue.run_of(job)))

@@ -82,14 +82,14 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
     where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
-    kind = KINDS[settings.form]
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
+    kind, ranks = KINDS[settings.form], settings.ranks > 1  # their gradients are summed in a copy
     return [
         Row("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         Row("embedding", on_device, on_device, note=where),
         Row("head", table, table, note="16 bits"),
         Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on {adapted}, float32"),
-        Row("gradients", 0, adapters, note="of the adapters, float32"),
+        Row("gradients", 0, adapters * (1 + ranks), note="of the adapters, float32" + ", and all ranks' sum" * ranks),
         Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
 
@@ -169,12 +169,10 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
-    summed = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.ranks > 1 else 0
     kept = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.keeps_reference else 0
-    return [Row("host buffers", host=inputs + embedding + states + summed + kept,
+    return [Row("host buffers", host=inputs + embedding + states + kept,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                + (", optimizer" if states else "") + (", the ranks' gradients" if summed else "")
-                + (", the reference adapter" if kept else ""))]
+                + (", optimizer" if states else "") + (", the reference adapter" if kept else ""))]
 
 
 def driver_rows(rollout: int, train: int) -> list[Row]:

@@ -30,7 +30,7 @@ ATTENTION = 0.35e12  # of 1 TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
 PCIE = 0.85e9  # of 1 GB/s, from pinned memory
 L2 = 24e9  # bytes of a multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
 LANES = 128e9  # instructions of a multiprocessor and GHz: of four warps of 32 lanes
-# Launches of a layer, counted without a card by bench/launches/bench.py on a small 4-bit model with LoRA; a test holds
+# Launches of a layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test holds
 # these against it. Microseconds are of the host, unless they are of a graph.
 LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # of a micro-batch; the backward pass recomputes the forward pass
 LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA graph; the second is an assumption
@@ -45,7 +45,7 @@ HEAD_FACTOR = 1.17  # of `linear_logprobs` to its products, between the estimate
 BACKWARD_ATTENTION = 2.5  # of its forward pass: five products in place of two (Dao, arXiv 2307.08691)
 BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what the forward pass read, and its own
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
-SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo on a machine: 320 MiB in 0.27 s on 2 cores
+SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
 DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a

@@ -1,11 +1,22 @@
-"""The table of checks, through which the code works and from which docs/preflight.md is generated; and the checks of
-the columns that rewards read. No function is called."""
+"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/preflight.md lists them.
+
+    for finding in trainer.preflight():
+        print(finding.severity, finding.problem, finding.fix)
+
+`train()` does this itself, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled or
+written, and warnings are logged. The checks of the columns that rewards read are here too; no function is called.
+"""
 
 import inspect
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.preflight import prompts, room, template
+from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.rewards.calling.contract import (
     NOT_PASSED,
@@ -17,11 +28,13 @@ from lowmem_grpo.rewards.calling.contract import (
     passed_columns,
 )
 from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
-from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
+
+logger = logging.getLogger(__name__)
 
 
 def reserved_columns(subject: Subject) -> Iterator[Finding]:
-    """Find columns with the name of an argument of reward functions."""
+    """Find a dataset column with the name of an argument of reward functions."""
     for which, sample in subject.datasets:
         try:
             passed_columns({name: [] for name in sample.columns})
@@ -31,7 +44,8 @@ def reserved_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def missing_columns(subject: Subject) -> Iterator[Finding]:
-    """Find functions that need a missing column. A `rollout_func` brings columns that nobody knows yet."""
+    """Find that a reward function needs a column that the dataset or the evaluation dataset does not have. A
+    `rollout_func` brings columns that nobody knows yet."""
     scorer = subject.scorer
     if scorer is None or scorer.late_columns:
         return
@@ -46,7 +60,7 @@ def missing_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def empty_columns(subject: Subject) -> Iterator[Finding]:
-    """Find columns that a function reads, and that are None in every sampled row."""
+    """Find that a reward function names a column that is None in every row."""
     sample = subject.sample
     empty = [name for name in sample.columns if all(looked.row.get(name) is None for looked in sample.usable)]
     for name, function in subject.functions if sample.usable else ():
@@ -56,7 +70,8 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def unjudged_rows(subject: Subject) -> Iterator[Finding]:
-    """Find rows that a function can never judge, for example tests that no code can pass."""
+    """Find rows that a reward can never judge: for `code_passes_tests`, tests that are empty, cannot be read, or that
+    no code can pass."""
     for which, sample in subject.datasets:
         rows = sorted(((looked.index, looked.row) for looked in sample.fitting), key=lambda pair: pair[0])
         for name, function in subject.functions:
@@ -64,7 +79,7 @@ def unjudged_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
-    """Find an evaluation dataset without a usable row."""
+    """Find that no row of the evaluation dataset can be used."""
     sample = subject.eval_sample
     if sample is None or sample.fitting:
         return
@@ -80,10 +95,15 @@ class Check:
 
     name: str
     severity: str
-    finds: str
     look: Callable[[Subject], Iterable[Finding]]
     with_sft: bool = True  # it also applies to SFTTrainer
     of_rows: bool = False  # it looks at the rows of a dataset, which not every trainer has
+
+    @property
+    def finds(self) -> str:
+        """What it finds, as the first sentence of its function says it."""
+        told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
+        return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
     def fits(self, subject: Subject) -> bool:
         """Return whether it has something to look at."""
@@ -91,51 +111,75 @@ class Check:
 
 
 CHECKS = (
-    Check("rows", "error", "rows that cannot become a prompt: chat messages without a chat template (base models have "
-          "none), a template that fails on a system message, a broken row", prompts.unreadable),
-    Check("skipped rows", "error", "rows that will be skipped: empty prompts, wrong types; an error if none is left",
-          prompts.unusable),
-    Check("prompt lengths", "error", "prompts longer than `max_prompt_length`, or than the context minus "
-          "`max_completion_length`; an error if none is left", prompts.too_long),
-    Check("few rows", "warning", "fewer rows than one generation needs", prompts.few_rows,
-          with_sft=False, of_rows=True),
-    Check("duplicates", "warning", f"more than {prompts.MANY_ALIKE:.0%} of the prompts repeat another prompt",
-          prompts.alike, with_sft=False, of_rows=True),
-    Check("generation prompt", "warning", "a chat template that adds nothing for the assistant's turn",
-          template.no_generation_prompt),
-    Check("dropped messages", "warning", "a chat template that leaves out system or user messages", template.left_out),
-    Check("answers without an end", "error", "rows of fine-tuning of which no trained token ends a completion; a "
-          "warning where only some answers of a row have no end, and for rows of token ids", template.endless),
-    Check("no end token", "warning", "neither the tokenizer nor the generation config names a token that ends a "
-          "completion", template.no_end, with_sft=False),
-    Check("another end token", "warning", "the chat template ends an answer with a token that does not end a "
-          "completion", template.other_end),
-    Check("unknown tokens", "error", "end, padding or prompt tokens beyond the model's vocabulary",
-          template.unknown_ids),
-    Check("turns", "error", "several turns with a chat template that has no tools, leaves messages out, refuses a user "
-          "message behind an answer, or cannot render a history anew where `history=\"template\"` asks for it",
-          template.not_rendered, with_sft=False),
-    Check("rewritten history", "warning", "a chat template that rewrites what was sampled once more messages follow, "
-          "before which of them, and what `history=\"template\"` then costs", template.rewritten, with_sft=False),
-    Check("reserved columns", "error", "a dataset column with the name of an argument of reward functions",
-          reserved_columns, with_sft=False),
-    Check("missing columns", "error", "a reward function needs a column that the dataset or the evaluation dataset "
-          "does not have", missing_columns, with_sft=False),
-    Check("empty columns", "warning", "a reward function names a column that is None in every row",
-          empty_columns, with_sft=False),
-    Check("rows without a verdict", "error", "rows that a reward can never judge: for `code_passes_tests`, tests "
-          "that are empty, cannot be read, or that no code can pass", unjudged_rows, with_sft=False),
-    Check("evaluation rows", "error", "no row of the evaluation dataset can be used", unusable_evaluation,
-          with_sft=False),
-    Check("output_dir", "error", "the folder cannot be made, or cannot be written to", room.unwritable),
-    Check("disk", "error", "no room for one checkpoint; a warning if there is no room for all of them (up to "
-          "`save_total_limit`) and completions.jsonl", room.full_disk),
-    Check("host memory", "warning", "with a card: little host memory is left beside offloaded layer inputs and a paged "
-          "optimizer", room.little_host_memory),
-    Check("plan", "warning", "the memory plan needs more than the card has", room.over_plan),
-    Check("cache in 8 bits", "warning", "vLLM's keys and values are in 8 bits, and nothing corrects or measures how "
-          "far its samples then differ from the trainer", room.cache_in_8_bits, with_sft=False),
-    Check("bfloat16", "warning", "the run computes in bfloat16 on a card that only emulates it", room.emulated_dtype),
-    Check("scale", "note", "fewer rows or steps than guides usually advise", prompts.small_scale, with_sft=False,
-          of_rows=True),
+    Check("rows", "error", prompts.unreadable),
+    Check("skipped rows", "error", prompts.unusable),
+    Check("prompt lengths", "error", prompts.too_long),
+    Check("few rows", "warning", prompts.few_rows, with_sft=False, of_rows=True),
+    Check("duplicates", "warning", prompts.alike, with_sft=False, of_rows=True),
+    Check("generation prompt", "warning", template.no_generation_prompt),
+    Check("dropped messages", "warning", template.left_out),
+    Check("answers without an end", "error", template.endless),
+    Check("no end token", "warning", template.no_end, with_sft=False),
+    Check("another end token", "warning", template.other_end),
+    Check("unknown tokens", "error", template.unknown_ids),
+    Check("turns", "error", template.not_rendered, with_sft=False),
+    Check("rewritten history", "warning", template.rewritten, with_sft=False),
+    Check("reserved columns", "error", reserved_columns, with_sft=False),
+    Check("missing columns", "error", missing_columns, with_sft=False),
+    Check("empty columns", "warning", empty_columns, with_sft=False),
+    Check("rows without a verdict", "error", unjudged_rows, with_sft=False),
+    Check("evaluation rows", "error", unusable_evaluation, with_sft=False),
+    Check("output_dir", "error", room.unwritable),
+    Check("disk", "error", room.full_disk),
+    Check("host memory", "warning", room.little_host_memory),
+    Check("plan", "warning", room.over_plan),
+    Check("cache in 8 bits", "warning", room.cache_in_8_bits, with_sft=False),
+    Check("bfloat16", "warning", room.emulated_dtype),
+    Check("scale", "note", prompts.small_scale, with_sft=False, of_rows=True),
 )
+
+
+class PreflightError(DataError):
+    """A run would fail or learn nothing. The message has one line for each problem, with its fix."""
+
+
+def preflight(trainer: Any) -> list[Finding]:
+    """Return every finding about a trainer, errors first. Nothing is sampled, called or written."""
+    return look_over(Subject(trainer))
+
+
+def look_over(subject: Subject) -> list[Finding]:
+    """Return what the checks find, errors first."""
+    return by_severity(finding for check in CHECKS if check.fits(subject) for finding in check.look(subject))
+
+
+def before_training(trainer: Any) -> None:
+    """Check a run as `train()` begins.
+
+    Raises PreflightError for errors, and logs a warning for each other problem. Where nothing is wrong, the live view
+    says so in one line. On a card whose data sheet is known, it also says how long the run should take.
+    """
+    if not trainer.args.preflight:
+        return
+    began = time.monotonic()
+    subject = Subject(trainer)
+    findings = look_over(subject)
+    refuse_errors(findings)
+    warn(logger, "preflight", findings)
+    if trainer.view is None:
+        return
+    if not mistakes(findings):
+        rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows, the rewards"
+        trainer.view.say(f"preflight: checked {'the chat template' if subject.without_rows else rows}, disk and memory "
+                         f"in {time.monotonic() - began:.1f} s; nothing is wrong")
+    if (expected := how_long(subject)) is not None:
+        trainer.view.say(expected)
+
+
+def refuse_errors(findings: list[Finding]) -> None:
+    """Raise PreflightError with all problems where one of them is an error."""
+    if has_error(findings):
+        wrong = mistakes(findings)
+        lines = "\n".join(f"- {finding}" for finding in wrong)
+        raise PreflightError(f"preflight found {len(wrong)} problem{'s' if len(wrong) > 1 else ''}; nothing was "
+                             f"sampled or written:\n{lines}")

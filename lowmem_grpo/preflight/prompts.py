@@ -16,7 +16,8 @@ USUAL_STEPS, USUAL_ROWS = 300, 500
 
 
 def unreadable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that would end the run when they are drawn: without a chat template, refused by it, or broken."""
+    """Find rows that cannot become a prompt: chat messages without a chat template (base models have none), a template
+    that fails on a system message, a broken row."""
     failed = Counter((type(looked.error).__name__, str(looked.error)) for looked in subject.sample.rows if looked.error)
     for (kind, message), count in failed.items():
         if kind == "DataError":
@@ -38,7 +39,7 @@ def split_advice(message: str) -> tuple[str, str]:
 
 
 def unusable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that will be skipped for a reason other than their length."""
+    """Find rows that will be skipped: empty prompts, wrong types; an error if none is left."""
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
@@ -49,7 +50,8 @@ def unusable(subject: Subject) -> Iterator[Finding]:
 
 
 def too_long(subject: Subject) -> Iterator[Finding]:
-    """Find rows that will be skipped, or cut, for their length."""
+    """Find prompts longer than `max_prompt_length`, or than the context minus `max_completion_length`; an error if none
+    is left."""
     sample, args = subject.sample, subject.args
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:
@@ -81,8 +83,8 @@ def few_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def alike(subject: Subject) -> Iterator[Finding]:
-    """Find prompts that occur more than once. This compares more rows than the sample has: copies may stand side by
-    side. Where an environment makes the task, equal prompts say nothing."""
+    """Find that more than 10% of the prompts repeat another prompt. It compares more rows than the sample has, as
+    copies may stand side by side; where an environment makes the task, equal prompts say nothing."""
     if subject.turns is not None and subject.turns.begins:
         return
     repeated, seen = count_repeats(subject.sample.dataset)
@@ -121,8 +123,7 @@ def prompt_of(dataset: Any, index: int) -> Any:
 
 
 def small_scale(subject: Subject) -> Iterator[Finding]:
-    """Find few steps or rows by the rules of thumb of guides to GRPO: no mistake, but a possible cause of no
-    progress."""
+    """Find fewer rows or steps than guides usually advise. It is no mistake, but a possible cause of no progress."""
     few = [f"{count} {what} ({usual} or more are usual)" for count, usual, what in (
         (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
     if few:

@@ -12,7 +12,7 @@ from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.checkpoint import list_checkpoints
-from lowmem_grpo.runs.disk import existing, free_bytes
+from lowmem_grpo.runs.files import existing, free_bytes
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.units import size_text
 
@@ -21,7 +21,7 @@ LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
-    """Find a run folder that cannot be made or written to. Nothing is written to find out."""
+    """Find that the folder cannot be made, or cannot be written to. Nothing is written to find out."""
     place = existing(subject.run_dir)
     if not place.is_dir():
         yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} is a file",
@@ -32,7 +32,8 @@ def unwritable(subject: Subject) -> Iterator[Finding]:
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Find too little space for one checkpoint, or for all that the run will write."""
+    """Find no room for one checkpoint; a warning if there is no room for all of them (up to `save_total_limit`) and
+    completions.jsonl."""
     place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
     if not place.is_dir() or free is None:
         return
@@ -49,7 +50,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """Find that, with a card, layer inputs and the paged states of an optimizer leave the host too little memory."""
+    """Find little host memory beside offloaded layer inputs and a paged optimizer, on a run with a card."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = (0 if subject.plan is None else subject.plan.host) + paged
     available = available_host_bytes()
@@ -61,7 +62,7 @@ def little_host_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
-    """Find a plan that needs more than the card has. The run may still work, since plans are estimates."""
+    """Find that the memory plan needs more than the card has. The run may still work, since plans are estimates."""
     plan = subject.plan
     if plan is None or plan.fits:
         return
@@ -73,7 +74,7 @@ def over_plan(subject: Subject) -> Iterator[Finding]:
 
 
 def emulated_dtype(subject: Subject) -> Iterator[Finding]:
-    """Find bfloat16 on a card that only emulates it."""
+    """Find that the run computes in bfloat16 on a card that only emulates it."""
     dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
@@ -81,7 +82,8 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
-    """Find a key-value cache in 8 bits, whose samples differ from the trainer, that nothing corrects or measures."""
+    """Find that vLLM's keys and values are in 8 bits, and nothing corrects or measures how far its samples then differ
+    from the trainer."""
     if not in_8_bits(subject.cache_dtype):
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"

@@ -21,7 +21,7 @@ SOME = 8  # turns for which the cost is told where the settings do not bound the
 
 
 def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
-    """Find a template that adds nothing for the assistant's turn, although answers in it begin with a header."""
+    """Find a chat template that adds nothing for the assistant's turn."""
     for looked in subject.chats[:1]:
         messages = looked.row["prompt"]
         ready, whole = subject.render(messages, True), answered(subject, messages)
@@ -34,7 +34,7 @@ def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
 
 
 def left_out(subject: Subject) -> Iterator[Finding]:
-    """Find messages that the template leaves out."""
+    """Find a chat template that leaves out system or user messages."""
     dropped = Counter(
         message["role"] for looked in subject.chats for message in looked.row["prompt"]
         if message["role"] in ("system", "user") and looked.prompt and message["content"].strip()
@@ -58,7 +58,7 @@ def answered(subject: Subject, messages: Messages) -> str | None:
 
 
 def no_end(subject: Subject) -> Iterator[Finding]:
-    """Find that only the longest length ends a completion."""
+    """Find that neither the tokenizer nor the generation config names a token that ends a completion."""
     if not subject.end_ids and not subject.end_texts:
         yield Finding("warning", "", "no token ends a completion: neither the tokenizer nor the model's generation "
                       "config names one, so each completion goes on to max_completion_length",
@@ -66,7 +66,7 @@ def no_end(subject: Subject) -> Iterator[Finding]:
 
 
 def other_end(subject: Subject) -> Iterator[Finding]:
-    """Find a template that ends an answer with a token that does not end a completion."""
+    """Find that the chat template ends an answer with a token that does not end a completion."""
     for looked in subject.chats[:1] if subject.end_ids else ():
         tail = (answered(subject, looked.row["prompt"]) or "").rpartition(ANSWER)[2]
         ids = subject.tokenizer(tail, add_special_tokens=False).input_ids if tail.strip() else []
@@ -83,7 +83,8 @@ def names_of_ends(subject: Subject) -> str:
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
-    """Find rows of fine-tuning with trained answers that hold no token that ends a completion."""
+    """Find rows of fine-tuning of which no trained token ends a completion; a warning where only some answers of a row
+    have no end, and for rows of token ids."""
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(looked.prompt)]
              for looked in subject.sample.fitting if isinstance(looked.prompt, Example)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
@@ -105,7 +106,8 @@ def answers(example: Example) -> list[list[int]]:
 
 
 def unknown_ids(subject: Subject) -> Iterator[Finding]:
-    """Find ids without a row in the embedding: the model would fail on them, or never sample them."""
+    """Find end, padding or prompt tokens beyond the model's vocabulary. The model would fail on them, or never sample
+    them."""
     rows, tokenizer = int(subject.policy.base.get_input_embeddings().weight.shape[0]), subject.tokenizer
     fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
            "tokenizer in a folder, and load that")
@@ -128,7 +130,8 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
 
 
 def not_rendered(subject: Subject) -> Iterator[Finding]:
-    """Find the first reason why turns cannot become tokens."""
+    """Find several turns with a chat template that has no tools, leaves messages out, refuses a user message behind an
+    answer, or cannot render a history anew where `history="template"` asks for it."""
     try:
         renderer, trials = try_turns(subject)
         anew = renderer is not None and subject.args.history == "template"
@@ -142,7 +145,8 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten(subject: Subject) -> Iterator[Finding]:
-    """Find a template that renders what was sampled differently once more messages follow."""
+    """Find a chat template that rewrites what was sampled once more messages follow, before which of them, and what
+    `history="template"` then costs."""
     try:
         trials = try_turns(subject)[1]
     except RendererError:

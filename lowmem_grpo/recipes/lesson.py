@@ -11,8 +11,7 @@ from rich.console import Console
 from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
 from lowmem_grpo.memory.peaks import keep_to
-from lowmem_grpo.parallel.ranks import ranks
-from lowmem_grpo.preflight.before_run import refuse_errors
+from lowmem_grpo.preflight.checks import refuse_errors
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
 from lowmem_grpo.rewards import RewardCheck, check
@@ -20,6 +19,7 @@ from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.play import Play, episode_settings
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.answers import print_accuracy, print_samples
@@ -176,7 +176,7 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
         temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed
     )
     rows, together, all_of_them = rows_of(lesson.test, None), len(lesson.test), ranks()
-    share = all_of_them.share(len(rows))
+    share = all_of_them.place.share(len(rows))
     if all_of_them.count > 1:
         rows, params = [rows[place] for place in share], replace(params, part=(share.start, len(rows)))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.parallel.place import take_card
+from lowmem_grpo.config.launcher import take_card
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 

@@ -1,46 +1,23 @@
 """The groups of an update: sampled, scored, and chosen among those that the model can learn from."""
 
 import math
-from dataclasses import replace
 from statistics import fmean
-from typing import Protocol
 
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
-from lowmem_grpo.rollout.sampler import Sampler
+from lowmem_grpo.rollout.sampler import Overlap, Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import RolloutGroup
 
 COUNTS = ("/invalid", "/unjudged")
-
-
-class Ahead(Protocol):
-    """What is done with groups that are complete, while others are sampled."""
-
-    def begin(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
-        """Sampling begins; `calls` score the groups."""
-        ...
-
-    def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """All rollouts of a prompt are there."""
-        ...
-
-    def meanwhile(self, running: int) -> None:
-        """So many sequences are still decoded."""
-        ...
-
-    def end(self) -> None:
-        """All prompts are sampled."""
-        ...
 
 
 class Collector:
@@ -54,20 +31,17 @@ class Collector:
 
     A group has signal if a rollout that counts has an advantage other than 0. Advantages are computed over all places,
     since some estimators look at the whole batch.
-
-    Of several ranks each draws the same prompts, then samples and scores its share of them. Then all have all groups,
-    so that everything else is the same in each.
     """
 
     def __init__(
         self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,
-        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, ranks: Ranks | None = None,
+        objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, overlap: Overlap | None = None,
     ) -> None:
+        """`overlap`, where there is one, trains complete groups while others are sampled."""
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity = sampler, scoring, parity
-        self.ranks = ranks or Ranks()
-        self.ahead: Ahead | None = None
+        self.overlap = overlap
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.begin()
 
@@ -97,29 +71,24 @@ class Collector:
 
     def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
         """Groups that were sampled elsewhere, which are those of the next update; `to_check` has what the parity check
-        may look at. Of several ranks each checks its own, and all go by the first that has found something."""
+        may look at."""
         self.begin()
         self.sampled = groups
         self.pace.add(self.sampler.pace())
         self.count(groups)
-        found = self.ranks.gather("the parity check", self.parity.watch(to_check))
-        self.watched = next((one for one in found if one), {})
-        self.parity.take_in(self.watched)
+        self.watched = self.parity.watch(to_check)
 
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)
         params = self.draws.of(self.state.global_step, extra_round)
-        if self.ranks.count > 1:
-            groups = self.draw_share(prompts, params, extra_round)
-        else:
-            groups = self.draw_own(prompts, params, extra_round)
+        groups = self.draw_groups(prompts, params, extra_round)
         self.sampled += groups
         self.source.record(prompts, groups)
         return groups
 
-    def draw_own(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """The groups of these prompts, sampled and scored in this process."""
+    def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
+        """The groups of these prompts, sampled and scored."""
         with self.scoring.begin(prompts) as calls:
             groups = self.sample(prompts, params, calls)
             self.pace.add(self.sampler.pace())
@@ -129,31 +98,11 @@ class Collector:
             self.logs.append(self.score(groups, calls))
         return groups
 
-    def draw_share(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """The groups of these prompts, of which each rank samples and scores its share."""
-        share = self.ranks.share(len(prompts))
-        mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
-        params = replace(params, part=(share.start, len(prompts)))
-        own = self.draw_own(mine, params, extra_round) if mine else []
-        told = own, self.logs[-1:] if mine else [], self.tokens - tokens, self.state.num_tokens - seen, self.watched
-        found = self.ranks.gather("what was sampled", told)
-        groups = [group for one in found for group in one[0]]
-        self.logs[len(self.logs) - bool(mine) :] = [merged([log for one in found for log in one[1]])]
-        self.tokens, self.state.num_tokens = tokens + sum(one[2] for one in found), seen + sum(one[3] for one in found)
-        self.watched = found[0][4]  # of other tokens in each rank, and all decide by the same
-        self.parity.take_in(self.watched)
-        self.scoring.assign(groups)
-        return groups
-
     def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:
         """Rollouts of each prompt; what is complete is scored, and perhaps trained, while others are sampled."""
-        if self.ahead is None:
-            return self.sampler.sample(prompts, params, calls.on_group)
-        self.ahead.begin(prompts, calls)
-        try:
-            return self.sampler.sample(prompts, params, self.ahead.on_group, self.ahead.meanwhile)
-        finally:
-            self.ahead.end()
+        if self.overlap is not None:
+            self.overlap.start_step(prompts, calls)
+        return self.sampler.sample(prompts, params, calls.on_group, self.overlap)
 
     def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""

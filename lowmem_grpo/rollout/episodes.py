@@ -24,7 +24,8 @@ from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
-from lowmem_grpo.environments.workers import Job, LaterLoop, Workers
+from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rollout.other_side import OtherSide
 from lowmem_grpo.rollout.outages import Failure, Outages, say_too_long
 from lowmem_grpo.types import Rollout
@@ -41,7 +42,8 @@ class Episodes:
 
     def __init__(self, kits: Kits, bounds: Bounds, stopping: Callable[[], bool] = lambda: False) -> None:
         """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
-        self.kits, self.bounds, self.loop, self.stopping = kits, bounds, LaterLoop(), stopping
+        self.kits, self.bounds, self.stopping = kits, bounds, stopping
+        self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
         self.outages = Outages()
 

@@ -4,13 +4,12 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.types import RolloutGroup
 
-Part = tuple[list[RolloutGroup], dict[str, float]]  # of a rank: its groups, and what functions logged of them
+Part = tuple[list[RolloutGroup], dict[str, float]]  # groups, and what functions logged of them
 
 
 class Evaluation:
@@ -19,14 +18,14 @@ class Evaluation:
 
     def __init__(
         self, dataset: Any, strategy: str, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
-        scoring: Scoring, ranks: Ranks | None = None,
+        scoring: Scoring,
     ) -> None:
         if dataset is not None:
             check_dataset(dataset)
         elif strategy != "no":
             raise ValueError(f'eval_strategy is "{strategy}", which needs an eval_dataset; pass one')
         self.dataset, self.params, self.size, self.encoder = dataset, params, size, encoder
-        self.sampler, self.scoring, self.ranks = sampler, scoring, ranks or Ranks()
+        self.sampler, self.scoring = sampler, scoring
 
     def run(self, dataset: Any = None) -> dict[str, float]:
         """Return mean rewards and lengths of the current policy on these rows, or on its own, and what functions
@@ -40,10 +39,13 @@ class Evaluation:
         if not prompts:
             raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
         batches = [prompts[start : start + self.size] for start in range(0, len(prompts), self.size)]
-        own = [batches[place] for place in self.ranks.share(len(batches))]
-        parts = self.ranks.gather("the evaluation", self.groups_of(own))
+        parts = self.parts(batches)
         metrics = rollout_metrics([group for groups, _ in parts for group in groups], self.scoring.names)
         return {f"eval_{name}": value for name, value in (metrics | over_completions(parts)).items()}
+
+    def parts(self, batches: list[list[Prompt]]) -> list[Part]:
+        """Return the groups of all batches, in the parts in which they were sampled."""
+        return [self.groups_of(batches)]
 
     def groups_of(self, batches: list[list[Prompt]]) -> Part:
         """Return the groups of all batches, one batch sampled after the other, with rewards, and what functions logged

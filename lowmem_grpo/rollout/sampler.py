@@ -1,18 +1,19 @@
 """From prompts to groups of rollouts, by the run's engine."""
 
 import logging
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
-from lowmem_grpo.engines.base import Engine, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import ON_GROUP, Engine, OnGroup, capabilities_of
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.rounds import takes
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -32,20 +33,41 @@ class Player(Protocol):
         ...
 
 
+class Overlap(Protocol):
+    """What is done with prompts that are complete, while others are sampled."""
+
+    def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
+        """Take note that sampling begins; `calls` score the groups."""
+        ...
+
+    def on_group(self, index: int, rollouts: list[Rollout]) -> None:
+        """Take the rollouts of a prompt, all of which are there."""
+        ...
+
+    def meanwhile(self, running: int) -> None:
+        """Use the time between two steps of decoding, while so many sequences run."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Inside the engine samples; behind it, where it is about to sleep, nothing runs beside it any more."""
+        ...
+
+
 class Sampler:
     """Samples with the caller's engine, or with the model's own, which it asks for again before each call."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
-        state: TrainerState, clock: Clock, engine: Engine, given: bool,
+        state: TrainerState, clock: Clock, engine: Engine, given: bool, player: Player | None = None,
     ) -> None:
-        """`engine` is the first one to use; `given` says that it is the caller's own, which stays."""
+        """`engine` is the first one to use; `given` says that it is the caller's own, which stays. `player`, where
+        there is one, answers prompts in several turns."""
         self.model, self.policy, self.tokenizer = model, policy, tokenizer
         self.memory, self.state, self.clock = memory, state, clock
         self.engine, self.given = engine, given
         self.said = False  # that the engine reports no finished groups
         self.said_padding = False  # that ids without a text were sampled
-        self.player: Player | None = None  # where a prompt is answered in several turns
+        self.player = player
 
     def renew(self) -> None:
         """Ask for the model's engine again: a process has only one of vLLM, and another model may have used it."""
@@ -59,20 +81,24 @@ class Sampler:
 
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
+        overlap: Overlap | None = None,
     ) -> list[RolloutGroup]:
-        """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
-        prompt while others are sampled, and `meanwhile` is called between two steps of decoding."""
+        """Return `params.n` rollouts of each prompt by the current policy, without rewards; `on_group`, or `overlap`,
+        gets those of each prompt while others are sampled."""
         with self.clock.phase("generate"):
             self.renew()
             self.pace()  # not what was sampled in between, as for an evaluation
-            told: dict[str, Any] = {"on_group": on_group} if on_group is not None and self.tells() else {}
-            told |= {} if meanwhile is None else {"meanwhile": meanwhile}
+            ids = [prompt.ids for prompt in prompts]
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
                 self.clock.tools = (self.clock.tools or 0.0) + self.player.waited
+            elif overlap is not None:
+                with overlap.beside():
+                    completions = self.engine.generate(ids, params, overlap.on_group, overlap.meanwhile)
+            elif on_group is not None and self.tells():
+                completions = self.engine.generate(ids, params, on_group)
             else:
-                completions = self.engine.generate([prompt.ids for prompt in prompts], params, **told)
+                completions = self.engine.generate(ids, params)
             self.engine.sleep()
         self.say_padding([rollout.completion_ids for each in completions for rollout in each])
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
@@ -100,11 +126,11 @@ class Sampler:
 
     def tells(self) -> bool:
         """Whether the engine can report finished groups; if it cannot, one warning says so."""
-        if not self.given or takes(self.engine.generate, "on_group"):
+        if ON_GROUP in capabilities_of(self.engine):
             return True
         if not self.said:
             logger.warning(
-                "the engine %s does not report finished groups (its generate takes no on_group), so all "
+                "the engine %s does not report finished groups (its capabilities lack on_group), so all "
                 "rewards are computed after sampling; score_while_sampling=False does so without this warning",
                 self.engine.name,
             )

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, Request
+from lowmem_grpo.engines.base import CONVERSE, Conversation, Request
 from lowmem_grpo.rollout.other_side import base_model
 from lowmem_grpo.runs.trajectory import content_text, speaker
 from lowmem_grpo.types import Message, Rollout
@@ -19,7 +19,7 @@ CONTEXT = ("system", "user", "tool")
 class Person:
     """An engine without a model: each turn is a text that `ask` returns."""
 
-    name, slots = "person", 1
+    name, slots, capabilities = "person", 1, frozenset({CONVERSE})
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[], str]) -> None:
         self.tokenizer, self.ask = tokenizer, ask
@@ -40,6 +40,8 @@ class Person:
 
 class Watched:
     """An engine whose episodes are told while they are played."""
+
+    capabilities = frozenset({CONVERSE})
 
     def __init__(self, engine: Any, tell: Tell, who: str = "", base: Callable[[], Any] | None = None) -> None:
         """`who` says the engine's turns; without a name they are not told, because the person has seen them. `base`

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lowmem_grpo.config.loading import is_off
+from lowmem_grpo.config.unsupported import is_off
 from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules

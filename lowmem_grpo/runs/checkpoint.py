@@ -41,9 +41,8 @@ from lowmem_grpo.runs.checkpoint_state import (
     restore_random,
     saved_copy,
 )
-from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.files import aside_of, flush, free_bytes, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
-from lowmem_grpo.runs.whole_folder import aside_of, flush, remove, removed_after, swap_in
 
 ADAPTER_FILE = "adapter_model.safetensors"
 REFERENCE_FILE = "reference.safetensors"

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.files import free_bytes, refused
 from lowmem_grpo.runs.records import RecordError
 
 try:

@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.runs.disk import free_bytes, refused
+from lowmem_grpo.runs.files import flush, free_bytes, refused
 from lowmem_grpo.runs.trajectory import content_text, episode_fields
-from lowmem_grpo.runs.whole_folder import flush
 
 if TYPE_CHECKING:
     from lowmem_grpo.types import RolloutGroup  # which needs torch: a report is written without it
@@ -34,6 +33,8 @@ class RecordError(RuntimeError):
 
 class RunRecords:
     """Append-only records in a run directory."""
+
+    writes = True  # whether this process writes the files of the run
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -136,28 +137,20 @@ class RunRecords:
 
 
 class NoRecords(RunRecords):
-    """Of a rank that does not lead: what the run writes, the first rank writes."""
+    """Of a process that writes nothing: what the run writes, another one writes."""
 
-    def begin(self) -> Path | None:
-        return None
+    writes = False
 
-    def rewind(self, step: int) -> None:
-        return None
+    def ignore(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
 
-    def flush(self) -> None:
-        return None
-
-    def summary(self, summary: dict[str, Any]) -> None:
-        return None
+    begin = rewind = flush = summary = append = ignore
 
     def known(self) -> dict[str, Any]:
         return {}
 
     def missing(self, written: dict[str, int]) -> list[str]:
         return []
-
-    def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
-        return None
 
 
 def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:

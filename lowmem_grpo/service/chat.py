@@ -1,31 +1,33 @@
-"""`Chat`: chat completions in OpenAI's shape, by the desk that owns the engine."""
+"""`Chat`: chat completions in OpenAI's shape, by the desk that owns the engine; and those of plain prompts."""
 
-import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.service.drawing import Drawing, params_of, version_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.histories import Histories, Opening
-from lowmem_grpo.service.reply import Answer, Reply, TokenTexts
-from lowmem_grpo.service.request import ChatRequest
+from lowmem_grpo.service.messages import message_of, turn_named
+from lowmem_grpo.service.pending import Choice, Completer, PendingCompletions
+from lowmem_grpo.service.request import ChatRequest, TextRequest
+from lowmem_grpo.service.token_texts import TokenTexts
 from lowmem_grpo.types import Turn
 
 Names = Callable[[], Mapping[str, Path | str | None]]  # of models: the adapter of each, as `Call` has it
 
 
-class Chat:
-    """Answers requests from any thread and event loop. Each answer names its turn, which `turn` looks up.
+class Chat(Completer):
+    """Answers requests for chats. Each answer names its turn, which `turn` looks up.
 
     What a request leaves out is sampled as in training: temperature 1, nothing cut off, as many tokens as there is room
     for. max_tokens is an upper bound: where less room is left, the answer ends there, with the reason "length".
@@ -58,50 +60,19 @@ class Chat:
         """The name of the turn that a turn continues."""
         return self.histories.parent(name)
 
-    async def create(self, body: Mapping[str, Any], session: str = "") -> dict[str, Any]:
-        """The JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form.
-
-        Where the caller goes away (the coroutine is cancelled), nothing is kept.
-        """
+    def begin(self, body: Mapping[str, Any], session: str) -> "PendingChat":
         asked = ChatRequest.of(body)
-        if asked.stream:
-            raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
-        talk = self.begin(asked, session)
-        try:
-            reply = Reply(asked.model, talk.opening.ids, asked.token_ids)
-            reply.answers += await asyncio.gather(*(talk.answer(place) for place in range(asked.n)))
-            talk.keep(reply.answers)
-            return reply.whole()
-        finally:
-            talk.end()
-
-    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a reply. The text of a choice comes in one chunk, as soon as its turn is drawn. A request that
-        is refused raises ChatError before the first chunk."""
-        asked = ChatRequest.of({**body, "stream": True})
-        talk = self.begin(asked, session)
-        try:
-            reply = Reply(asked.model, talk.opening.ids, asked.token_ids)
-            for next_one in asyncio.as_completed([talk.answer(place) for place in range(asked.n)]):
-                answer = await next_one
-                talk.keep([answer])
-                reply.answers.append(answer)
-                for choice in answer.deltas():
-                    yield reply.chunk([choice])
-            if asked.stream_usage:
-                yield reply.chunk([], reply.usage())
-        finally:
-            talk.end()
-
-    def begin(self, asked: ChatRequest, session: str) -> "Talk":
-        """Make the prompt, and let the calls wait at the desk."""
         adapter = self.adapter(asked.model)
         try:
-            opening = self.histories.begin(asked.messages, asked.tools, session, asked.model, asked.template_kwargs,
-                                           asked.turn)
+            opening = self.histories.begin(asked.messages, asked.tools, session, asked.model,
+                                           asked.chat_template_kwargs, turn_named(body["messages"]))
         except (RendererError, ToolFormError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
-        return Talk(self, asked, opening, adapter)
+        try:
+            return PendingChat(self, asked, opening, adapter)
+        except ChatError:
+            self.histories.end(opening, kept=False)
+            raise
 
     def adapter(self, model: str) -> Path | str | None:
         """The adapter of a model by its name, as `Call` has it. ChatError for a name that is not served."""
@@ -112,41 +83,106 @@ class Chat:
         return names[model]
 
 
-class Talk:
-    """One request that is being answered."""
+class PendingChat(PendingCompletions):
+    """The answers to one request, each a turn of its conversation."""
+
+    prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    asked: ChatRequest
 
     def __init__(self, chat: Chat, asked: ChatRequest, opening: Opening, adapter: Path | str | None) -> None:
-        self.chat, self.asked, self.opening = chat, asked, opening
-        self.kept, self.drawing = 0, Drawing(chat.desk, ())
-        version, prompt, most = version_of(asked.model), len(opening.ids), chat.max_turn_tokens
-        try:
-            self.calls = [
-                Call(opening.ids, params_of(asked, prompt, place, chat.desk.context, most, "messages"), adapter,
-                     opening.key if place == 0 else chat.histories.next_key(), version) for place in range(asked.n)]
-        except ChatError:
-            self.end()
-            raise
-        self.drawing = Drawing(chat.desk, self.calls)
+        self.histories, self.opening, self.kept = chat.histories, opening, False
+        super().__init__(chat.desk, chat.texts, asked, [opening.ids], adapter, chat.max_turn_tokens,
+                         lambda place: opening.key if place == 0 else chat.histories.next_key())
 
-    async def answer(self, place: int) -> Answer:
-        """A choice, as soon as its turn is drawn."""
-        asked = self.asked
-        turn, likeliest = await self.drawing.turn(place, asked.top_logprobs)
-        reading = self.chat.histories.read(self.opening, turn) if asked.reads_calls else Reading(turn.text)
-        if not asked.parallel:
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        asked, (turn, likeliest) = self.asked, await self.drawn(place)
+        reading = self.histories.read(self.opening, turn) if asked.tool_choice != "none" else Reading(turn.text)
+        if not asked.parallel_tool_calls:
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
-        logprobs = None if asked.top_logprobs is None else self.chat.texts.logprobs(turn, likeliest, asked.top_logprobs)
-        return Answer(place, turn, reading, logprobs, asked.token_ids)
+        message = told(reading)
+        turn.message = message_of(message, "message")  # as it is read when the client sends it back
+        return turn, {
+            "index": place, "message": message, "finish_reason": "tool_calls" if reading.calls else turn.finish_reason,
+            "logprobs": self.logprobs(turn, likeliest)}
 
-    def keep(self, answers: list[Answer]) -> None:
-        """Hold the turns, under names that the answers then carry."""
-        for one in answers:
-            one.turn.message = one.said
-            one.name = self.chat.histories.keep(self.opening, one.turn, one.said, self.calls[one.index].key)
-            self.kept += 1
+    def keep(self, turn: Turn, choice: Choice) -> Choice:
+        """Hold the turn, under a name that its choice then carries."""
+        self.kept = True
+        choice["turn"] = self.histories.keep(self.opening, turn, turn.message, self.calls[choice["index"]].key)
+        return choice | ({"token_ids": turn.completion_ids} if self.asked.return_token_ids else {})
+
+    def pieces(self, choice: Choice) -> Iterator[Choice]:
+        message, rest = choice["message"], {name: value for name, value in choice.items() if name != "message"}
+
+        def piece(delta: dict[str, Any], **more: Any) -> Choice:
+            return {"index": rest["index"], "delta": delta, "finish_reason": None, "logprobs": None,
+                    "turn": rest["turn"], **more}
+
+        yield piece({"role": "assistant", "content": ""})
+        if message["content"]:
+            yield piece({"content": message["content"]}, logprobs=rest.pop("logprobs"))
+        for place, call in enumerate(message.get("tool_calls", ())):
+            yield piece({"tool_calls": [{"index": place, **call}]})
+        yield piece({}) | rest
+
+    def usage(self) -> dict[str, Any]:
+        cached = max((turn.cached_tokens for turn in self.turns), default=0)
+        return super().usage() | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        return super().reply(choices) | ({"prompt_token_ids": self.opening.ids} if self.asked.return_token_ids else {})
 
     def end(self) -> None:
-        """The request is answered, or nobody waits for the answer any more."""
-        self.drawing.end()
-        self.chat.histories.end(self.opening, self.kept > 0)
+        super().end()
+        self.histories.end(self.opening, self.kept)
+
+
+class TextCompletions(Completer):
+    """Answers requests for plain prompts in the shape of OpenAI's older interface, with the desk and the models of a
+    Chat. A prompt is continued as it is: no template is put around it, and its tokens are those of the tokenizer, or
+    the request's own."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+
+    def begin(self, body: Mapping[str, Any], session: str) -> "PendingTexts":
+        asked = TextRequest.of(body)
+        chat, adapter = self.chat, self.chat.adapter(asked.model)
+        prompts = [chat.texts.encode(one) if isinstance(one, str) else one for one in asked.prompt]
+        if empty := [place for place, ids in enumerate(prompts) if not ids]:
+            raise ChatError(400, f"prompt {empty[0]} has no tokens; it must have at least one", "prompt")
+        return PendingTexts(chat.desk, chat.texts, asked, prompts, adapter, chat.max_turn_tokens)
+
+
+class PendingTexts(PendingCompletions):
+    """The completions of one request's prompts."""
+
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"
+
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        turn, likeliest = await self.drawn(place)
+        choice = {"index": place, "text": turn.text, "finish_reason": turn.finish_reason,
+                  "logprobs": self.logprobs(turn, likeliest)}
+        if self.asked.return_token_ids:
+            choice |= {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.completion_ids}
+        return turn, choice
+
+    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None) -> dict[str, Any] | None:
+        told = super().logprobs(turn, likeliest)
+        if told is None:
+            return None
+        places = told["content"]
+        tokens = [place["token"] for place in places]
+        others = [{one["token"]: one["logprob"] for one in place["top_logprobs"]} for place in places]
+        return {"tokens": tokens, "token_logprobs": [place["logprob"] for place in places],
+                "top_logprobs": others if self.asked.likeliest else None,
+                "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
+
+
+def told(reading: Reading) -> dict[str, Any]:
+    """Return what a completion says and calls as a message in OpenAI's form; each call has an id."""
+    calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
+        "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]
+    content = reading.content if reading.content or not calls else None
+    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}

@@ -69,6 +69,11 @@ class Database:
                 self.undo()
                 raise
 
+    def change(self, statement: str, values: Sequence[Any], waits: bool = True) -> int:
+        """Run one statement as a transaction, and return how many rows it changed."""
+        with self.write(waits) as connection:
+            return connection.execute(statement, values).rowcount
+
     def undo(self) -> None:
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")

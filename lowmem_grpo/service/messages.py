@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowmem_grpo.messages import plain_message
+from lowmem_grpo.service.bodies import shown
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.types import Message
 
@@ -130,9 +131,3 @@ def longer(before: bytes, message: Message) -> bytes:
 def canonical(value: Any) -> bytes:
     """JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
-
-
-def shown(value: Any) -> str:
-    """A value for an error, not too long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,58 +1,125 @@
-"""`ChatRequest`: the body of a request for a chat completion, read."""
+"""`ChatRequest` and `TextRequest`: the bodies of requests for completions, read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from lowmem_grpo.config.sampling import FORMAT, PENALTY
+from lowmem_grpo.config.unsupported import Table, only
+from lowmem_grpo.service.bodies import Body, shown, words_of
 from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.fields import check
-from lowmem_grpo.service.messages import plain, shown, turn_named
-from lowmem_grpo.types import Message
+from lowmem_grpo.service.messages import plain
 
+MOST_COMPLETIONS, MOST_TEXTS = 128, 4096
 TEMPLATES_OWN = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
                  "return_tensors", "padding", "truncation", "max_length", "documents")
+DRAWN = {"temperature", "top_p", "top_k", "min_p", "stop"}
+NO_SOUND = "Only text is made here; leave it out."
+OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # nothing here depends on them
+REFUSED: Table = {
+    **only(PENALTY, presence_penalty=(None, 0), frequency_penalty=(None, 0), repetition_penalty=(None, 1)),
+    **only(FORMAT, logit_bias=(None, {}), guided_json=None, guided_regex=None, guided_choice=None,
+           structured_outputs=None, response_format=(None, {"type": "text"})),
+    **only("The model is not forced to call a tool; reward the call instead.", tool_choice=(None, "none", "auto")),
+    **only("Use tools and tool_choice.", functions=(None, []), function_call=None),
+    **only(NO_SOUND, audio=None, modalities=(None, ["text"])),
+    **only("The model has one way of thinking; say more with chat_template_kwargs.", reasoning_effort=None,
+           verbosity=None),
+    **only("Put what should be searched into a tool.", web_search_options=None),
+    **only("Nothing is predicted beforehand; leave it out.", prediction=None),
+    **only("There is one service; leave it out.", service_tier=(None, "auto", "default")),
+    **only("Nothing is moderated; leave it out.", moderation=None),
+    **only("What was computed of a conversation is always kept while memory allows; leave it out.",
+           prompt_cache_options=None, prompt_cache_retention=None),
+    **only("The answer continues a last message of the assistant, and else begins a turn; leave it out.",
+           add_generation_prompt=(None, True), continue_final_message=(None, False), echo=(None, False)),
+    **only("Every end token ends a completion; leave it out.", min_tokens=(None, 0)),
+    **only("Log-probabilities of the prompt are not computed.", prompt_logprobs=None),
+}
+REFUSED_OF_TEXT: Table = {
+    **REFUSED,
+    **only("A reply has the completion only; put the prompt before it yourself.", echo=(None, False)),
+    **only("Every completion is told; ask for n, and choose among them.", best_of=(None, 1)),
+    **only("The model continues a text, and does not fill gaps.", suffix=(None, "")),
+}
+CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic's kinds of errors
+Count = Annotated[int, Field(ge=1)]
+Likeliest = Annotated[int, Field(ge=0, le=20)]
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """What is asked for, in plain form."""
+def stop_of(stop: Any) -> Any:
+    """Return texts that end a completion."""
+    texts = [stop] if isinstance(stop, str) else stop
+    if not texts or not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(f"is {shown(stop)}; it must be a text that is not empty, or a list of these")
+    return stop
 
+
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a stream."""
+    if other := sorted(set(options) - {"include_usage", "include_obfuscation"}):
+        raise ValueError(f"has {other[0]}; include_usage is what is known here")
+    return options
+
+
+class CompletionRequest(Body, extra="forbid"):
+    """What every request for completions says. What it leaves out is drawn as in training."""
+
+    field: ClassVar[str]  # that has the prompt
+    refused: ClassVar[Table]
     model: str
-    messages: list[Message]
-    turn: str  # that the last answer says it is of
-    tools: list[dict[str, Any]] | None
-    reads_calls: bool  # tool_choice is not "none"
-    parallel: bool  # all calls of a completion are told, not only the first
-    n: int
-    max_tokens: int | None
-    seed: int | None
-    sampling: dict[str, Any]  # temperature, top_p, top_k, min_p, stop
-    top_logprobs: int | None  # None: no log-probabilities
-    stream: bool
-    stream_usage: bool
-    token_ids: bool
-    template_kwargs: dict[str, Any]
+    n: Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)] = 1  # completions of each prompt
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    stop: Annotated[Any, AfterValidator(stop_of)] = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: Annotated[dict[str, Any], AfterValidator(checked_options)] = {}
+    return_token_ids: bool = False
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> "ChatRequest":
-        """Read a body. ChatError for a field that is unknown, not supported or not within its range."""
+    def of(cls, body: Mapping[str, Any]) -> Self:
+        """Read a body. ChatError for a field that is unknown, missing, refused or not within its range."""
         if not isinstance(body, Mapping):
-            raise ChatError(400, f"the body is {shown(body)}; it must be a JSON object with model and messages")
-        given = {name: value for name, value in body.items() if value is not None}
-        for name, value in given.items():
-            check(name, value)
-        for name in ("model", "messages"):
-            if name not in given:
-                raise ChatError(400, f"{name} is missing; a request has model and messages", name)
-        messages, tools = plain(given["messages"]), tools_of(given.get("tools"))
-        return cls(
-            model=given["model"], messages=messages, turn=turn_named(given["messages"]), tools=tools,
-            reads_calls=given.get("tool_choice") != "none", parallel=given.get("parallel_tool_calls", True),
-            n=given.get("n", 1), max_tokens=most_tokens(given), seed=given.get("seed"), sampling=sampling_of(given),
-            top_logprobs=likeliest_of(given), stream=given.get("stream", False),
-            stream_usage=stream_usage(given), token_ids=given.get("return_token_ids", False),
-            template_kwargs=template_kwargs(given.get("chat_template_kwargs", {})),
-        )
+            raise ChatError(400, f"the body is {shown(body)}; it must be a JSON object with model and {cls.field}")
+        given = {name: value for name, value in body.items() if value is not None and name not in OF_THE_CALLER}
+        for name in given.keys() & cls.refused.keys():
+            fixed, value = cls.refused[name], given[name] if name in cls.model_fields else given.pop(name)
+            if value not in fixed.values or isinstance(value, bool) != isinstance(fixed.values[-1], bool):
+                raise ChatError(400, f"{name} is {shown(value)}, which is not supported. {fixed.advice}", name,
+                                "unsupported_parameter")
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ChatError(400, words_of(error, cls), str(first["loc"][0]),
+                            CODES.get(first["type"], "invalid_value")) from None
+
+    @model_validator(mode="after")
+    def check_together(self) -> Self:
+        """Raise ChatError for fields that do not go together."""
+        if self.stream_options and not self.stream:
+            raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
+        return self
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How tokens are drawn, where the request says so."""
+        return self.model_dump(include=DRAWN, exclude_unset=True)
+
+    @property
+    def bound(self) -> int | None:
+        """Tokens of a completion, at most."""
+        return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likely tokens are told beside each drawn one; None without log-probabilities."""
+        raise NotImplementedError
 
 
 def tools_of(given: Any) -> list[dict[str, Any]] | None:
@@ -69,41 +136,88 @@ def tools_of(given: Any) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": dict(tool["function"])} for tool in given] if given else None
 
 
-def most_tokens(given: Mapping[str, Any]) -> int | None:
-    """The bound on a completion, by either name."""
-    old, new = given.get("max_tokens"), given.get("max_completion_tokens")
-    if old is not None and new is not None and old != new:
-        raise ChatError(400, f"max_tokens is {old} and max_completion_tokens is {new}, which mean the same; give one "
-                        "of them", "max_tokens", "invalid_value")
-    return old if new is None else new
-
-
-def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How tokens are drawn; what the request leaves out is drawn as in training."""
-    return {name: given[name] for name in ("temperature", "top_p", "top_k", "min_p", "stop") if name in given}
-
-
-def likeliest_of(given: Mapping[str, Any]) -> int | None:
-    """How many likely tokens are told beside each drawn one; None without log-probabilities."""
-    count: int = given.get("top_logprobs", 0)
-    if count and not given.get("logprobs"):
-        raise ChatError(400, f"top_logprobs is {count} without logprobs; set logprobs to true", "top_logprobs")
-    return count if given.get("logprobs") else None
-
-
-def stream_usage(given: Mapping[str, Any]) -> bool:
-    """Whether the last chunk of a stream counts the tokens."""
-    options = given.get("stream_options", {})
-    if options and not given.get("stream"):
-        raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
-    if other := sorted(set(options) - {"include_usage", "include_obfuscation"}):
-        raise ChatError(400, f"stream_options has {other[0]}; include_usage is what is known here", "stream_options")
-    return bool(options.get("include_usage"))
-
-
 def template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     """Options of the chat template."""
     if own := sorted(set(given) & set(TEMPLATES_OWN)):
         raise ChatError(400, f"chat_template_kwargs has {own[0]}, which is not the template's to choose; leave it out",
                         "chat_template_kwargs")
     return given
+
+
+class ChatRequest(CompletionRequest):
+    """A request for the next message of a chat."""
+
+    field, refused = "messages", REFUSED
+    messages: Annotated[list[Any], AfterValidator(plain)]
+    tools: Annotated[list[Any] | None, AfterValidator(tools_of)] = None
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True  # all calls of a completion are told, not only the first
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Likeliest = 0
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_kwargs)] = {}
+
+    @model_validator(mode="after")
+    def check_names(self) -> Self:
+        """Raise ChatError for names that mean the same, and for what has no meaning alone."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise ChatError(400, f"max_tokens is {old} and max_completion_tokens is {new}, which mean the same; give "
+                            "one of them", "max_tokens", "invalid_value")
+        if self.top_logprobs and not self.logprobs:
+            raise ChatError(400, f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true",
+                            "top_logprobs")
+        return self
+
+    @property
+    def bound(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+def prompts_of(given: Any) -> list[str | list[int]]:
+    """One prompt or several, each a text or token ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given and is_ids(given):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise wrong("prompt", given)
+    for place, one in enumerate(given):
+        if not isinstance(one, str) and not is_ids(one):
+            raise wrong(f"prompt[{place}]", one)
+    return given
+
+
+def is_ids(given: Any) -> bool:
+    """Whether it is a list of token ids."""
+    return isinstance(given, list) and all(type(one) is int for one in given)
+
+
+def wrong(place: str, given: Any) -> ChatError:
+    return ChatError(400, f"{place} is {shown(given)}; a prompt is a text or a list of token ids, and several are a "
+                          "list of these", "prompt", "invalid_value")
+
+
+class TextRequest(CompletionRequest):
+    """A request for completions of plain prompts, each a text or token ids."""
+
+    field, refused = "prompt", REFUSED_OF_TEXT
+    prompt: Annotated[Any, AfterValidator(prompts_of)]
+    max_tokens: Count | None = 16  # as OpenAI's interface has it
+    logprobs: Likeliest | None = None
+
+    @model_validator(mode="after")
+    def check_count(self) -> Self:
+        """Raise ChatError for more completions than a request may ask for."""
+        if (count := len(self.prompt) * self.n) > MOST_TEXTS:
+            raise ChatError(400, f"{len(self.prompt)} prompts with n={self.n} ask for {count} completions; at most "
+                                 f"{MOST_TEXTS} are made for a request", "prompt", "invalid_value")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs

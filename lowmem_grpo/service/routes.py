@@ -1,10 +1,9 @@
 """The routes of OpenAI's interface."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -12,13 +11,13 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.call import LIVE
-from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.chat import Chat, TextCompletions
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.gate import CLOSED, NO_RETRY
-from lowmem_grpo.service.reply import DONE, Gathered, event
+from lowmem_grpo.service.pending import DONE, Choice, event
 from lowmem_grpo.service.sessions import Sessions
-from lowmem_grpo.service.text_completions import TextCompletions
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
@@ -36,15 +35,25 @@ class Completions:
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
         self.slots, self.counted = anyio.CapacityLimiter(limits.concurrent), counted or (lambda holder: nullcontext())
 
-    async def chat(self, request: Request) -> Response:
-        """Return the reply to POST /chat/completions."""
+    async def answer(self, request: Request) -> Response:
+        """Return the reply to POST /chat/completions, and to POST /completions."""
         body, chat = await self.body(request), self.chats(request.scope["holder"])
-        return Answering(self, request, body, chat, chat)
+        session = self.sessions.find(request.path_params.get("session"))
+        source = chat if request.url.path.endswith("/chat/completions") else TextCompletions(chat)
 
-    async def text(self, request: Request) -> Response:
-        """Return the reply to POST /completions."""
-        body, chat = await self.body(request), self.chats(request.scope["holder"])
-        return Answering(self, request, body, chat, TextCompletions(chat))
+        async def record(choices: list[Choice]) -> None:
+            """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
+            if session is not None and chat.names()[body["model"]] == LIVE:
+                await anyio.sleep(0)  # in which a connection that was closed is read once more
+                if await request.is_disconnected():
+                    raise client_left()
+                session.record(body, choices, chat.parent)
+
+        asked = (body, session.name if session else "", record)
+        if body.get("stream") is True:
+            return Events(source.stream(*asked), self.working_for(request))
+        async with self.working_for(request):
+            return JSONResponse(await source.create(*asked))
 
     async def body(self, request: Request) -> dict[str, Any]:
         """Return the request's JSON object."""
@@ -107,71 +116,45 @@ class Completions:
     since = int(time.time())  # this program's start
 
 
-class Answering(Response):
-    """The reply to one request, which is made while it is sent."""
+class Events(Response):
+    """A reply in pieces, which is made while it is sent."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, completions: Completions, request: Request, asked: dict[str, Any], chat: Chat,
-        source: Chat | TextCompletions,
+        self, chunks: AsyncGenerator[dict[str, Any], None], working: AbstractAsyncContextManager[None],
     ) -> None:
-        """`source` makes the reply. Raises ChatError where the session that the address names is not open."""
+        """The chunks are made inside of `working`."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self.completions, self.request, self.asked, self.chat, self.source = completions, request, asked, chat, source
-        self.session = completions.sessions.find(request.path_params.get("session"))
-        self.name = self.session.name if self.session else ""
+        self.chunks, self.working, self.begun = chunks, working, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.asked.get("stream") is True:
-            await self.send_events(send)
-        else:
-            async with self.completions.working_for(self.request):
-                reply = await self.source.create(self.asked, self.name)
-                await self.record(reply["choices"])
-            await JSONResponse(reply)(scope, receive, send)
-
-    async def send_events(self, send: Send) -> None:
-        """Send the reply in pieces. Raise ChatError only before the first: a later error is an event of its own."""
-        begun, gathered = False, Gathered()
-
-        async def send_piece(piece: bytes) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": piece, "more_body": piece != b""})
-
+        """Send the pieces. Raise ChatError only before the first: a later error is an event of its own."""
         try:
-            async with (self.completions.working_for(self.request),
-                        aclosing(self.source.stream(self.asked, self.name)) as chunks):
+            async with self.working, aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
-                    await self.record(gathered.finished_by(chunk) if self.session else [])
-                    await send_piece(event(chunk))
-                await send_piece(DONE)
+                    await self.send_piece(send, event(chunk))
+                await self.send_piece(send, DONE)
         except ChatError as error:
-            if not begun:
+            if not self.begun:
                 raise
-            await send_piece(event(error.body()))
-        await send_piece(b"")
+            await self.send_piece(send, event(error.body()))
+        await self.send_piece(send, b"")
 
-    async def record(self, choices: list[dict[str, Any]]) -> None:
-        """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own. Raise ChatError
-        where the client has just left."""
-        if self.session is not None and choices and self.chat.names()[self.asked["model"]] == LIVE:
-            await anyio.sleep(0)  # in which a connection that was closed is read once more
-            if await self.request.is_disconnected():
-                raise client_left()
-            self.session.record(self.asked, choices, self.chat.histories.parent)
+    async def send_piece(self, send: Send, piece: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": piece, "more_body": piece != b""})
 
 
 def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
     """Return the routes below /v1, with that of plain prompts, which belong to no session, where `texts` are."""
     router = APIRouter(redirect_slashes=False)
-    router.add_api_route("/chat/completions", completions.chat, methods=["POST"], response_model=None)
+    router.add_api_route("/chat/completions", completions.answer, methods=["POST"], response_model=None)
     if texts:
-        router.add_api_route("/completions", completions.text, methods=["POST"], response_model=None)
+        router.add_api_route("/completions", completions.answer, methods=["POST"], response_model=None)
     router.add_api_route("/models", completions.models, response_model=None)
     router.add_api_route("/models/{name:path}", completions.model, response_model=None)
     return router
@@ -190,14 +173,9 @@ def client_left() -> ChatError:
 def body_of(given: bytes, limits: Limits) -> dict[str, Any]:
     """Return the JSON object of a request. Raises ChatError where it is none, or has too many messages."""
     try:
-        body = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        words = f"the request's body is no JSON ({said}); send a JSON object"
-        raise ChatError(400, words, None, "invalid_json") from None
-    if not isinstance(body, dict):
-        raise ChatError(400, f"the request's body is a JSON {type(body).__name__}; it must be an object with model and "
-                             "messages", None, "invalid_json")
+        body = json_of(given)
+    except ValueError as error:
+        raise ChatError(400, str(error), None, "invalid_json") from None
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) > limits.messages:
         raise ChatError(400, f"messages has {len(messages)} entries; at most {limits.messages} are taken: send fewer, "

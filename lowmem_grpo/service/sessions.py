@@ -3,6 +3,7 @@
 import secrets
 import threading
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -106,6 +107,11 @@ class Session:
 
     async def __aexit__(self, *raised: object) -> None:
         self.close()
+
+
+# What the task of a rollout carries with it, so that calls in this process are known to be its own
+SESSION: ContextVar[str] = ContextVar("lowmem_grpo_session", default="")  # its name; its turns belong together
+RECORDER: ContextVar[Session | None] = ContextVar("lowmem_grpo_recorder", default=None)
 
 
 class Sessions:

@@ -16,6 +16,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.named import find
@@ -110,6 +111,7 @@ class Brought:
         if len(devices) > 1:
             raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "
                              "device_map={'': 0}")
+        use_card(str(model.device))
         name = str(model.config._name_or_path)
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         keep_layout(model)

@@ -5,13 +5,13 @@
 
 import json
 import logging
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import hub
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
@@ -61,7 +61,7 @@ class NotHereError(AttributeError, UnsupportedError):
 class Processes:
     """What people ask of `trainer.accelerator`."""
 
-    def __init__(self, device: Any, ranks: Ranks) -> None:
+    def __init__(self, device: Any, ranks: Any) -> None:
         self.device, self.ranks = device, ranks
         self.num_processes, self.process_index = ranks.count, ranks.rank
         self.local_process_index = ranks.place.local
@@ -96,7 +96,7 @@ class Familiar:
     callbacks: Callbacks
     saver: Saver
     run_dir: Path
-    ranks: Ranks
+    ranks: Any  # the processes of the run, as train/distributed.py has them
     given_rows: Any  # as they were passed
     given_eval_rows: Any
 
@@ -117,10 +117,12 @@ class Familiar:
 
     # Its parts.
 
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer."""
-        return self.tokenizer
+    processing_class = property(attrgetter("tokenizer"))
+    model_wrapped = property(attrgetter("model"))  # nothing is wrapped around it
+    optimizer = property(attrgetter("learner.optimizer"))
+    lr_scheduler = property(attrgetter("learner.scheduler"))
+    callback_handler = property(attrgetter("callbacks"))
+    eval_dataset = property(attrgetter("given_eval_rows"))  # evaluate(eval_dataset=...) takes others
 
     @property
     def train_dataset(self) -> Any:
@@ -132,34 +134,9 @@ class Familiar:
         raise UnsupportedError("train_dataset cannot be changed; make a new trainer with the other rows")
 
     @property
-    def eval_dataset(self) -> Any:
-        """The rows of the evaluation as they were passed; evaluate(eval_dataset=...) takes others."""
-        return self.given_eval_rows
-
-    @property
-    def model_wrapped(self) -> Any:
-        """The model: nothing is wrapped around it."""
-        return self.model
-
-    @property
     def accelerator(self) -> Processes:
         """What can be asked of the run's processes."""
         return Processes(self.learner.policy.device, self.ranks)
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer of the adapter."""
-        return self.learner.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Its schedule."""
-        return self.learner.scheduler
-
-    @property
-    def callback_handler(self) -> Callbacks:
-        """The listeners."""
-        return self.callbacks
 
     @property
     def hub_model_id(self) -> str:
@@ -168,11 +145,11 @@ class Familiar:
 
     def is_world_process_zero(self) -> bool:
         """Whether this process leads."""
-        return self.ranks.leads
+        return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
-        return not self.ranks.place.local
+        return self.state.is_local_process_zero
 
     def get_learning_rates(self) -> list[float]:
         """Of each group of the optimizer."""
@@ -196,9 +173,7 @@ class Familiar:
         """Remove and return a listener, given as it is or by its class; None where there is none."""
         return self.callbacks.pop(callback)
 
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a listener, given as it is or by its class."""
-        self.callbacks.pop(callback)
+    remove_callback = pop_callback
 
     # Saving.
 
@@ -278,8 +253,7 @@ class Familiar:
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write them to output_dir/SPLIT_results.json, and add them to all_results.json unless `combined` is False."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(self.run_dir / f"{split}_results.json", json.dumps(metrics, indent=4, sort_keys=True, default=str))
-        if combined:
-            path = self.run_dir / "all_results.json"
-            known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-            replace_text(path, json.dumps(known | metrics, indent=4, sort_keys=True, default=str))
+        path = self.run_dir / "all_results.json"
+        known = json.loads(path.read_text("utf-8")) if combined and path.is_file() else {}
+        for name, content in ((f"{split}_results.json", metrics), (path.name, known | metrics))[: 1 + combined]:
+            replace_text(self.run_dir / name, json.dumps(content, indent=4, sort_keys=True, default=str))

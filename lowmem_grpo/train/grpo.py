@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.overlap import PARALLEL
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of
@@ -19,20 +20,18 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.preflight.how_long import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rollout.collector import Collector
-from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
-from lowmem_grpo.train.ahead import Ahead, check_ahead
-from lowmem_grpo.train.begun import Begun
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
+from lowmem_grpo.train.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.train.parameters import either, taken_in
 from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
+from lowmem_grpo.train.shared_rollout import collector_of, evaluation_of
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class GRPOTrainer(Trainer):
         longest, context = self.lengths(model.loaded.max_seq_length)
         if config.kl_reference == "start" and (config.beta or not self.takes_prompts):  # steps may have a beta then
             self.policy.keep_reference()
-        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", first)
+        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
         encoder = players.encoder(encoder)
@@ -86,9 +85,8 @@ class GRPOTrainer(Trainer):
             raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                              "found again after a resume; leave it out, or pass a datasets.Dataset")
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
-        self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder)
-        self.sampler.player = self.player = players.player(self, context)
-        self.ahead = self.collector.ahead = self.trains_ahead(peaks.plan)
+        self.player = players.player(self, context)
+        self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder, peaks.plan)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
         self.write(callbacks, alarms, self.collector.replay, config.log_completions)
         if note := config.rounding():
@@ -104,7 +102,7 @@ class GRPOTrainer(Trainer):
 
     def first_engine(self, given: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
-        prompts = len(self.ranks.share(self.args.prompts_per_generation)) or 1
+        prompts = len(self.ranks.place.share(self.args.prompts_per_generation)) or 1
         self.model.loaded.keeper.expect(prompts * self.args.num_generations)
         engine = given or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
@@ -113,11 +111,13 @@ class GRPOTrainer(Trainer):
             )
         return engine
 
-    def sample_with(self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder) -> None:
+    def sample_with(
+        self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder, plan: MemoryPlan | None
+    ) -> None:
         """Make what this trainer samples and scores with; `given` says that the engine is the caller's own."""
         config = self.args
         self.sampler = Sampler(
-            self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given
+            self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given, self.player
         )
         self.scoring = Scoring(self.scorer, config, self.state, self.clock, config)
         self.parity = ParityGate(
@@ -126,24 +126,20 @@ class GRPOTrainer(Trainer):
             clock=self.clock, cache_dtype=getattr(first, "cache_dtype", AUTO),
             correction=config.vllm_importance_sampling_correction,
         )
-        self.evaluation = Evaluation(
-            self.evaluation_rows(eval_dataset), config.eval_strategy,
+        self.evaluation = evaluation_of(
+            self.ranks, self.evaluation_rows(eval_dataset), config.eval_strategy,
             config.sampling(config.seed, n=config.num_generations_eval or 1),
-            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring, self.ranks,
+            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
         )
-        self.collector = Collector(
-            config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity,
-            self.ranks,
+        self.overlap: OverlappedTraining | None = None
+        if mode := config.train_while_sampling:
+            check_overlap(mode, self.policy, first, self.scorer, self.player is not None)
+            self.overlap = OverlappedTraining(self.learner, self.scoring, config.max_completion_length, plan,
+                                              mode == PARALLEL)
+        self.collector = collector_of(
+            self.ranks, config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring,
+            self.parity, self.overlap,
         )
-
-    def trains_ahead(self, plan: MemoryPlan | None) -> Ahead | None:
-        """What trains complete groups while others are sampled, if the settings ask for it."""
-        mode = self.args.train_while_sampling
-        if not mode:
-            return None
-        check_ahead(mode, self.policy, self.engine, self.scorer, self.player is not None)
-        longest = self.args.max_completion_length
-        return Ahead(self.learner, self.scoring, self.state, self.clock, longest, plan, mode == PARALLEL)
 
     @property
     def engine(self) -> Engine:
@@ -182,26 +178,18 @@ class GRPOTrainer(Trainer):
         """
         if self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted([rollout for group in groups for rollout in group.rollouts])
-        with self.clock.phase("train"):
-            if self.ahead is not None and (begun := self.ahead.settle(groups)) is not None:
-                return self.update_rest(groups, begun)
+        overlap = self.overlap
+        with self.clock.phase("train"), nullcontext() if overlap is None else overlap.gradient(groups) as partial:
             parts = self.parts(groups)
             order = (parts * self.args.num_iterations)[:at_most]
-            self.learner.prepare(groups, len(order), self.state.policy_version)
+            rest = groups if partial is None else [group for group in groups if not partial.holds(group)]
+            self.learner.prepare(rest, len(order), self.state.policy_version)
             # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
             shared = LOSS_TYPES[self.args.loss_type].counts_generation
             tokens = self.learner.num_tokens(groups) / len(parts) if shared else None
-            steps = [self.learner.forward_backward(part, tokens) | self.optim_step() for part in order]
-        early = {} if self.ahead is None else self.ahead.metrics(None, groups)
+            steps = [self.learner.forward_backward(part, tokens, partial) | self.optim_step() for part in order]
+        early = {} if overlap is None else overlap.metrics(partial, groups)
         return mean_of(steps) | self.learner.guard.over(steps) | early
-
-    def update_rest(self, groups: list[RolloutGroup], begun: Begun) -> dict[str, float]:
-        """The rest of an update, of one optimizer step, some of whose groups were trained while others were sampled."""
-        assert self.ahead is not None
-        rest = [group for group in groups if not begun.holds(group)]
-        self.learner.prepare(rest, 1, self.state.policy_version)
-        step = self.learner.forward_backward(groups, begun=begun) | self.optim_step()
-        return step | self.learner.guard.over([step]) | self.ahead.metrics(begun, groups)
 
     def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         """The groups of each optimizer step that one generation is used for."""

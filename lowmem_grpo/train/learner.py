@@ -20,13 +20,12 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.train.begun import Begun
+from lowmem_grpo.train.distributed import Ranks
 from lowmem_grpo.train.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.train.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
-from lowmem_grpo.train.sums import Sums
+from lowmem_grpo.train.sums import PartialGradient, Sums
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
@@ -152,18 +151,18 @@ class Learner:
         return StepTotals(sequences, tokens, sum(map(policy_tokens, counted)))
 
     def forward_backward(
-        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: Begun | None = None
+        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
     ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens.
 
         Tokens (unless their number is given) and sequences are counted over all `groups`. So the gradient depends
         neither on the split into micro-batches nor on whether rollouts without gradient were left out. The gradient of
-        what was `begun` is there already.
+        what `begun` holds is there already.
         """
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
-        totals, begun = self.totals(groups, num_tokens), begun or Begun.nothing(self.policy.device)
-        begun.divide_by(totals, self.objective, self.policy.trainable)
-        left = [group for group in self.mine(trained) if not begun.holds(group)]
+        totals, left = self.totals(groups, num_tokens), self.mine(trained)
+        if begun is not None:
+            left = [group for group in left if not begun.holds(group)]
         before = self.objective.state()
         gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
 
@@ -177,7 +176,7 @@ class Learner:
                 random.take()
 
         def work(batches: Iterator[MicroBatch]) -> Sums:
-            return self.accumulate(batches, totals, begun.sums)
+            return self.accumulate(batches, totals, None if begun is None else begun.sums)
 
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
         sums = Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(members(trained))),

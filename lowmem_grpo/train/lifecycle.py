@@ -11,11 +11,10 @@ import torch
 
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
-from lowmem_grpo.runs.facts import error_text, facts
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl
+from lowmem_grpo.runs.summary import error_text, facts
 from lowmem_grpo.train.familiar import Familiar
 from lowmem_grpo.views.report import write_report
 
@@ -32,7 +31,6 @@ class Lifecycle(Familiar):
     records: RunRecords
     control: TrainerControl
     interrupt: Interrupt
-    ranks: Ranks
     told: dict[str, Any]  # what the trainer's caller knows of the run, for the summary however the run ends
     began = ""  # when this trainer began the run in its folder
     stops = False  # whether all ranks have agreed to stop
@@ -55,7 +53,7 @@ class Lifecycle(Familiar):
             logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
                            "a new run, make a new trainer)", self.run_dir)
             resume = True
-        found = bool(resume) and self.saver.resume(resume or False)
+        found = bool(resume) and self.resumed(resume or False)
         if not found and self.began:
             self.saver.begin_again()
             logger.warning("a new run begins, with the weights as the run before has left them")
@@ -69,6 +67,13 @@ class Lifecycle(Familiar):
         self.began = str(known.get("began") if resume and known.get("began") else datetime.now().astimezone())
         self.began_here = True
         self.records.summary(self.describe("running") | {"began": self.began, "error": None})
+
+    def resumed(self, wanted: bool | str) -> bool:
+        """Whether the run goes on from a checkpoint; the first process finds it, and the others read the same one."""
+        folder = self.ranks.first("the checkpoint", lambda: self.saver.resume(wanted))
+        if folder is not None and not self.records.writes:
+            self.saver.load(folder)
+        return folder is not None
 
     def found(self) -> tuple[dict[str, Any], bool]:
         """What the folder's summary knows, and whether it is of this trainer's own run, which can go on."""
@@ -114,7 +119,7 @@ class Lifecycle(Familiar):
         self.ranks.meet("the last checkpoint")  # it is written; another rank may read it
         if self.args.load_best_model_at_end and self.saver.load_best():
             self.weights_changed()
-        if self.ranks.leads:
+        if self.records.writes:
             save_adapter(self.run_dir / FINAL, self.model.save_lora)
             self.finish(self.describe(status))
             if self.args.push_to_hub and not self.interrupt.requested:
@@ -123,8 +128,8 @@ class Lifecycle(Familiar):
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Add to summary.json and write the report anew. A report that cannot be written does not fail a run. Of
-        several ranks the first one does so."""
-        if not self.ranks.leads:
+        several processes the first one does so."""
+        if not self.records.writes:
             return
         self.records.summary(summary)
         try:
@@ -149,7 +154,7 @@ class Lifecycle(Familiar):
         try:
             yield
         except BaseException as error:
-            if self.began_here and self.ranks.leads:
+            if self.began_here and self.records.writes:
                 try:
                     self.finish(self.describe("failed") | {"error": error_text(error)})
                 except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell

@@ -24,9 +24,7 @@ from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import enable_checkpointing
-from lowmem_grpo.parallel.meeting import RankError
-from lowmem_grpo.parallel.ranks import ranks
-from lowmem_grpo.preflight.before_run import before_training, preflight
+from lowmem_grpo.preflight.checks import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.replay import ReplayBuffer
@@ -36,13 +34,13 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
-from lowmem_grpo.runs.outcome import TrainOutput, outcome
 from lowmem_grpo.runs.records import NoRecords, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
+from lowmem_grpo.runs.summary import TrainOutput, outcome
 from lowmem_grpo.train.brought_model import Brought, check_vocabulary, tokenizer_of
+from lowmem_grpo.train.distributed import RankError, check_ranks_agree, check_settings, ranks
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.lifecycle import Lifecycle
-from lowmem_grpo.train.likeness import check_alike, check_settings
 from lowmem_grpo.train.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.train.optim import own_or_made
 from lowmem_grpo.train.saver import Saver
@@ -117,7 +115,7 @@ class Trainer(Lifecycle):
         self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
         self.saver = Saver(
             self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
-            self.scorer.names if self.scorer else [], self.ranks,
+            self.scorer.names if self.scorer else [],
         )
         self.notify("on_init_end")
 
@@ -183,6 +181,11 @@ class Trainer(Lifecycle):
         """What would stop or spoil a run, errors first. Nothing is sampled, called or written."""
         return preflight(self)
 
+    def check_before(self) -> None:
+        """See that all processes of the run agree, and then what preflight finds; PreflightError for an error."""
+        check_ranks_agree(self)
+        self.ranks.first("preflight", partial(before_training, self))
+
     # The visible loop.
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -195,8 +198,7 @@ class Trainer(Lifecycle):
         calls this; RankError where another one has failed.
         """
         with self.ranks.together():
-            check_alike(self)
-            self.ranks.first("preflight", partial(before_training, self))
+            self.check_before()
             with self.running(resume_from_checkpoint):
                 began, started = self.state.global_step, time.monotonic()
                 with self.training():
@@ -210,7 +212,7 @@ class Trainer(Lifecycle):
     @contextmanager
     def running(self, resume: bool | str | None) -> Iterator[None]:
         """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
-        with owned(self.run_dir) if self.ranks.leads else nullcontext(), self.failure_recorded():
+        with owned(self.run_dir) if self.records.writes else nullcontext(), self.failure_recorded():
             self.begin(resume)
             self.notify("on_train_begin")
             self.notify("on_epoch_begin")

@@ -26,7 +26,6 @@ from lowmem_grpo.offload.host_room import (
     host_bytes_needed,
     on_wsl,
 )
-from lowmem_grpo.parallel.ranks import ranks
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.units import size_text
 
@@ -50,7 +49,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         host_embedding=bool(on_host(base)),
         head_groups=1 if getattr(base.config.get_text_config(), "attention_dropout", 0.0) else None,
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
-        completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(), ranks=ranks().count,
+        completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
 
 
@@ -59,28 +58,30 @@ def highest_rank(lora: dict[str, Any]) -> int:
     return max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0)
 
 
-def host_bytes_to_fill() -> int | None:
-    """Bytes of the host's memory that this process of a run may take; None if that is unknown."""
+def host_bytes_to_fill(processes: int = 1) -> int | None:
+    """Return the bytes of the host's memory that one of so many processes may take; None if that is unknown."""
     available = available_host_bytes()
-    return None if available is None else max(0, available - SPARE) // ranks().here
+    return None if available is None else max(0, available - SPARE) // processes
 
 
 def plan_memory(
-    model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, engine: Engine | None = None
+    model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
+    engine: Engine | None = None,
 ) -> tuple[RunMemory, PhasePeaks]:
     """A run's bounds, with the advice for when memory runs out, and its peaks. On a card the run's plan bounds
     micro-batches, in place of `per_device_train_batch_size`. MemoryError if the host has no room for layer inputs.
 
-    `length` names the setting that makes sequences shorter; `engine` is None for a trainer that does not sample.
+    `length` names the setting that makes sequences shorter, `ranks` are the run's processes; `engine` is None for a
+    trainer that does not sample.
     """
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
     memory = RunMemory(MemoryAdvice(helpful_settings(shorter, config.optim, model.loaded, four_bit, name)))
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {"ranks": ranks.count, "host_bytes": host_bytes_to_fill(ranks.here)}
     if engine is not None:
         memory.watch(engine)
-        own = {  # vLLM's
+        own |= {  # vLLM's
             "sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),
             "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
         }

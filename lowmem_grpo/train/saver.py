@@ -11,7 +11,6 @@ from peft import PeftModel
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
-from lowmem_grpo.parallel.ranks import Ranks
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError, MismatchError
@@ -29,25 +28,23 @@ class Saver:
     def __init__(
         self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
         state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
-        ranks: Ranks | None = None,
     ) -> None:
         """`replay` and `reward_names` are those of a run that samples."""
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
         self.replay = ReplayBuffer(0) if replay is None else replay
-        self.ranks = ranks or Ranks()
         self.random = RandomStates(learner.policy.device)
         self.mark()
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
 
     def save(self) -> Path:
-        """Write a checkpoint, then delete the oldest ones beyond `save_total_limit`, but never the best. Of several
-        ranks the first one does so."""
+        """Write a checkpoint, if this process writes, then delete the oldest ones beyond `save_total_limit`, but never
+        the best."""
         self.records.flush()
         folder = self.run_dir / f"checkpoint-{self.state.global_step}"
         self.note_best(folder)
-        if not self.ranks.leads:
+        if not self.records.writes:
             return folder
         folder = checkpoint.save_checkpoint(
             self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
@@ -120,17 +117,9 @@ class Saver:
         self.restore(first)
         self.state.log_history = []
 
-    def resume(self, wanted: bool | str) -> bool:
+    def resume(self, wanted: bool | str) -> Path | None:
         """Restore from a folder, or (True) from the newest good checkpoint; broken newer ones are named and passed
-        over. Returns False if there is none yet, and raises CheckpointError if all are broken. Of several ranks the
-        first one looks, and the others read what it has found."""
-        folder = self.ranks.first("the checkpoint", lambda: self.restored(wanted))
-        if folder is not None and not self.ranks.leads:
-            self.load(folder)
-        return folder is not None
-
-    def restored(self, wanted: bool | str) -> Path | None:
-        """The folder that everything was restored from."""
+        over. Returns where from, None if there is no checkpoint yet, and raises CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
         newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]

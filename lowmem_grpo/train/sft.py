@@ -72,7 +72,7 @@ class SFTTrainer(Trainer):
         rows, self.encoder = self.shapes.read(train_dataset)
         source = source_of(rows, self.encoder, config.seed, config.shuffle_dataset)
         self.eval_groups = self.encode_all(eval_dataset)
-        memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length")
+        memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length", self.ranks)
         self.learn(source, SFTObjective(), memory, peaks)
         self.write(callbacks)
 

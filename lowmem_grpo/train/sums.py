@@ -1,14 +1,16 @@
-"""What the micro-batches of an optimizer step add up to, beside the gradient."""
+"""What the micro-batches of an optimizer step add up to, beside the gradient; and the part that was trained early."""
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowmem_grpo.losses.objective import Objective, Reducer
+from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
 from lowmem_grpo.train.nonfinite import Flags
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class Sums:
@@ -66,3 +68,43 @@ class Sums:
         """The metrics of the whole step, with its losses and the number of micro-batches."""
         losses = {name: total.item() for name, total in self.totals.items()}
         return objective.measured(self.reducer) | losses | {"micro_batches": float(self.count)}
+
+
+@dataclass
+class PartialGradient:
+    """The part of a step's gradient that was trained early, and under which conditions. The loss was divided by
+    `totals`, some of which were guessed, because nobody knows how many tokens a step has before all are sampled."""
+
+    totals: StepTotals
+    sums: Sums
+    conditions: tuple[Any, ...]  # the objective's own
+    groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` them, by the id of their first rollout
+
+    @property
+    def rollouts(self) -> set[int]:
+        """The ids of all rollouts of the groups."""
+        return {each for facts in self.groups.values() for each, *_ in facts}
+
+    def holds(self, group: RolloutGroup) -> bool:
+        """Whether the group was trained early. Of a group only the rollouts with gradient may be given."""
+        return any(id(rollout) in self.rollouts for rollout in group.rollouts)
+
+    def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
+        """Whether what is known now, with all groups sampled, is what the groups were trained with."""
+        now = {id(group.rollouts[0]): facts_of(group) for group in groups}
+        return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
+
+    @torch.no_grad()
+    def divide_by(self, totals: StepTotals, objective: Objective, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide the loss and the gradient by the totals of the whole step, in which both are linear."""
+        factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
+        if factor != 1.0:
+            self.sums.scale(factor)
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                gradient.mul_(factor)
+
+
+def facts_of(group: RolloutGroup) -> list[Any]:
+    """Return what a group's gradient depends on beside tokens, of each rollout; it begins with the rollout's id."""
+    return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
+            for rollout in group.rollouts]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -22,11 +21,9 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.preflight.before_run import before_training
 from lowmem_grpo.preflight.subject import Turns
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.train.grpo import GRPOTrainer
-from lowmem_grpo.train.likeness import check_alike
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.views.live import LiveView, shown
 
@@ -112,8 +109,7 @@ class TrajectoryTrainer(GRPOTrainer):
         error left the block.
         """
         with self.ranks.together():
-            check_alike(self)
-            self.ranks.first("preflight", partial(before_training, self))
+            self.check_before()
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
             found = kept if resume is None else resume
             with super().running(found):

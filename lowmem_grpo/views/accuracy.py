@@ -20,7 +20,7 @@ class Measured:
 
 
 def measured(summary: Record, key: str, step: int) -> Measured | None:
-    """The accuracy under `key` of a summary; None where it was not measured."""
+    """Return the accuracy under `key` of a summary; None where it was not measured."""
     if (share := summary.get(key)) is None:
         return None
     problems = summary.get("eval_problems")
@@ -28,12 +28,12 @@ def measured(summary: Record, key: str, step: int) -> Measured | None:
 
 
 def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]:
-    """The accuracies before and after training."""
+    """Return the accuracies before and after training."""
     return measured(summary, "accuracy_before", 0), measured(summary, "accuracy_after", summary.get("steps") or 0)
 
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
-    """The share of right answers: of what was sampled for training, and of held-out problems before and after.
+    """Return the share of right answers: of what was sampled for training, and of held-out problems before and after.
 
     Right is what the function that the summary names pays more than 0 for, or than `right_above` of the summary.
     Without such a name, each function that paid nothing but 0 or 1 has a line.
@@ -41,32 +41,32 @@ def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
     sampled = [line for line in completions if "replayed_from" not in line]
     lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
              for name in deciding(sampled, summary)]
-    found = [each for each in before_and_after(summary) if each is not None]
-    dots = Line("held-out problems, with 95% interval", [(each.step, each.share) for each in found],
-                [each.interval for each in found if each.interval is not None], dots=True)
+    tests = [test for test in before_and_after(summary) if test is not None]
+    dots = Line("held-out problems, with 95% interval", [(test.step, test.share) for test in tests],
+                [test.interval for test in tests if test.interval is not None], dots=True)
     drawn = [line for line in (*lines, dots) if line.points]
     return Chart("Accuracy", "answers that are right", "share of answers", share=True,
                  lines=[*drawn, *levels(summary, drawn)])
 
 
 def levels(summary: Record, lines: list[Line]) -> list[Line]:
-    """The baselines at all steps of these lines, such as the shares that random and perfect play get right."""
+    """Return the baselines at all steps of these lines, such as the shares that random and perfect play get right."""
     steps = sorted({step for line in lines for step, _ in line.points})
     return [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
             for name, share in baselines(summary).items() if steps]
 
 
 def baselines(summary: Record) -> dict[str, float]:
-    """What others get right, by their names: `baselines` of the summary, each a share or a record with a
+    """Return what others get right, by their names: `baselines` of the summary, each a share or a record with a
     `share`."""
-    given = summary.get("baselines")
-    found = given.items() if isinstance(given, dict) else ()
-    shares = {str(name): one.get("share") if isinstance(one, dict) else one for name, one in found}
+    held = summary.get("baselines")
+    shares = {str(name): value.get("share") if isinstance(value, dict) else value
+              for name, value in (held.items() if isinstance(held, dict) else ())}
     return {name: float(share) for name, share in shares.items() if isinstance(share, (int, float))}
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
-    """The reward functions that tell right from wrong."""
+    """Return the reward functions that tell right from wrong."""
     paid: dict[str, set[float]] = {}
     for line in completions:
         for name, value in (line.get("rewards") or {}).items():
@@ -77,12 +77,12 @@ def deciding(completions: list[Record], summary: Record) -> list[str]:
 
 
 def threshold(summary: Record) -> float:
-    """What is right earns more: half a point for a draw may be no win."""
+    """Return what a right answer earns more than: half a point for a draw may be no win."""
     return float(summary.get("right_above") or 0.0)
 
 
 def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
-    """(step, share) of the judged completions that a function pays more than `above` for."""
+    """Return (step, share) of the judged completions that a function pays more than `above` for."""
     steps: dict[int, list[bool]] = {}
     for line in completions:
         if (value := (line.get("rewards") or {}).get(name)) is not None:

@@ -1,7 +1,7 @@
 """What a model wrote, on a terminal: as text, with its verdict, and before and after training side by side."""
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -12,7 +12,8 @@ from rich.text import Text
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.trajectory import speaker
 from lowmem_grpo.views.palette import LINES, RIGHT, WRONG, sign
-from lowmem_grpo.views.trajectories import CONTEXT_SIGN, SAMPLED_SIGN
+
+SAMPLED_SIGN, CONTEXT_SIGN = "\u25cf", "\u25cb"  # a full circle and an empty one
 
 
 def plain(value: Any) -> Text:
@@ -58,18 +59,28 @@ def verdict(right: bool | None) -> Text:
     return Text.assemble((f"{sign(right)} {'right' if right else 'wrong'}\n", f"bold {RIGHT if right else WRONG}"))
 
 
-def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
-    """Answers before and after training, side by side, each with its problem."""
+def answers_table(
+    names: Sequence[str], rows: Iterable[tuple[str, Any, Sequence[tuple[str, bool | None]]]], longest: int = 10**6
+) -> Table:
+    """Return prompts with what was expected, if anything was, and beside each the (answer, right) of each model. Texts
+    are cut to about `longest` characters."""
     table = Table(box=SIMPLE, show_lines=True, expand=True)
-    for name in ("Problem", "Before", "After"):
+    for name in names:
         table.add_column(name, ratio=1, overflow="fold")
-    for sample in samples:
-        problem = plain(sample.get("prompt", ""))
-        if sample.get("answer") is not None:
-            problem = Text.assemble(problem, "\n\nexpected: ", plain(sample["answer"]))
-        answers = [verdict(sample.get(f"right_{when}")) + plain(sample.get(when, "")) for when in ("before", "after")]
-        table.add_row(problem, *answers)
-    console.print(table)
+    for prompt, expected, answers in rows:
+        asked = plain(shortened(prompt, longest))
+        if expected is not None:
+            asked = Text.assemble(asked, "\n\nexpected: ", plain(shortened(str(expected), longest)))
+        table.add_row(asked, *(verdict(right) + plain(shortened(text, longest)) for text, right in answers))
+    return table
+
+
+def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
+    """Print answers before and after training, side by side, each with its problem."""
+    rows = [(str(sample.get("prompt", "")), sample.get("answer"),
+             [(str(sample.get(when, "")), sample.get(f"right_{when}")) for when in ("before", "after")])
+            for sample in samples]
+    console.print(answers_table(("Problem", "Before", "After"), rows))
 
 
 def print_accuracy(

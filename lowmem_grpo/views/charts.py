@@ -1,4 +1,4 @@
-"""What a report draws of the steps of a run."""
+"""The charts of a run, and of several runs side by side."""
 
 import re
 from dataclasses import replace
@@ -72,17 +72,17 @@ FAMILIES = ("rewards/", "verdicts/", "episodes/")
 
 
 def is_drawn(name: str) -> bool:
-    """Whether a page about a run shows a metric."""
+    """Return whether a page about a run shows a metric."""
     return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
 
 
 def taught(summary: Record) -> bool:
-    """Whether the rows held the answers, so that nothing was sampled, rewarded or logged as a sample."""
+    """Return whether the rows held the answers, so that nothing was sampled, rewarded or logged as a sample."""
     return summary.get("method") == "sft"
 
 
 def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
-    """The charts that have data. `completions` and `summary` are for the accuracy."""
+    """Return the charts that have data. `completions` and `summary` are for the accuracy."""
     names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
     functions = Chart("Reward functions", "mean of each", "reward", {f"rewards/{name}/mean": name for name in names})
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
@@ -98,28 +98,28 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
 
 
 def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
-    """The metrics of a chart that were logged; evaluations as dots."""
+    """Return the metrics of a chart that were logged; evaluations as dots."""
     lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
              for key, name in chart.metrics.items()]
     return [line for line in lines if line.points]
 
 
 def endings_chart(rows: list[Record]) -> Chart:
-    """Which share of the episodes of a step ended for which reason, of those that occurred."""
+    """Return which share of the episodes of a step ended for which reason, of the reasons that occurred."""
     played = [row for row in rows if any(f"episodes/{name}" in row for name in ENDINGS)]
-    found = [name for name in ENDINGS if any(row.get(f"episodes/{name}") for row in played)]
-    lines = [Line(name, [(row["step"], row.get(f"episodes/{name}") or 0.0) for row in played]) for name in found]
+    lines = [Line(name, [(row["step"], row.get(f"episodes/{name}") or 0.0) for row in played]) for name in ENDINGS
+             if any(row.get(f"episodes/{name}") for row in played)]
     return Chart("Ends of episodes", "by reason", "share of episodes", share=True, stacked=True, smooth=False,
                  lines=lines)
 
 
 def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
-    """(step, value) of each step that logged the metric."""
+    """Return (step, value) of each step that logged the metric."""
     return [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
 
 
 def reward_chart(rows: list[Record]) -> Chart:
-    """The mean reward in its band, and the evaluations where there are any."""
+    """Return the mean reward in its band, and the evaluations where there are any."""
     banded = [row for row in rows if row.get("reward") is not None]
     spread = [row.get("reward_std") or 0.0 for row in banded]
     edges = [(row["reward"] - std, row["reward"] + std) for row, std in zip(banded, spread, strict=True)]
@@ -127,3 +127,26 @@ def reward_chart(rows: list[Record]) -> Chart:
              Line("evaluation", points(rows, "eval_reward") or points(rows, "val/reward"), dots=True)]
     note = "mean; band: one standard deviation on each side" if any(spread) else "mean"
     return Chart("Reward", note, "reward", lines=[line for line in lines if line.points])
+
+
+def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
+    """Return the charts that any of some runs has, in the order of the first that has it: of each run its first line,
+    under the run's name. Evaluations and bands are left out, and so are charts of shares on top of each other."""
+    titles = dict.fromkeys(chart.title for charts in runs.values() for chart in charts if not chart.stacked)
+    compared = [side_by_side(title, runs) for title in titles]
+    return [chart for chart in compared if chart.lines]
+
+
+def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
+    """Return one chart of several runs. Each run keeps its place among the lines, and with it its colour."""
+    of_runs = {name: next((chart for chart in charts if chart.title == title), None) for name, charts in runs.items()}
+    lines = [Line(name, main_line(chart).points if chart else []) for name, chart in of_runs.items()]
+    first = next(chart for chart in of_runs.values() if chart is not None)
+    compared = main_line(first).name
+    note = first.note if compared in ("", "train") else ", ".join(filter(None, (compared, first.note)))
+    return replace(first, note=note, metrics={}, lines=lines)
+
+
+def main_line(chart: Chart) -> Line:
+    """Return what a chart is about: its first curve, or where it has none its first line."""
+    return next((line for line in chart.lines if not (line.dots or line.level)), chart.lines[0])

@@ -1,9 +1,13 @@
-"""The console that our views write to. Text that the terminal's encoding lacks is shown as `?`, and ends no run."""
+"""What our views write to: a terminal or a notebook's cell. Text that the terminal's encoding lacks is shown as `?`,
+and ends no run."""
 
+import io
 import sys
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+
+IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"
 
 
 class AnyText:
@@ -27,3 +31,29 @@ def any_console(**options: Any) -> Console:
     """Return a console of rich over standard output."""
     file: Any = AnyText()
     return Console(file=file, **options)
+
+
+class Cell:
+    """One output that is drawn again, as a terminal's panel is."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.handle: Any = None
+
+    def start(self) -> None:
+        """Nothing is shown before the first panel."""
+
+    def update(self, panel: RenderableType, refresh: bool = True) -> None:
+        """Show the panel in place of the last one."""
+        from IPython.display import HTML, display
+
+        recorded = Console(record=True, width=self.width, file=io.StringIO(), force_jupyter=False)
+        recorded.print(panel)
+        page = HTML(recorded.export_html(inline_styles=True, code_format=IN_A_CELL))
+        if self.handle is None:
+            self.handle = display(page, display_id=True)
+        else:
+            self.handle.update(page)
+
+    def stop(self) -> None:
+        """The last panel stays."""

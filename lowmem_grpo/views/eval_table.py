@@ -8,7 +8,7 @@ from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import changed_first
 from lowmem_grpo.runs.records import prompt_text
-from lowmem_grpo.views.answers import plain, shortened, verdict
+from lowmem_grpo.views.answers import answers_table
 from lowmem_grpo.views.console import any_console
 
 MODELS = ("base", "adapter")
@@ -30,7 +30,10 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
     if "difference" in result:
         console.print(Text(change_text(result)), soft_wrap=True)
     if shown:
-        console.print(samples_table(first_shown(result["rows"], named, shown), named))
+        rows = [(prompt_text(row["prompt"]), row.get("answer"),
+                 [(row[name][0]["text"], row[name][0]["right"]) for name in named])
+                for row in first_shown(result["rows"], named, shown)]
+        console.print(answers_table(("prompt", *named), rows, LONGEST))
 
 
 def title(result: dict[str, Any], note: str) -> str:
@@ -78,28 +81,9 @@ def change_text(result: dict[str, Any]) -> str:
             f"{change['better']} better, {change['worse']} worse, {change['same']} the same")
 
 
-def samples_table(rows: list[dict[str, Any]], named: list[str]) -> Table:
-    """The first answer of each model to each prompt."""
-    table = Table(box=SIMPLE, show_lines=True, expand=True)
-    for name in ("prompt", *named):
-        table.add_column(name, ratio=1, overflow="fold")
-    for row in rows:
-        asked = shown_text(prompt_text(row["prompt"]))
-        if row.get("answer") is not None:
-            asked = Text.assemble(asked, "\n\nexpected: ", shown_text(str(row["answer"])))
-        answers = [row[name][0] for name in named]
-        table.add_row(asked, *(verdict(each["right"]) + shown_text(each["text"]) for each in answers))
-    return table
-
-
 def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> list[dict[str, Any]]:
     """The first rows; of two models, those first whose answer changed between wrong and right."""
     if len(named) < 2:
         return rows[:shown]
     pairs = [(row[named[0]][0]["right"], row[named[1]][0]["right"]) for row in rows]
     return [rows[place] for place in changed_first(pairs, shown)]
-
-
-def shown_text(text: str) -> Text:
-    """Text of a model or a person as a cell of the table."""
-    return plain(shortened(text, LONGEST))

@@ -29,11 +29,12 @@ MEMORY = {
 
 
 def css() -> str:
-    """The colours as variables of a style sheet. Paper is light, whatever the screen is."""
+    """Return the colours as variables of a style sheet. Paper is light, whatever the screen is: a page that is printed
+    has the class of its name."""
     light, dark = (";".join(f"--{name}:{pair[place]}" for name, pair in PAGE.items()) for place in (0, 1))
-    return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+    return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root:not(.paper){{{dark}}}}}\n"
 
 
 def sign(right: bool) -> str:
-    """The sign of a verdict."""
+    """Return the sign of a verdict."""
     return RIGHT_SIGN if right else WRONG_SIGN

@@ -1,138 +1,98 @@
-"""Pictures for a notebook: a run's curves, accuracies with their intervals, answers side by side, the memory bar.
+"""Pictures for a notebook: a run's curves, accuracies with their intervals, answers side by side, bars of memory.
 
-Figures are plotly's: `.show()` draws them, in Colab and Kaggle too. What a model wrote reaches a page only as escaped
-text.
+Curves are the page's own, in a frame of which no script reaches the notebook. What a model wrote gets into a page as
+escaped text only.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from plotly.graph_objects import Bar, Figure
-from plotly.subplots import make_subplots
-
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.units import GIB
-from lowmem_grpo.views.chart import Chart, Line, smoothed, widest_window
+from lowmem_grpo.views.chart import Chart, Line, how_smoothed
 from lowmem_grpo.views.charts import figures
+from lowmem_grpo.views.page_file import one_file
 from lowmem_grpo.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
-from lowmem_grpo.views.report import completions_of_run, rows_of_run, summary_of_run
-from lowmem_grpo.views.svg import MARKED
+from lowmem_grpo.views.report import MOST_POINTS, completions_of_run, rows_of_run, summary_of_run
 
-COLUMNS = 2  # of charts beside each other
-CHART_HEIGHT, BAR_HEIGHT, LEGEND_LINE = 220, 46, 20  # pixels
-CHART_GAP, FRAME = 100, 110  # pixels between charts, and of a figure's title and axis
+COLUMNS, ROW, NOTE = 2, 322, 40  # of charts beside each other, and pixels of a row and of what is said above
 PHASES = ("train", "rollout")
 TABLE = "border-collapse:collapse;display:block;overflow-x:auto"
 CELL = "padding:6px 10px;border:1px solid #8888;vertical-align:top;text-align:left;white-space:pre-wrap"
+GRID = "display:grid;grid-template-columns:max-content max-content minmax(0,1fr);gap:4px 12px;max-width:900px"
+BAR = "position:relative;display:flex;height:20px;align-self:center"
 
 
-def curves(run_dir: str | Path, *titles: str) -> Figure:
-    """The curves of a run's report over its steps: those with these titles, or all of them.
+@dataclass(frozen=True)
+class Picture:
+    """HTML that a notebook shows, when it is the last value of a cell or by `show()`."""
+
+    title: str
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return f"a picture for a notebook: {self.title}"
+
+    def show(self) -> None:
+        """Show it in a cell, before the cell ends."""
+        from IPython.display import display
+
+        display(self)
+
+
+def curves(run_dir: str | Path, *titles: str) -> Picture:
+    """Draw the curves of a run's report over its steps: those with these titles, or all of them.
 
     It also works while the run goes on. FileNotFoundError if the folder holds no metrics.jsonl; ValueError for an
     unknown title, with the titles that this run has.
     """
     folder = Path(run_dir)
-    charts = figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))
-    found = {chart.title: chart for chart in charts}
-    if unknown := [title for title in titles if title not in found]:
-        raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(found) or 'none yet'}")
-    return drawn([found[title] for title in titles or found])
+    charts = {chart.title: chart for chart in
+              figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))}
+    if unknown := [title for title in titles if title not in charts]:
+        raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(charts) or 'none yet'}")
+    return framed(folder.resolve().name, [charts[title] for title in titles or charts])
 
 
-def drawn(charts: list[Chart]) -> Figure:
-    """The charts, two in a row, each with what its lines mean in its title."""
-    rows, columns = max(1, math.ceil(len(charts) / COLUMNS)), min(COLUMNS, max(1, len(charts)))
-    height = CHART_HEIGHT * rows + CHART_GAP * (rows - 1)
-    figure = make_subplots(
-        rows, columns, subplot_titles=[heading(chart) for chart in charts], vertical_spacing=CHART_GAP / height,
-        horizontal_spacing=0.14,
-    )
-    for place, chart in enumerate(charts):
-        at = {"row": place // columns + 1, "col": place % columns + 1}
-        for trace in traces(chart):
-            figure.add_trace(trace, **at)
-        _, values = chart.axes()
-        ticks = {"tickvals": [value for value, _ in values.ticks], "ticktext": [label for _, label in values.ticks]}
-        figure.update_yaxes(title_text=chart.axis, range=[values.low, values.high], **ticks, **at)
-        wide = widest_window([chart])
-        bold = f" (bold: mean of {wide} steps)" if wide > 1 else ""
-        figure.update_xaxes(title_text=f"step{bold}", title_standoff=4, **at)
-    return figure.update_layout(height=FRAME + height, margin={"t": 60, "b": 50, "l": 60, "r": 20})
+def line(values: Sequence[float], title: str, axis: str = "") -> Picture:
+    """Draw values that are counted from 1 on, such as one of each step, as a curve."""
+    points = [(place, float(value)) for place, value in enumerate(values, start=1)]
+    return framed(title, [Chart(title, "", axis, {title: title}, lines=[Line(title, points)])])
 
 
-def traces(chart: Chart) -> list[dict[str, Any]]:
-    """A chart's lines for plotly, each in its colour: its band, then faint what was logged, then bold."""
-    found: list[dict[str, Any]] = []
-    for place, line in enumerate(chart.lines):
-        colour, bold = LINES[place % len(LINES)], smoothed(chart, line)
-        words = {"legendgroup": chart.title, "legendgrouptitle_text": chart.title} if len(chart.lines) > 1 else {}
-        found += band(bold, colour)
-        if bold is not line:
-            found.append({**trace(line, colour, 1), "opacity": 0.35, "showlegend": False, "hoverinfo": "skip"})
-        shown = trace(bold, colour, 0 if chart.stacked else 2) | {"showlegend": len(chart.lines) > 1} | words
-        found.append(shown | ({"stackgroup": "shares"} if chart.stacked else {}))
-    return found
+def framed(title: str, charts: list[Chart]) -> Picture:
+    """Return charts in a frame that lets them run no script but their own, and load nothing."""
+    page = one_file({"title": title, "framed": True, "charts": [chart.to_dict(MOST_POINTS) for chart in charts],
+                     "note": how_smoothed(charts)})
+    height = NOTE + ROW * max(1, -(-len(charts) // COLUMNS))
+    return Picture(title, f'<iframe sandbox="allow-scripts" srcdoc="{escape(page)}" title="{escape(title)}" '
+                          f'style="width:100%;height:{height}px;border:0"></iframe>')
 
 
-def trace(line: Line, colour: str, width: float) -> dict[str, Any]:
-    """One line in this colour, with a mark at each point where they are few."""
-    mode = "markers" if line.dots else "lines+markers" if len(line.points) < MARKED and not line.level else "lines"
-    around = {"error_y": errors([value for _, value in line.points], line.edges)} if line.dots and line.edges else {}
-    return {"type": "scatter", "name": line.name, "mode": mode,
-            "line": {"width": width, "color": colour, **({"dash": "dash"} if line.level else {})},
-            "marker": {"color": colour}, "x": [step for step, _ in line.points],
-            "y": [value for _, value in line.points], **around}
-
-
-def band(line: Line, colour: str) -> list[dict[str, Any]]:
-    """What lies between the edges of a curve."""
-    if line.dots or not line.edges:
-        return []
-    edge = {"type": "scatter", "x": [step for step, _ in line.points], "mode": "lines", "line": {"width": 0},
-            "hoverinfo": "skip", "showlegend": False}
-    lower, upper = ({**edge, "y": [pair[side] for pair in line.edges]} for side in (0, 1))
-    return [lower, {**upper, "fill": "tonexty", "fillcolor": f"{colour}29"}]  # 16% of the colour
-
-
-def errors(values: Sequence[float], intervals: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Intervals around values, as plotly wants them."""
-    return {"type": "data",
-            "array": [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)],
-            "arrayminus": [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]}
-
-
-def heading(chart: Chart) -> str:
-    """A chart's title, and its note in small letters."""
-    note = f"<br><sup>{escape(chart.note)}</sup>" if chart.note else ""
-    return f"{escape(chart.title)}{note}"
-
-
-def accuracies(found: Mapping[str, Answers]) -> Figure:
-    """A bar for each model's share of right answers, with its 95% interval; ValueError without any model."""
-    if not found:
+def accuracies(models: Mapping[str, Answers]) -> Picture:
+    """Draw a bar for each model's share of right answers, with its 95% interval; ValueError without any model."""
+    if not models:
         raise ValueError("no answers were given; accuracies({'before': ..., 'after': ...}) takes at least one")
-    measured = [accuracy_interval(answers.counts, len(answers.right[0])) for answers in found.values()]
-    shares = [share for share, _ in measured]
-    counts = [len(answers.right) for answers in found.values()]
-    bar = Bar(x=list(found), y=shares, error_y=errors(shares, [interval for _, interval in measured]),
-              text=[f"{share:.0%}" for share in shares], textposition="inside", insidetextanchor="start",
-              marker_color=list(LINES[: len(found)]))
-    return Figure(bar).update_layout(
-        title="right answers, with 95% intervals", height=340, width=420, margin={"t": 50, "b": 50},
-        xaxis_title=f"n = {' and '.join(map(str, dict.fromkeys(counts)))} problems",
-        yaxis={"range": [0, 1], "tickformat": ".0%", "title": "share of answers"},
-    )
+    rows = []
+    for name, answers in models.items():
+        share, (low, high) = accuracy_interval(answers.counts, len(answers.right[0]))
+        interval = f"<i style='position:absolute;left:{low:.2%};width:{high - low:.2%};top:9px;height:2px;" \
+                   "background:currentColor'></i>"
+        words = f"{share:.0%} of {len(answers.right)} problems ({low:.0%} to {high:.0%})"
+        rows.append(bar_row(name, words, part(share, LINES[0]) + interval))
+    return grid("right answers, with 95% intervals", rows)
 
 
-def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Figure:
-    """A bar for each plan, its components stacked, in GiB; `phase` is "train" or "rollout".
+def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
+    """Draw a bar for each plan, its components one behind the other, in GiB; `phase` is "train" or "rollout".
 
     ValueError for another phase, or without a plan.
     """
@@ -140,19 +100,42 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")
     if not plans:
         raise ValueError("no plans were given; memory_bars({'name': plan}) takes at least one")
-    sizes = {name: {row.name: getattr(row, phase) / GIB for row in plan.rows} for name, plan in plans.items()}
-    parts = [part for part in dict.fromkeys(part for held in sizes.values() for part in held)
-             if any(held.get(part) for held in sizes.values())]
-    figure = Figure([Bar(name=part, orientation="h", y=list(sizes), x=[held.get(part, 0.0) for held in sizes.values()],
-                         marker_color=MEMORY.get(part), hovertemplate="%{x:.2f} GiB") for part in parts])
-    for name, held in sizes.items():
-        figure.add_annotation(x=sum(held.values()), y=name, text=f"{sum(held.values()):.1f}", showarrow=False,
-                              xanchor="left", xshift=4)
-    return figure.update_layout(
-        barmode="stack", height=FRAME + max(BAR_HEIGHT * len(plans), LEGEND_LINE * len(parts)), title=title,
-        xaxis_title=f"GiB on the card, {'training' if phase == 'train' else 'sampling'}", yaxis_autorange="reversed",
-        yaxis_automargin=True, legend_traceorder="normal", margin={"t": 60, "b": 50},
-    )
+    sizes = {name: {row.name: size / GIB for row in plan.rows if (size := getattr(row, phase))}
+             for name, plan in plans.items()}
+    longest = max(sum(parts.values()) for parts in sizes.values())
+    rows = [bar_row(name, f"{sum(parts.values()):.1f}", "".join(
+        part(size / longest, MEMORY[component], f"{component}: {size:.2f} GiB") for component, size in parts.items()
+    )) for name, parts in sizes.items()]
+    legend = {component: MEMORY[component] for parts in sizes.values() for component in parts}
+    return grid(title or "memory", rows, f"GiB on the card, {'training' if phase == 'train' else 'sampling'}", legend)
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
+    """Draw a bar for each value of each group, with the value as `form` writes it; values of the same name have one
+    colour."""
+    longest = max((value for values in groups.values() for value in values.values()), default=0.0)
+    names = list(dict.fromkeys(name for values in groups.values() for name in values))
+    colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}
+    rows = [bar_row(f"{group}, {name}", form.format(value), part(value / (longest or 1.0), colours[name]))
+            for group, values in groups.items() for name, value in values.items()]
+    return grid(title, rows, legend=colours)
+
+
+def grid(title: str, rows: list[str], words: str = "", legend: Mapping[str, str] | None = None) -> Picture:
+    """Return bars below their title and what their colours mean."""
+    keys = " &nbsp; ".join(f"<nobr><b style='color:{colour}'>\u25a0</b> {escape(name)}</nobr>"
+                           for name, colour in (legend or {}).items())
+    return Picture(title, f"<p><b>{escape(title)}</b> {escape(words)}</p><p>{keys}</p>"
+                          f"<div style='{GRID}'>{''.join(rows)}</div>")
+
+
+def bar_row(label: str, words: str, parts: str) -> str:
+    return f"<span>{escape(label)}</span><span>{escape(words)}</span><div style='{BAR}'>{parts}</div>"
+
+
+def part(share: float, colour: str, words: str = "") -> str:
+    """Return a part of a bar, `share` of its row wide."""
+    return f"<span style='width:{share:.2%};background:{colour}' title='{escape(words)}'></span>"
 
 
 @dataclass(frozen=True)
@@ -178,22 +161,22 @@ class SampleTable:
         return "\n".join(lines)
 
 
-def samples(rows: list[dict[str, Any]], found: Mapping[str, Answers], shown: int = 4) -> SampleTable:
-    """The first answers of each model to `shown` prompts, those first whose answer changed between wrong and right from
-    the first model to the last; `rows` are those that they answered."""
+def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> SampleTable:
+    """Return the first answers of each model to `shown` prompts, those first whose answer changed between wrong and
+    right from the first model to the last; `rows` are those that they answered."""
     table = []
-    first, *_, last = [*found.values()] * 2
+    first, *_, last = [*models.values()] * 2
     pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]
-    for index in changed_first(pairs, shown) if len(found) > 1 else range(min(shown, len(rows))):
+    for index in changed_first(pairs, shown) if len(models) > 1 else range(min(shown, len(rows))):
         row = rows[index]
         label = "" if row.get("answer") is None else f"\n\nexpected: {row['answer']}"
-        answers = [(answers.texts[index][0], answers.right[index][0]) for answers in found.values()]
+        answers = [(answers.texts[index][0], answers.right[index][0]) for answers in models.values()]
         table.append((prompt_text(row["prompt"]) + label, answers))
-    return SampleTable(tuple(found), table)
+    return SampleTable(tuple(models), table)
 
 
 def judged(text: str, right: bool) -> str:
-    """An answer's cell: the verdict in its colour, and what was written."""
+    """Return an answer's cell: the verdict in its colour, and what was written."""
     colour, word = (RIGHT, "right") if right else (WRONG, "wrong")
     return f"<td style='{CELL}'><b style='color:{colour}'>{sign(right)} {word}</b>\n{escape(text)}</td>"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.parallel.place import this_place
+from lowmem_grpo.config.launcher import this_place
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -17,12 +17,12 @@ import pytest
 from agent_runs import agent, backend, groups
 from tables import every_row
 
-from bench.attacks.small_run import differences
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.rewards import judge_of
 from lowmem_grpo.runs.lock import RunInUseError
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.unsloth_names import UnsupportedError
+from tests.attacks.small_run import differences
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_names_of_checkpoints_answer_and_old_ones_are_deleted(model: Any, loop: 
         live, first, base = [await ask(name) for name in ("agent", "agent@0", "tiny-games")]
         assert await ask("agent@1") == live and first == base, "LoRA starts at zero"
         await model.log(metrics={"reward": 0.25}, step=0)
-        assert await model.backend().best_step(model) == 0
+        assert await model.backend().run(model).best_step("val/reward") == 0
         result = await model.train(played_again)
         assert (result.step, Path(result.checkpoint_path).name) == (2, "checkpoint-2")
         await model.delete_checkpoints()

@@ -16,7 +16,7 @@ QUESTION = {"role": "user", "content": "Hi"}
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
     backend = ScriptedBackend(tmp_path)
-    yield backend.client(None)
+    yield backend.client()
     backend.desk.close()
 
 

@@ -8,10 +8,10 @@ import pytest
 from scripted import Scripted
 from tables import every_row
 
-from bench.attacks.judge_server import by_length, in_turn, serving
 from lowmem_grpo import agents as art
 from lowmem_grpo import rewards
 from lowmem_grpo.agents.rewards import JudgeError, judge_of, ruler, ruler_score_group
+from tests.attacks.judge_server import by_length, in_turn, serving
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
 USER = {"role": "user", "content": "When is lunch?"}

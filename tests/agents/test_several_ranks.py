@@ -8,9 +8,9 @@ import pytest
 import torch
 from agent_runs import agent, backend, play
 
-from bench.attacks.ranked_run import Ranked
 from lowmem_grpo import agents as art
 from lowmem_grpo.runs.records import read_lines
+from tests.attacks.ranked_run import Ranked
 
 TASKS, MEMBERS = 3, 4
 ROUNDING = 5e-4  # float32, divided by Adam

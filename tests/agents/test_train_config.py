@@ -53,7 +53,7 @@ def test_options_become_settings(options: dict[str, Any], settings: dict[str, An
 
 
 @every_row(("options", "match"), [
-    ({"epsilon": 0.2}, "no lower bound"), ({"importance_sampling_level": "average"}, "'token' and 'sequence'"),
+    ({"epsilon": 0.2}, "no lower bound"), ({"importance_sampling_level": "average"}, "'token' or 'sequence'"),
     ({"max_negative_advantage_importance_sampling_weight": 2.0}, "epsilon_high"),
     ({"adam_params": object()}, "adam_beta1"), ({"mask_prob_ratio": True}, "token_mask"),
     ({"allow_training_without_logprobs": True}, "SFTTrainer"), ({"grad_accumulation_sequences": 2}, "fewer groups"),

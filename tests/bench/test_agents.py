@@ -1,12 +1,12 @@
 """The bench of public ART programs changes only what it says it changes, and its table tells what happened."""
 
+import ast
+
 import pytest
 from tables import every_row
 
-from bench.agents.bench import RESULTS
-from bench.agents.rules import rewritten
-from bench.agents.section import agents_table
-from bench.common.rows import read_rows
+from bench.agents import ProgramChanges, agents_table
+from bench.common.rows import RESULTS, read_rows
 
 
 @every_row(("before", "after", "kind"), [
@@ -20,18 +20,21 @@ from bench.common.rows import read_rows
     ("for i in range(await model.get_step(), 1_000): pass", "for i in range(await model.get_step(), 2): pass", "steps"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
-    assert rewritten(before, "small") == (after, {kind: 1})
+    changes = ProgramChanges("small")
+    assert ast.unparse(ast.parse(changes.rewrite(before))) == ast.unparse(ast.parse(after))
+    assert changes.counts == {kind: 1}
 
 
 @pytest.mark.parametrize("text", [
     "for i in range(10): pass", "name = 'a/b-7B'", "from openai import AsyncOpenAI", "no python at all",
 ])
 def test_nothing_else_is_changed(text: str) -> None:
-    assert rewritten(text, "small") == (text, {})
+    changes = ProgramChanges("small")
+    assert (changes.rewrite(text), changes.counts) == (text, {})
 
 
 def test_the_recorded_rows_make_a_table_whose_lines_have_all_cells() -> None:
-    rows = read_rows(RESULTS)
+    rows = read_rows(RESULTS / "agents.jsonl")
     lines = agents_table(rows)
     assert {row["program"] for row in rows} == {line.split("|")[1].strip() for line in lines[7:]}
     assert all(line.count("|") == lines[5].count("|") for line in lines[5:])

@@ -22,7 +22,7 @@ from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 
 ROOT = Path(__file__).parents[2]
 FORMS = (CARD, PRETEND, CPU)
-WORKS = dict.fromkeys(("triton", "bitsandbytes", "datasets", "vllm", "trl", "unsloth", "plotly"), "works")
+WORKS = dict.fromkeys(("triton", "bitsandbytes", "datasets", "vllm", "trl", "unsloth"), "works")
 FACTS = {"gpu": "NVIDIA H200", "cpu": "a CPU", "cores": 16, "capability": [9, 0], "bf16": True, "card_gib": 139.8,
          "host_gib": 120.0, "disk_gib": 60.0, "works": WORKS, "versions": {"torch": "2.11.0"}, "commit": "abc",
          "date": "2026-01-01", "driver": "580"}

@@ -8,7 +8,7 @@ import pytest
 from programs import ROOT, ran
 from tables import every_row
 
-from bench.launches import decode
+from bench import launches
 from lowmem_grpo.planning import time_plan
 
 TRAINING, DECODE = 170, 16  # at most
@@ -17,7 +17,7 @@ TRAINING, DECODE = 170, 16  # at most
 @pytest.fixture(scope="module")
 def printed() -> str:
     """Standard output of `make bench-launches JSON=1`, by the command that it runs."""
-    return ran("launches.bench", "--json").stdout
+    return ran("launches", "--json").stdout
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,14 @@ def test_make_runs_each_bench_and_asks_for_json_on_demand(target: str) -> None:
 def test_a_token_of_a_layer_costs_at_most_16_launches_of_which_two_a_linear_layer_are_ours(
     form: str, kernel: str
 ) -> None:
-    parts = decode.breakdown(form)
-    assert decode.count_decode_launches() == sum(parts.values()) <= DECODE
-    assert {name: parts[name] for name in decode.LAYERS} == dict.fromkeys(decode.LAYERS, 2)
-    assert all(dict(counts) == {"mm": 1, kernel: 1} for counts in decode.counted(form).values())
+    parts = launches.breakdown(form)
+    assert sum(parts.values()) <= DECODE
+    assert {name: parts[name] for name in launches.LAYERS} == dict.fromkeys(launches.LAYERS, 2)
+    assert all(dict(counts) == {"mm": 1, kernel: 1} for counts in launches.counted(form).values())
 
 
 def test_dequantized_weights_take_plain_products_and_neither_cast_nor_join() -> None:
-    counts = decode.counted("16bit")
+    counts = launches.counted("16bit")
     assert {name: sum(found.values()) for name, found in counts.items()} == {
         "qkv": 5, "o": 3, "gate_up": 4, "down": 3}
     assert {operation for found in counts.values() for operation in found} == {"mm", "addmm", "addmm_"}

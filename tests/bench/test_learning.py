@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from bench.common.make_results import card_learning_table
 from bench.learning.bench import one
+from bench.learning.recipe_runs import rises
 from bench.learning.report import write_report
 from bench.learning.settings import BY_NAME, COMMON, SETTINGS
 from bench.learning.verdicts import distance, failures
@@ -50,6 +52,27 @@ def test_every_setting_is_accepted_and_agrees_with_one_that_exists() -> None:
     for setting in SETTINGS:
         GRPOConfig(**(COMMON | setting.config))
         assert setting.like is None or setting.like in BY_NAME
+
+
+def ended(after: float, problems: int = 1000, **more: Any) -> dict[str, Any]:
+    """A recipe's row on a card."""
+    return {"recipe": "arithmetic", "gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "accuracy_before": 0.4,
+            "accuracy_after": after, "eval_problems": problems, "steps": 10, "train_seconds": 61.0,
+            "peak_bytes": 2**30} | more
+
+
+def test_accuracy_rises_only_beyond_the_noise_of_so_many_problems() -> None:
+    assert [rises(ended(after)) for after in (0.6, 0.45, 0.44, 0.3)] == [True, True, False, False]
+    assert not rises(ended(0.5, problems=100)) and not rises({"missing": "out of memory"})
+
+
+def test_the_page_shows_the_newest_run_of_each_recipe_on_a_card() -> None:
+    gone = {"recipe": "proximity", "gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "missing": "no | vLLM"}
+    lines = card_learning_table([ended(0.1), ended(0.6), gone, ended(1.0, gpu=None)])[3:]
+    assert "| arithmetic | 40.0% | 60.0% | 1000 | 10 | 61 | 1024 | NVIDIA H200 | abc |" in lines
+    assert len(lines) == 4 and "missing: no / vLLM" in lines[-1]
+    assert {line.count("|") for line in lines} == {10}
+    assert card_learning_table([ended(1.0, gpu=None)]) == []
 
 
 @pytest.mark.slow

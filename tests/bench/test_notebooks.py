@@ -1,5 +1,6 @@
 """The bench of public notebooks changes only what it says it changes, and its verdicts are what happened."""
 
+import ast
 from pathlib import Path
 
 import nbformat
@@ -7,11 +8,9 @@ import pytest
 from click.testing import CliRunner
 from tables import every_row
 
+from bench import notebooks
 from bench.common.rows import read_rows
-from bench.notebooks import bench
-from bench.notebooks.made_rows import DATASETS, load_dataset
-from bench.notebooks.rules import rewritten
-from bench.notebooks.section import notebooks_table
+from bench.notebooks import DATASETS, NotebookChanges, load_dataset, notebooks_table
 
 SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
 
@@ -26,7 +25,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("from trl import GRPOConfig, PPO", "from lowmem_grpo import GRPOConfig\nfrom trl import PPO", "imports"),
     ("if 1:\n    from vllm import SamplingParams, LLM",
      "if 1:\n    from lowmem_grpo import SamplingParams\n    from vllm import LLM", "imports"),
-    ("from datasets import load_dataset", "from bench.notebooks.made_rows import load_dataset", "dataset"),
+    ("from datasets import load_dataset", "from bench.notebooks import load_dataset", "dataset"),
     ("FastModel.from_pretrained(model_name='a/b', r=1)", "FastModel.from_pretrained(model_name='small', r=1)", "model"),
     ("model_id = 'a/b-c'", "model_id = 'small'", "model"),
     ("model_id, out = 'a/b', 'c/d'", "model_id, out = 'small', 'c/d'", "model"),
@@ -42,9 +41,9 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
      "t.apply_chat_template(x, add_generation_prompt = True, return_dict = False,)", "tokens"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
-    texts, counts = rewritten([before], "small", has_card=False)
-    assert texts == [after]
-    assert dict(counts) == {kind: 1}
+    changes = NotebookChanges("small", has_card=False)
+    assert ast.unparse(ast.parse(changes.rewrite(before))) == ast.unparse(ast.parse(after))
+    assert changes.counts == {kind: 1}
 
 
 @every_row("cell", [
@@ -52,11 +51,13 @@ def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> Non
     "t.apply_chat_template(x, tokenize = False)", "from transformers import TrainingArguments", "no python at all",
 ])
 def test_nothing_else_is_changed(cell: str) -> None:
-    assert rewritten([cell], "small", has_card=False) == ([cell], {})
+    changes = NotebookChanges("small", has_card=False)
+    assert (changes.rewrite(cell), changes.counts) == (cell, {})
 
 
 def test_on_a_card_the_device_stays() -> None:
-    assert rewritten(["f(x).to('cuda')"], "small", has_card=True)[1] == {}
+    changes = NotebookChanges("small", has_card=True)
+    assert (changes.rewrite("f(x).to('cuda')"), changes.counts) == ("f(x).to('cuda')", {})
 
 
 def test_made_rows_have_parts_and_unknown_names_are_refused() -> None:
@@ -72,7 +73,7 @@ def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> No
     write(tmp_path / "good.ipynb", ["!pip install unsloth", *script.split("\n\n\n")])
     write(tmp_path / "bad.ipynb", ["x = 1", "raise ValueError('no | good')"])
     write(tmp_path / "idle.ipynb", ["x = 1"])
-    done = CliRunner().invoke(bench.main, [str(tmp_path), "--output", str(tmp_path / "rows.jsonl")])
+    done = CliRunner().invoke(notebooks.main, [str(tmp_path), "--output", str(tmp_path / "rows.jsonl")])
     assert done.exit_code == 0, done.output
     assert "1 of 3 notebooks ran to their end" in done.output
     lines = notebooks_table(read_rows(tmp_path / "rows.jsonl") * 2)

@@ -10,8 +10,6 @@ from bench.common.rows import read_rows
 from bench.common.targets import judged
 from bench.rollout.goals import GOALS
 from bench.rollout.section import rollout_table
-from bench.rollout.talk import Talk
-from lowmem_grpo.types import Rollout
 
 OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
 
@@ -94,13 +92,3 @@ def test_the_section_shows_the_newest_row_of_each_provider_and_what_is_missing()
     assert "missing: no module / at all" in lines[1]
     assert len({line.count("|") for line in lines}) == 1
     assert any(line.startswith("- rollout, full, H200: tokens/s at least 1.5 x vllm_bnb_lora;") for line in page)
-
-
-def test_what_a_talk_counts_as_computed_and_as_new() -> None:
-    """A prompt of 5 tokens, two turns of 3, and 2 tokens between them; the second turn finds 4 in the cache."""
-    talk = Talk([[7] * 5], turns=2, sampled=3, between=2)
-    for cached in (0, 4):
-        (request,) = talk.take(busy=False)
-        talk.give(request.key, Rollout([9] * 3, [0.0] * 3, "length", cached_tokens=cached))
-    assert talk.take(busy=False) == []
-    assert (talk.computed, talk.new) == (5 + 2 + (5 + 3 + 2 - 4) + 2, 5 + 3 + 2 + 2)

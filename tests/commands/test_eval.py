@@ -13,7 +13,7 @@ from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.cli import main
-from lowmem_grpo.commands.eval import Candidate, find_subject, load, problems
+from lowmem_grpo.commands.eval import Candidate, find_subject, problems
 from lowmem_grpo.data.files import read_dataset
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.arithmetic import make_dataset
@@ -180,7 +180,7 @@ def test_an_adapter_of_an_older_revision_is_not_put_on_the_newest(
 
     monkeypatch.setattr(FastLanguageModel, "from_pretrained", from_pretrained)
     with pytest.raises(OSError, match="seen enough"):
-        load(subject, {"engine": "transformers"}, 64)
+        subject.load("transformers", 64)
     assert (seen[0]["name"], seen[0]["revision"]) == (subject.model, revision)
 
 

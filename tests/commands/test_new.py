@@ -17,10 +17,11 @@ from tables import every_row
 from lowmem_grpo import hub
 from lowmem_grpo.cli import main
 from lowmem_grpo.commands import new as command
-from lowmem_grpo.recipes.new.kinds import CHOICES, kind_of
+from lowmem_grpo.recipes.new_recipe import KINDS, kind_of
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.recipes.recipe_file import load_recipe
 
+CHOICES = [kind for kind in KINDS if kind not in ("example", "none")]
 ROOT = Path(__file__).parents[2]
 QUICK = ["max_steps=1", "num_generations=2", "per_device_train_batch_size=2", "gradient_accumulation_steps=1",
          "max_completion_length=4", "eval_problems=1", "gpu=cpu", "engine=transformers", "disable_tqdm=true"]
@@ -149,6 +150,16 @@ def test_mixed_answers_are_taken_for_what_most_of_them_are(answers: list[str], k
 
 def test_the_kinds_of_the_option_are_those_there_are() -> None:
     assert list(command.KINDS) == CHOICES
+
+
+def test_marked_solutions_in_a_list_are_all_right_and_those_without_a_mark_are_none(folder: Path) -> None:
+    answers = [["so #### 4", "#### 4.0"], ["no mark", "#### 5"], ["none"], "#### 6"]
+    rows = [{"question": f"What is {i}?", "answer": answer} for i, answer in enumerate(answers[:3])]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert invoke("new", "mine", "--data", "rows.jsonl", "--answers", "marked").exit_code == 0
+    make_row = load_recipe("./mine.py").make_row
+    made = [make_row({"question": "What?", "answer": answer})["answer"] for answer in answers]
+    assert made == [["4", "4.0"], "5", None, "6"]
 
 
 def test_true_steps_of_the_example_pays_for_true_lines(folder: Path) -> None:

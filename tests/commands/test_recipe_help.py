@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from tables import every_row
 
 from lowmem_grpo.cli import main
-from lowmem_grpo.commands.recipe_help import file_of, recipe_help
+from lowmem_grpo.commands.options import file_of, recipe_help
 from lowmem_grpo.recipes import RECIPES
 
 OWN = '''"""My recipe."""

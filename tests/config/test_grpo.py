@@ -8,7 +8,6 @@ from tables import not_refused
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.config.unsupported import FIXED, RENAMED
 
 TRL_FIELDS = [
     line for line in (Path(__file__).parents[1] / "support" / "trl_1_16_grpo_config_fields.txt")
@@ -109,13 +108,6 @@ CONTRADICTIONS = [
 ]
 
 
-def test_every_option_of_trl_is_honoured_or_refused() -> None:
-    assert set(TRL_FIELDS) <= set(OWN) | set(FIXED)
-    assert not set(FIXED) & set(OWN)
-    assert set(RENAMED.values()) <= set(OWN)
-    assert not set(RENAMED) & (set(OWN) | set(FIXED))
-
-
 def test_fields_that_trl_does_not_have_are_known() -> None:
     assert set(OWN) - set(TRL_FIELDS) == ELSEWHERE
 
@@ -138,23 +130,8 @@ def test_some_default_of_trl_is_none_of_ours() -> None:
     assert {"scale_rewards"}.union(*chosen) == set(OF_THE_CHOICE)
 
 
-def test_values_that_ask_for_what_happens_anyway_are_accepted() -> None:
-    assert GRPOConfig(**{name: fixed.allowed(name)[0] for name, fixed in FIXED.items()}) == GRPOConfig()
-    for name, fixed in FIXED.items():
-        assert all(getattr(GRPOConfig(**{name: value}), name) == fixed.allowed(name)[0] for value in fixed.values)
-
-
 def test_how_many_processes_read_the_rows_may_be_asked_for_in_any_number() -> None:
     assert GRPOConfig(dataset_num_proc=2, dataloader_num_workers=4) == GRPOConfig()
-
-
-@pytest.mark.parametrize("value", ["something else", {"a": 1}])
-def test_refused_options_say_name_value_allowed_values_and_advice(value: object) -> None:
-    refused = {name: fixed for name, fixed in FIXED.items() if not fixed.any_value}
-    rows = [({name: value}, (f"{name}={value!r}", fixed.advice, *map(repr, fixed.allowed(name))))
-            for name, fixed in refused.items()]
-    assert not_refused(lambda given: GRPOConfig(**given), rows) == []
-    assert [name for name, fixed in refused.items() if not fixed.advice.endswith(".")] == []
 
 
 def test_unknown_options_are_refused_with_the_closest_names() -> None:

@@ -1,12 +1,56 @@
 """What is known of the options of other libraries."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tables import not_refused
 from transformers import TrainingArguments
 
-from lowmem_grpo import GRPOConfig
-from lowmem_grpo.config.unsupported import transformers_defaults
+from lowmem_grpo import GRPOConfig, SFTConfig
+from lowmem_grpo.config.unsupported import OTHER, Fixed, transformers_defaults
+
+SUPPORT = Path(__file__).parents[1] / "support"
+both = pytest.mark.parametrize("settings", [GRPOConfig, SFTConfig])
+
+
+def own_fields(settings: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(settings)}
+
+
+def refused_by(settings: Any) -> dict[str, Fixed]:
+    return {name: fixed for name, fixed in settings.unsupported.items() if name not in own_fields(settings)}
+
+
+@both
+def test_every_option_of_trl_is_honoured_or_refused(settings: Any) -> None:
+    name = settings.__name__.removesuffix("Config").lower()
+    lines = (SUPPORT / f"trl_1_16_{name}_config_fields.txt").read_text().splitlines()
+    own = own_fields(settings)
+    assert {line for line in lines if not line.startswith("#")} <= own | settings.unsupported.keys()
+    assert [name for name in own if settings.unsupported.get(name, OTHER) is not OTHER] == []
+    assert {*settings.renamed.values()} <= own and not settings.renamed.keys() & (own | settings.unsupported.keys())
+
+
+@both
+def test_values_that_ask_for_what_happens_anyway_are_accepted_and_are_read(settings: Any) -> None:
+    refused = refused_by(settings)
+    assert settings(**{name: fixed.allowed(name)[0] for name, fixed in refused.items()}) == settings()
+    for name, fixed in refused.items():
+        first, *others = fixed.allowed(name)
+        assert all(getattr(settings(**{name: value}), name) == first for value in (first, *others)), name
+
+
+@both
+@pytest.mark.parametrize("value", ["something else", {"a": 1}])
+def test_refused_options_say_name_value_allowed_values_and_advice(settings: Any, value: object) -> None:
+    refused = {name: fixed for name, fixed in refused_by(settings).items() if not fixed.any_value}
+    rows = [({name: value}, (f"{name}={value!r}", fixed.advice, *map(repr, fixed.allowed(name))))
+            for name, fixed in refused.items()]
+    assert not_refused(lambda given: settings(**given), rows) == []
+    assert [name for name, fixed in refused.items() if not fixed.advice.endswith(".")] == []
+    assert settings is GRPOConfig or [name for name, fixed in refused.items() if "GRPO" in fixed.advice] == []
 
 
 def test_the_defaults_in_our_file_are_those_of_the_class() -> None:
@@ -16,15 +60,12 @@ def test_the_defaults_in_our_file_are_those_of_the_class() -> None:
     assert transformers_defaults() == {name: fields[name].default for name in fields.keys() - computed}
 
 
-def test_an_option_that_only_a_newer_transformers_has_is_accepted_at_its_default() -> None:
-    known = transformers_defaults()
-    known["made_up_option"] = 5
-    try:
-        assert GRPOConfig(made_up_option=5) == GRPOConfig()
-        with pytest.raises(ValueError, match="made_up_option=6 is not supported"):
-            GRPOConfig(made_up_option=6)
-    finally:
-        del known["made_up_option"]
+@both
+def test_an_option_of_transformers_that_no_table_names_may_have_its_default_or_be_off(settings: type) -> None:
+    assert settings(ddp_timeout=1800, torch_compile=False, fsdp="", skip_memory_metrics=False) == settings()
+    assert settings().ddp_timeout == 1800
+    with pytest.raises(ValueError, match=r"ddp_timeout=5 is not supported \(allowed: 1800\)\. .*leave it out"):
+        settings(ddp_timeout=5)
 
 
 @pytest.mark.parametrize(("name", "value", "default", "advice"), [

@@ -12,7 +12,7 @@ from public_rows import LAYOUTS, Layout
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.data.layouts import answer_of, prompt_of
-from lowmem_grpo.recipes.new.kinds import KINDS
+from lowmem_grpo.recipes.new_recipe import KINDS
 from lowmem_grpo.recipes.recipe_file import load_recipe
 from lowmem_grpo.rewards.ready.code import code_passes_tests
 
@@ -36,9 +36,9 @@ def test_rows_of_a_public_dataset_give_its_question_and_its_answer(
     told = write(tmp_path, layout.rows, monkeypatch)
     assert told.startswith("0 "), told
     rows = list(load_recipe("./mine.py").DATA.rows) if layout.kind != "code" else made(tmp_path, layout)
-    kind = KINDS[layout.kind]
-    assert kind.about in told, told
-    own = [] if any(role == "system" for role, _ in layout.messages) else [("system", kind.system)]
+    about, system = KINDS[layout.kind]
+    assert about in told, told
+    own = [] if any(role == "system" for role, _ in layout.messages) else [("system", system)]
     assert [(each["role"], each["content"]) for each in rows[0]["prompt"]] == own + layout.messages
     wanted = layout.answer if isinstance(layout.answer, str) else json.dumps(layout.answer)
     assert rows[0]["answer"] == wanted and len(rows) == len(layout.rows)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.attacks.judge_server import by_length, serving
 from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.recipes.arithmetic import make_dataset
+from tests.attacks.judge_server import by_length, serving
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "judge.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

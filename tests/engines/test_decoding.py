@@ -7,9 +7,10 @@ import pytest
 import torch
 from tables import every_row
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.decoding import cut_at_stop, draw
+from lowmem_grpo.engines.decoding import StopCriteria, cut_at_stop, draw
 
 PROBS = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
 LOGITS = PROBS.log()
@@ -76,3 +77,18 @@ def test_rows_are_drawn_independently() -> None:
     tokens, _ = draws(20000)
     first, second = tokens[::2], tokens[1::2]
     assert abs(torch.corrcoef(torch.stack([first, second]).double())[0, 1]) < 0.04
+
+
+@pytest.mark.parametrize("stop", ["END", "\n\n", "日本語の終わり", "🙂🙂🙂"])
+def test_a_stop_string_is_seen_however_many_tokens_it_takes(tokenizer: PreTrainedTokenizerBase, stop: str) -> None:
+    completion = tokenizer("Some text before. " + stop)["input_ids"]
+    criteria = StopCriteria(tokenizer, SamplingParams(stop=stop), [2], torch.device("cpu"))
+    for ids, ends in ((completion, True), (completion[:-1], False)):
+        assert bool(criteria.ends(torch.tensor(ids[-1:]), lambda count, of=ids: [of[-count:]])) is ends
+
+
+def test_end_tokens_and_stop_tokens_end_a_row_unless_they_are_ignored(tokenizer: PreTrainedTokenizerBase) -> None:
+    for params, expected in ((SamplingParams(stop_token_ids=[9]), [True, True, False]),
+                             (SamplingParams(ignore_eos=True), [False, False, False])):
+        criteria = StopCriteria(tokenizer, params, [2], torch.device("cpu"))
+        assert criteria.ends(torch.tensor([2, 9, 7]), lambda count: []).tolist() == expected

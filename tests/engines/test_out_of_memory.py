@@ -96,26 +96,6 @@ def test_tokens_drawn_before_a_shortage_are_kept_and_the_rest_follows_the_seed(
     assert remembered[0][0].completion_ids != remembered[1][2].completion_ids
 
 
-def test_rows_that_are_sampled_apart_have_their_own_random_numbers(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    engine.bound.lowered = 2
-    (group,) = engine.generate(prompts[:1], SamplingParams(n=8, max_tokens=20, seed=3))
-    assert len({tuple(rollout.completion_ids) for rollout in group}) > 4  # it would be 2
-
-
-def test_a_lowered_bound_does_not_change_the_distribution(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    params = SamplingParams(n=300, max_tokens=1, seed=1)
-    (whole,) = engine.generate(prompts[:1], params)
-    engine.bound.lowered = 25
-    (parts,) = engine.generate(prompts[:1], params)
-    tokens = {rollout.completion_ids[0] for rollout in whole + parts}
-    shares = [[sum(r.completion_ids[0] == t for r in rollouts) / 300 for t in tokens] for rollouts in (whole, parts)]
-    assert sum(abs(a - b) for a, b in zip(*shares, strict=True)) / 2 < 0.15
-
-
 def test_a_single_sequence_without_memory_ends_the_run(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:

@@ -11,7 +11,7 @@ from mixtures import LAYERS, K, mixture_folder
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.kept_rows import KeptRows
+from lowmem_grpo.engines.prefix_cache import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.packing import pack
@@ -31,7 +31,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
 
 @pytest.fixture(autouse=True)
 def as_new(engine: TransformersEngine) -> None:
-    engine.bound, engine.kept = RunMemory().rollout, KeptRows()
+    engine.bound, engine.kept = RunMemory().rollout, PrefixCache()
 
 
 def live_routes(policy: Policy, ids: list[int]) -> Tensor:

@@ -31,6 +31,8 @@ class Plain:
 class Telling(Plain):
     """The same, with `on_group`: the last prompt is finished first."""
 
+    capabilities = frozenset({"on_group"})
+
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: Any = None) -> list[list[Rollout]]:
         found = super().generate(prompts, params)
         for index in reversed(range(len(prompts))):
@@ -65,6 +67,8 @@ def test_an_engine_with_converse_is_asked_itself(tokenizer: PreTrainedTokenizerB
     asked: list[Any] = []
 
     class Own(Plain):
+        capabilities = frozenset({"converse"})
+
         def converse(self, conversation: Any, params: SamplingParams) -> None:
             asked.append((conversation, params))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
 from memory import Recorder
 from small_models import load_model, with_adapter
 from torch import Tensor
@@ -14,24 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import fixed_cache, token_step
+from lowmem_grpo.engines import token_step
 from lowmem_grpo.engines.batch import Batch
-from lowmem_grpo.engines.decode import Decode
-from lowmem_grpo.engines.fixed_cache import STEP, capacity_for
+from lowmem_grpo.engines.generation_state import DecodeState
+from lowmem_grpo.engines.kv_cache import STEP
 from lowmem_grpo.engines.passes import Passes
-from lowmem_grpo.engines.token_step import TokenStep
+from lowmem_grpo.engines.token_step import TokenStep, capacity_for, not_of_model
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout
-
-CONTEXT = 50
-# the longer a prompt, the sooner its answers end: at different times
-PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(length)]
-           for index, length in enumerate((30, 10, 38, 22, 46, 16))]
-PARAMS = SamplingParams(n=2, max_tokens=34, seed=3, ignore_eos=True)
-ROUNDED = 2e-6  # log-probabilities are held in float32
 
 
 @pytest.fixture
@@ -45,34 +38,23 @@ def small(small_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Transform
     return TransformersEngine(small_policy, tokenizer, STEP + 12)
 
 
-def growing(engine: TransformersEngine) -> TransformersEngine:
-    """The same with a cache that grows, and no fixed addresses."""
-    other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
-    other.step.unfit = "the test asks for the other path"
-    return other
+def plain(engine: TransformersEngine) -> TransformersEngine:
+    """The same with steps that are not recorded."""
+    return TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
 
 
-def check_same(found: list[list[Rollout]], expected: list[list[Rollout]]) -> None:
-    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
-        assert (ours.completion_ids, ours.finish_reason) == (theirs.completion_ids, theirs.finish_reason)
-        assert ours.rollout_logprobs == pytest.approx(theirs.rollout_logprobs, abs=ROUNDED)
-
-
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-def test_completions_are_those_of_a_growing_cache(engine: TransformersEngine, temperature: float) -> None:
-    params = SamplingParams(n=2, max_tokens=34, seed=3, temperature=temperature)
-    check_same(engine.generate(PROMPTS, params), growing(engine).generate(PROMPTS, params))
+def skip_where_unfit(engine: TransformersEngine) -> None:
+    if why := not_of_model(engine.policy.base.config):
+        pytest.skip(f"steps are never recorded: {why}")
 
 
 @pytest.mark.parametrize("rows", [None, 5])
 def test_recorded_steps_draw_the_same_also_where_rows_enter_and_leave(
     engine: TransformersEngine, rows: int | None
 ) -> None:
-    expected = growing(engine).generate(PROMPTS, PARAMS)
-    other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
+    skip_where_unfit(engine)
+    expected, other = engine.generate(PROMPTS, PARAMS), plain(engine)
     other.bound.lowered = rows
-    if other.step.unfit:
-        pytest.skip(f"decoded with a growing cache: {other.step.unfit}")
     recorder = Recorder(other)
     check_same(other.generate(PROMPTS, PARAMS), expected)
     assert recorder.ran > 5 * recorder.recorded > 0
@@ -84,10 +66,10 @@ def test_the_cache_grows_in_steps_and_is_as_large_as_said(
     small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, recorder = 16, Recorder(small)
-    monkeypatch.setattr(fixed_cache, "STEP", step)
+    monkeypatch.setattr(token_step, "STEP", step)
     small.step.block = step
     prompts, longest = [[100, 5, 7], [9] * 9], 9 + PARAMS.max_tokens - 1
-    check_same(small.generate(prompts, PARAMS), growing(small).generate(prompts, PARAMS))
+    check_same(small.generate(prompts, PARAMS), plain(small).generate(prompts, PARAMS))
     shape = ModelShape.of(small.policy.base.config)
     assert small.kv_bytes == 2 * PARAMS.n * shape.kv_bytes(capacity_for(longest), itemsize=8)
     assert capacity_for(longest) - longest < step
@@ -108,17 +90,16 @@ class NothingAsked(TorchDispatchMode):
 
 
 def test_a_step_asks_the_device_for_nothing_and_its_tensors_stay_where_they_are(engine: TransformersEngine) -> None:
-    if engine.step.unfit:
-        pytest.skip(f"decoded with a growing cache: {engine.step.unfit}")
+    skip_where_unfit(engine)
     seen: list[list[int]] = []
     step = engine.step
-    plain = step.step
+    whole = step.step
 
     def watched() -> Tensor:
         caches = [layer.storage for layer in step.state.cache.layers]  # type: ignore[union-attr]
         seen.append([part.data_ptr() for part in (step.tokens, step.positions, step.at, step.mask, *caches)])
         with NothingAsked():
-            return plain()
+            return whole()
 
     step.step = watched  # type: ignore[method-assign]
     engine.generate([[100, 5, 7], [9] * 9], SamplingParams(n=2, max_tokens=30, seed=1, ignore_eos=True))
@@ -136,11 +117,11 @@ DRAWS = {
 def test_drawing_a_token_asks_the_device_for_nothing(
     how: str, small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, drew = Batch.draw, []
+    draw, drew = Batch.draw, []
 
     def watched(batch: Batch, logits: Tensor) -> None:
         with NothingAsked() if drew else nullcontext():  # the first one makes the random numbers and the end tokens
-            plain(batch, logits)
+            draw(batch, logits)
         drew.append(batch.since)
 
     monkeypatch.setattr(Batch, "draw", watched)
@@ -164,12 +145,12 @@ def test_looking_rarely_at_which_rows_are_done_changes_no_token(
 ) -> None:
     params = SamplingParams(n=3, max_tokens=37, seed=20, **ENDINGS[ends])
     prompts = [*PROMPTS, [7] * (small.max_seq_length - 20)]  # the last one has the smallest budget
-    expected = growing(small).generate(prompts, params)
+    expected = plain(small).generate(prompts, params)
     assert ends == "the budget" or len({len(one.completion_ids) for one in chain(*expected)}) > 5
     recorder, looks, steps = Recorder(small), [], []
     small.bound.lowered = rows
-    left, extend = Batch.left, TokenStep.extend
-    monkeypatch.setattr(Batch, "left", lambda batch: looks.append(batch.since) or left(batch))
+    look, extend = Batch.look, TokenStep.extend
+    monkeypatch.setattr(Batch, "look", lambda batch: looks.append(batch.since) or look(batch))
     monkeypatch.setattr(TokenStep, "extend", lambda step, state: steps.append(1) or extend(step, state))
     check_same(small.generate(prompts, params), expected)
     spent = small.pace.spent
@@ -192,7 +173,7 @@ def test_who_counts_steps_between_two_looks_is_told_of_all(small: TransformersEn
         engine.generate(PROMPTS, PARAMS, None, running.append)
         return running
 
-    steps = len(told(growing(small)))
+    steps = len(told(plain(small)))
     Recorder(small)
     assert steps <= len(told(small)) <= steps * (1 if rows is None else 1.5)
 
@@ -201,11 +182,11 @@ def test_a_shortage_between_two_looks_loses_no_token(
     small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(n=3, max_tokens=37, seed=5)
-    expected = growing(small).generate(PROMPTS, params)
+    expected = plain(small).generate(PROMPTS, params)
     Recorder(small)
     extend, steps = TokenStep.extend, [0]
 
-    def short(step: TokenStep, state: Decode) -> Tensor:
+    def short(step: TokenStep, state: DecodeState) -> Tensor:
         steps[0] += 1
         if steps[0] == 13:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
@@ -275,31 +256,16 @@ def test_a_step_that_cannot_be_recorded_is_said_once_and_decoded_as_it_is(
     small.step.record = refuses
     with caplog.at_level(logging.WARNING):
         found = small.generate(PROMPTS[:2], PARAMS)
-    check_same(found, growing(small).generate(PROMPTS[:2], PARAMS))
+    check_same(found, plain(small).generate(PROMPTS[:2], PARAMS))
     assert [one.getMessage() for one in caplog.records if one.name == token_step.__name__] == [
         "token steps go on without a CUDA graph, several times slower where rows are few: it could not be recorded "
         "(operation not permitted when stream is capturing)"]
     assert small.step.record is None
 
 
-def test_a_graph_that_gives_other_logits_is_not_used(
+def test_a_graph_that_gives_other_logits_and_wrote_other_keys_is_not_used(
     small: TransformersEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder(small)
-
-    def wrong(work: Any) -> Any:
-        run = recorder(work)
-        return lambda: run() + 1.0
-
-    small.step.record = wrong
-    with caplog.at_level(logging.WARNING):
-        found = small.generate(PROMPTS[:2], PARAMS)
-    check_same(found, growing(small).generate(PROMPTS[:2], PARAMS))
-    assert small.step.record is None and recorder.ran == 1
-    assert "differ by" in caplog.text
-
-
-def test_the_cache_is_right_after_a_graph_that_wrote_other_keys(small: TransformersEngine) -> None:
     recorder = Recorder(small)
 
     def wrong(work: Any) -> Any:
@@ -315,8 +281,8 @@ def test_the_cache_is_right_after_a_graph_that_wrote_other_keys(small: Transform
         return spoils
 
     small.step.record = wrong
-    check_same(small.generate(PROMPTS[:2], PARAMS), growing(small).generate(PROMPTS[:2], PARAMS))
-    assert recorder.ran == 1
+    check_same(small.generate(PROMPTS[:2], PARAMS), plain(small).generate(PROMPTS[:2], PARAMS))
+    assert small.step.record is None and recorder.ran == 1 and "differ by" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["refuses", "fails when it runs"])
@@ -339,15 +305,27 @@ def test_who_asks_for_graphs_by_name_gets_an_error_and_no_other_decoding(
 
 
 def test_an_engine_that_cannot_have_the_graphs_it_is_asked_for_is_not_made(engine: TransformersEngine) -> None:
-    why = engine.step.unfit or "the model is on the cpu"
-    with pytest.raises(EngineUnavailableError, match=f"enforce_eager is False.*{why}; leave enforce_eager out"):
+    with pytest.raises(EngineUnavailableError, match=r"eager is False.* is on the cpu; leave enforce_eager out"):
         TransformersEngine(engine.policy, engine.tokenizer, CONTEXT, enforce_eager=False)
 
 
-def test_which_families_keep_a_growing_cache_is_said(policy: Policy) -> None:
+def test_why_steps_of_a_family_are_not_recorded_is_said(policy: Policy) -> None:
     config = policy.base.config.get_text_config()
-    other = {"qwen3_5_text": "delta nets", "gemma4_text": "lend", "qwen3_moe": "experts"}
-    step = TokenStep(Passes(policy))
-    assert other.get(config.model_type, "") in step.unfit
-    assert bool(step.unfit) == (config.model_type in other)
-    assert step.record is None, "on a CPU nothing is recorded"
+    other = {"qwen3_5_text": "delta nets", "gemma4_text": "lend", "qwen3_moe": "experts"}.get(config.model_type, "")
+    assert other in not_of_model(config) and bool(not_of_model(config)) == bool(other)
+    assert TokenStep(Passes(policy)).record is None, "on a CPU nothing is recorded"
+
+
+def test_memory_that_runs_out_while_a_step_is_recorded_halves_the_rows_and_keeps_graphs(
+    small: TransformersEngine,
+) -> None:
+    recorder, failures = Recorder(small), [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")]
+
+    def short(work: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return recorder(work)
+
+    small.step.record = short
+    check_same(small.generate(PROMPTS, PARAMS), plain(small).generate(PROMPTS, PARAMS))
+    assert small.step.record is short and recorder.ran and small.bound.lowered == len(PROMPTS) * PARAMS.n // 2

@@ -69,17 +69,6 @@ def test_greedy_tokens_are_those_of_transformers(any_engine: TransformersEngine,
         base.set_attn_implementation(attention.NAME)
 
 
-def test_prompts_batched_with_longer_ones_get_the_same_tokens(
-    any_engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    together = any_engine.generate(prompts, params)
-    for prompt, group in zip(prompts, together, strict=True):
-        ((alone,),) = any_engine.generate([prompt], params)
-        assert group[0].completion_ids == alone.completion_ids
-        assert group[0].rollout_logprobs == pytest.approx(alone.rollout_logprobs, abs=ROUNDED)
-
-
 def test_rows_that_finish_early_do_not_disturb_the_others(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:

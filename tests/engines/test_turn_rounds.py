@@ -13,8 +13,8 @@ from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.kept_rows import Kept, KeptRows, fed_together
 from lowmem_grpo.engines.kv_cache import GrowingCache, GrowingLayer, Piece, StateLayer, right_aligned
+from lowmem_grpo.engines.prefix_cache import KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
@@ -32,7 +32,7 @@ def engine(request: pytest.FixtureRequest) -> TransformersEngine:
 
 @pytest.fixture(autouse=True)
 def as_new(engine: TransformersEngine) -> None:
-    engine.bound, engine.kept = RunMemory().rollout, KeptRows()
+    engine.bound, engine.kept = RunMemory().rollout, PrefixCache()
 
 
 def reply(key: int, turn: int) -> list[int]:
@@ -218,14 +218,14 @@ def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
 def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEngine) -> None:
     expected, most = played(engine), []
     engine.bound.lowered = 3
-    leave = KeptRows.trim
+    leave = PrefixCache.trim
 
-    def watched(self: KeptRows, room: int) -> None:
+    def watched(self: PrefixCache, room: int) -> None:
         leave(self, room)
         most.append((len(self.rows), max(room, 0)))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(KeptRows, "trim", watched)
+        patched.setattr(PrefixCache, "trim", watched)
         found = played(engine)
     assert most and all(rows <= room <= 3 for rows, room in most)
     assert max(rows for rows, _ in most) == 3
@@ -266,7 +266,7 @@ def test_rows_with_more_new_tokens_are_fed_apart_where_that_saves_work() -> None
 
 
 def test_a_kept_row_knows_how_much_of_a_prompt_it_holds() -> None:
-    kept = Kept([1, 2, 3, 4], GrowingCache(), row=2, end=9)
+    kept = KeptPrefix([1, 2, 3, 4], GrowingCache(), row=2, end=9)
     assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8], [1])] == [4, 3, 2, 0, 0]
     assert kept.piece(3) == Piece(kept.cache, slice(2, 3), 5, 8)
 
@@ -283,7 +283,7 @@ def test_pieces_are_right_aligned_behind_zeros() -> None:
 def test_a_state_goes_on_from_its_last_token_only() -> None:
     layers = [StateLayer.holding(torch.arange(3.0).view(3, 1, 1), torch.arange(3.0).view(3, 1, 1, 1))]
     cache = GrowingCache.holding(layers)
-    kept = Kept([1, 2, 3, 4], cache, row=2, end=9)
+    kept = KeptPrefix([1, 2, 3, 4], cache, row=2, end=9)
     assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8])] == [4, 0, 0, 0]
     found = right_aligned([kept.piece(4), Piece(cache, slice(0, 1), 0, 7)], 7)
     assert [one.flatten().tolist() for one in found.layers[0].states] == [[2, 0], [2, 0]]

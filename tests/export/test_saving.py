@@ -114,7 +114,7 @@ def test_every_option_is_accepted_at_unsloths_default_and_a_wrong_repository_or_
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"push_to_hub": True}, "call push_to_hub_merged"), ({"safe_serialization": False}, "only safetensors"),
+    ({"push_to_hub": True}, "Call push_to_hub_merged"), ({"safe_serialization": False}, "Only safetensors"),
     ({"state_dict": {"a": 1}}, "the weights are those of the model"), ({"imatrix_file": True}, "llama-quantize"),
 ])
 def test_an_option_that_is_not_honoured_is_refused(options: dict[str, Any], message: str, model: FastPeftModel) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.jobs import process
+from lowmem_grpo.jobs import keeper
+from lowmem_grpo.jobs.admission import JobPlan
 from lowmem_grpo.jobs.dispatcher import Dispatcher
-from lowmem_grpo.jobs.job import DONE, FAILED, RUNNING, STOPPED, WAITING, Asked, Job
-from lowmem_grpo.jobs.keeper import KEEPER, RUN
+from lowmem_grpo.jobs.job import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobRequest
 from lowmem_grpo.jobs.queue import JobQueue
-from lowmem_grpo.jobs.room import Weighed
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.units import GIB
 
@@ -60,7 +59,7 @@ def queue(tmp_path: Path) -> Iterator[JobQueue]:
     made = JobQueue(Database(tmp_path / "server.sqlite"), tmp_path / "jobs")
     yield made
     for job in made.live():
-        process.stop(made.folder_of(job))
+        keeper.ask_to_stop(made.folder_of(job))
 
 
 @pytest.fixture
@@ -69,19 +68,19 @@ def dispatcher(queue: JobQueue, recipes: Path) -> Dispatcher:
 
 
 def submit(queue: JobQueue, what: str = "end", **fields: object) -> int:
-    return queue.submit(Asked.of({"recipe": "small.py", "options": [f"what={what}"], **fields}), "me").id
+    return queue.submit(JobRequest.from_json({"recipe": "small.py", "options": [f"what={what}"], **fields}), "me").id
 
 
 def until(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
     end = time.monotonic() + 400
     while not holds():
         assert time.monotonic() < end, [(job.state, job.why) for job in dispatcher.queue.all()]
-        dispatcher.look()
+        dispatcher.poll()
         time.sleep(0.05)
 
 
 def is_ready(queue: JobQueue, number: int) -> bool:
-    log = queue.folder_of(queue.one(number)) / process.LOG
+    log = queue.folder_of(queue.one(number)) / keeper.LOG
     return log.exists() and "ready" in log.read_text()
 
 
@@ -95,8 +94,7 @@ def job(queue: JobQueue, number: int) -> Job:
 
 def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, dispatcher: Dispatcher) -> None:
     first, second, third = submit(queue, "wait"), submit(queue), submit(queue, priority=1)
-    queue.began(queue.one(first))
-    process.start(queue.one(first), queue.folder_of(queue.one(first)), dispatcher.recipes)
+    dispatcher.start_run(queue.one(first))
     until(dispatcher, lambda: is_ready(queue, first))
     assert job(queue, third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
     assert job(queue, second).why == "one job is before it in the queue"
@@ -112,7 +110,7 @@ def test_shares_run_together_and_the_run_is_told_its_share(queue: JobQueue, disp
     assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
     for number in both:
         enough(queue, number)
-        assert (queue.folder_of(job(queue, number)) / process.FOLDER / "goFalse-0.5").exists()
+        assert (queue.folder_of(job(queue, number)) / "run" / "goFalse-0.5").exists()
     until(dispatcher, lambda: not queue.live())
 
 
@@ -132,7 +130,7 @@ def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dis
     queue.resume(number, ["what=end"])
     until(dispatcher, lambda: job(queue, number).is_over)
     assert job(queue, number).state == DONE
-    assert (queue.folder_of(job(queue, number)) / process.FOLDER / "goTrue-1.0").exists()
+    assert (queue.folder_of(job(queue, number)) / "run" / "goTrue-1.0").exists()
 
 
 def test_the_next_server_finds_a_job_that_runs_and_one_that_ended_meanwhile(
@@ -141,10 +139,10 @@ def test_the_next_server_finds_a_job_that_runs_and_one_that_ended_meanwhile(
     runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
     until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
     enough(queue, ends)
-    monkeypatch.setattr(dispatcher, "look", lambda: None)  # this server is gone
-    until(dispatcher, lambda: process.ended(queue.folder_of(job(queue, ends))))
+    monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
+    until(dispatcher, lambda: keeper.read_json(queue.folder_of(job(queue, ends)) / keeper.ENDED))
     following = Dispatcher(queue, recipes)
-    following.look()
+    following.poll()
     assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
     enough(queue, runs)
     until(following, lambda: job(queue, runs).state == DONE)
@@ -156,13 +154,13 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
     number = submit(queue, "wait")
     until(dispatcher, lambda: is_ready(queue, number))
     folder = queue.folder_of(job(queue, number))
-    keeper = next(int(entry.name) for entry in Path("/proc").glob("[0-9]*")
-                  if str(folder).encode() in (entry / "cmdline").read_bytes() and b"jobs.keeper" in
-                  (entry / "cmdline").read_bytes()) if Path("/proc").exists() else 0
-    if not keeper:
+    pid = next(int(entry.name) for entry in Path("/proc").glob("[0-9]*")
+               if str(folder).encode() in (entry / "cmdline").read_bytes() and b"jobs.keeper" in
+               (entry / "cmdline").read_bytes()) if Path("/proc").exists() else 0
+    if not pid:
         pytest.skip("needs /proc to find the keeper")
-    run = int((folder / RUN).read_text())
-    os.kill(keeper, signal.SIGKILL)
+    run = int((folder / keeper.RUN).read_text())
+    os.kill(pid, signal.SIGKILL)
     os.kill(run, signal.SIGKILL)
     monkeypatch.setattr("lowmem_grpo.jobs.dispatcher.COMES_UP", 0.0)
     until(dispatcher, lambda: job(queue, number).state == WAITING or job(queue, number).goes == 2)
@@ -170,21 +168,21 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
     enough(queue, number)
     until(dispatcher, lambda: job(queue, number).is_over)
     assert (job(queue, number).state, job(queue, number).goes) == (DONE, 2)
-    assert (folder / process.FOLDER / "goTrue-1.0").exists() and (folder / KEEPER).exists()
+    assert (folder / "run" / "goTrue-1.0").exists() and (folder / keeper.KEEPER).exists()
 
 
 def test_a_plan_that_fits_no_card_ends_a_job_before_it_begins(queue: JobQueue, recipes: Path) -> None:
     dispatcher = Dispatcher(queue, recipes, has_card=True)
     number = submit(queue)
-    dispatcher.plans[number] = (Weighed(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length"), time.time())
-    dispatcher.look()
+    dispatcher.plans[number] = (JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length"), time.time())
+    dispatcher.poll()
     assert job(queue, number).state == FAILED and "lower max_seq_length" in job(queue, number).why
 
 
 def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: Path) -> None:
     dispatcher = Dispatcher(queue, recipes, has_card=True)
     number = submit(queue)
-    dispatcher.look()
+    dispatcher.poll()
     assert job(queue, number).why == "its memory is being planned"
     until(dispatcher, lambda: job(queue, number).is_over)  # there is no card to plan for here: nothing is known
     assert job(queue, number).state == DONE and job(queue, number).peak_bytes is None

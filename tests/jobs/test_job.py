@@ -3,7 +3,7 @@
 import pytest
 from tables import every_row
 
-from lowmem_grpo.jobs.job import Asked, seconds_of
+from lowmem_grpo.jobs.job import JobRequest, seconds_of
 
 REFUSED = {
     "recipe is '../x.py'": {"recipe": "../x.py"},
@@ -25,18 +25,19 @@ REFUSED = {
 @every_row("words", REFUSED)
 def test_a_wrong_field_is_named(words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("?", r"\?")):
-        Asked.of(REFUSED[words])
+        JobRequest.from_json(REFUSED[words])
 
 
 @pytest.mark.parametrize("given", [None, [], "arithmetic", 3])
 def test_what_is_no_object_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match="send a JSON object"):
-        Asked.of(given)
+        JobRequest.from_json(given)
 
 
 def test_a_right_one_is_taken() -> None:
-    asked = Asked.of({"recipe": "mine.py", "options": ["max_steps=3"], "priority": -2, "time_limit": 60, "share": 0.5})
-    assert asked == Asked("mine.py", ["max_steps=3"], -2, 60, 0.5)
+    body = {"recipe": "mine.py", "options": ["max_steps=3"], "priority": -2, "time_limit": 60, "share": 0.5}
+    asked = JobRequest.from_json(body)
+    assert asked == JobRequest("mine.py", ["max_steps=3"], -2, 60, 0.5)
 
 
 @every_row(("text", "seconds"), [("90", 90), ("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400)])

@@ -8,11 +8,10 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.jobs import process
-from lowmem_grpo.jobs.job import CANCELLED, RUNNING, STOPPING, WAITING, Asked
-from lowmem_grpo.jobs.jobs_source import JobsSource
+from lowmem_grpo.jobs import keeper
+from lowmem_grpo.jobs.job import CANCELLED, RUNNING, STOPPING, WAITING, JobRequest
 from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
-from lowmem_grpo.jobs.serving import app_of
+from lowmem_grpo.jobs.routes import JobsSource, make_jobs_app
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.page.routes import Beside, page_app
@@ -39,7 +38,7 @@ def source(queue: JobQueue) -> JobsSource:
 
 
 def submit(queue: JobQueue, owner: str = "ann") -> str:
-    return str(queue.submit(Asked("arithmetic", ["max_steps=3"]), owner).id)
+    return str(queue.submit(JobRequest("arithmetic", ["max_steps=3"]), owner).id)
 
 
 def test_a_user_sees_their_own_jobs_and_the_owner_all(queue: JobQueue, source: JobsSource) -> None:
@@ -74,12 +73,12 @@ def test_buttons_fit_the_state_and_do_what_the_commands_do(queue: JobQueue, sour
     assert shown() == (CANCELLED, ("resume",))
     source.act(ANN, name, "resume")
     assert shown() == (WAITING, ("stop",))
-    job = queue.began(queue.one(int(name)))
+    job = queue.begin(queue.one(int(name)))
     assert shown() == (RUNNING, ("stop",))
     source.act(ANN, name, "stop")
     assert shown() == (STOPPING, ())
     queue.end(job, "stopped", "stopped as asked", 0)
-    (source.run_of(job) / "checkpoint-3").mkdir(parents=True)
+    (source.queue.run_of(job) / "checkpoint-3").mkdir(parents=True)
     assert shown() == ("stopped", ("resume", "export"))
     with pytest.raises(ValueError, match="'erase' is none of these"):
         source.act(ANN, name, "erase")
@@ -89,24 +88,17 @@ def test_the_page_of_a_job_shows_its_run_and_its_log_and_before_it_begins_why_it
     queue: JobQueue, source: JobsSource
 ) -> None:
     name = submit(queue)
-    page = page_of(source)
-    view = page.view(ANN, asked(name), True)
-    assert view.content is None and view.chosen is not None and "waits for its turn" in view.chosen.why
-    job = queue.began(queue.one(int(name)))
-    write_run(source.run_of(job), 5, {"status": "running"})
-    (queue.folder_of(job) / process.LOG).write_text("step 5\n")
-    view = page.view(ANN, asked(name), True)
-    assert view.content is not None and view.log == "step 5\n"
-    assert 'class="status running"' in view.content.sections["top"]
+    watching = page_of(source).watching
+    data = watching.page_data(ANN, [name])
+    assert "charts" not in data and "waits for its turn" in data["top"]["ending"]["said"]
+    job = queue.begin(queue.one(int(name)))
+    write_run(source.queue.run_of(job), 5, {"status": "running"})
+    (queue.folder_of(job) / keeper.LOG).write_text("step 5\n")
+    data = watching.page_data(ANN, [name])
+    assert data["charts"] and data["log"] == "step 5\n" and data["top"]["status"] == "running"
     queue.end(job, "failed", "killed", -9)
-    view = page.view(ANN, asked(name), True)
-    assert view.content is not None and "This run was killed" in view.content.sections["top"]
-
-
-def asked(name: str):  # type: ignore[no-untyped-def]
-    from lowmem_grpo.service.page.asked import Asked as Shown
-
-    return Shown([name])
+    data = watching.page_data(ANN, [name])
+    assert data["charts"] and "This run was killed" in data["top"]["ending"]["said"]
 
 
 def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
@@ -114,7 +106,7 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
 ) -> None:
     users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"]), (NOBODY, KEYS["eve"])])
     page = Page(source, SignIn(users), page_of(source).card)
-    app = Beside(page_app(page), app_of(queue, users, lambda recipe, options: None))
+    app = Beside(page_app(page), make_jobs_app(queue, users, lambda recipe, options: None))
     anns, roots = submit(queue), submit(queue, OWNER)
     api, browser = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))
     key = {"authorization": f"Bearer {KEYS['ann']}"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.jobs import process
+from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.keeper import ENDED, ORDER, RUN
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
@@ -49,7 +49,7 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
     for one in started:
         one.kill()
         one.wait(60)
-    process.stop(tmp_path)
+    keeper.ask_to_stop(tmp_path)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -64,32 +64,34 @@ def ready(folder: Path) -> None:
 
 
 def log(folder: Path) -> str:
-    return (folder / process.LOG).read_text() if (folder / process.LOG).exists() else ""
+    return (folder / keeper.LOG).read_text() if (folder / keeper.LOG).exists() else ""
+
+
+def outcome(folder: Path) -> tuple[int | None, str | None]:
+    ended = keeper.read_json(folder / ENDED)
+    return ended.get("code"), ended.get("why")
 
 
 def test_the_end_and_the_words_of_a_run_are_kept(tmp_path: Path, keep: Keep) -> None:
     keep("import sys; print('said'); sys.exit(3)").wait(LONGEST)
-    ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (3, None)
-    assert log(tmp_path) == "said\n" and not process.is_alive(tmp_path)
+    assert outcome(tmp_path) == (3, None)
+    assert log(tmp_path) == "said\n" and not keeper.is_alive(tmp_path)
 
 
 def test_a_run_over_its_time_limit_is_asked_to_stop(tmp_path: Path, keep: Keep) -> None:
     keep("import threading; threading.Event().wait(600)", time_limit=0.01).wait(LONGEST)
-    ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (-signal.SIGTERM, "time")
+    assert outcome(tmp_path) == (-signal.SIGTERM, "time")
 
 
 def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path, keep: Keep) -> None:
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    keeper = keep(WITH_A_CHILD.format(pipe=str(tmp_path / "pipe")), grace=0.1)
+    started = keep(WITH_A_CHILD.format(pipe=str(tmp_path / "pipe")), grace=0.1)
     ready(tmp_path)
     assert heard(pipe) == b"lives\n"
-    process.stop(tmp_path)
-    keeper.wait(LONGEST)
-    ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (-signal.SIGKILL, "asked")
+    keeper.ask_to_stop(tmp_path)
+    started.wait(LONGEST)
+    assert outcome(tmp_path) == (-signal.SIGKILL, "asked")
     assert heard(pipe) == b"", "the child has ended"
     os.close(pipe)
 
@@ -105,31 +107,30 @@ def test_two_keepers_never_start_one_go_twice(tmp_path: Path, keep: Keep) -> Non
     ready(tmp_path)
     keep(POLITE).wait(LONGEST)
     assert log(tmp_path).count("ready") == 1
-    process.stop(tmp_path)
+    keeper.ask_to_stop(tmp_path)
     first.wait(LONGEST)
     keep(POLITE).wait(LONGEST)  # the same go again, which has ended
     assert log(tmp_path).count("ready") == 1
 
 
 def test_a_run_whose_keeper_was_killed_is_seen_and_can_be_stopped(tmp_path: Path, keep: Keep) -> None:
-    keeper = keep(POLITE)
+    started = keep(POLITE)
     ready(tmp_path)
-    keeper.kill()
-    keeper.wait(LONGEST)
-    assert process.is_alive(tmp_path)
-    process.stop(tmp_path)
-    until(lambda: not process.is_alive(tmp_path))
+    started.kill()
+    started.wait(LONGEST)
+    assert keeper.is_alive(tmp_path)
+    keeper.ask_to_stop(tmp_path)
+    until(lambda: not keeper.is_alive(tmp_path))
     assert not (tmp_path / ENDED).exists()
 
 
 def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, keep: Keep) -> None:
-    keeper = keep(POLITE)
+    started = keep(POLITE)
     ready(tmp_path)
     os.kill(int((tmp_path / RUN).read_text()), signal.SIGKILL)
-    keeper.wait(LONGEST)
-    ended = process.ended(tmp_path)
-    assert ended is not None and (ended["code"], ended["why"]) == (-signal.SIGKILL, None)
+    started.wait(LONGEST)
+    assert outcome(tmp_path) == (-signal.SIGKILL, None)
 
 
 def test_nobody_at_work_is_not_alive(tmp_path: Path) -> None:
-    assert not process.is_alive(tmp_path / "none") and process.ended(tmp_path) is None
+    assert not keeper.is_alive(tmp_path / "none") and outcome(tmp_path) == (None, None)

@@ -10,14 +10,16 @@ from tables import every_row
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from fastapi import FastAPI, Request, Response
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lowmem_grpo.jobs import process
+from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.job import DONE, STOPPING, WAITING
 from lowmem_grpo.jobs.queue import JobQueue
-from lowmem_grpo.jobs.routes import PIECE, Jobs, jobs_router
+from lowmem_grpo.jobs.routes import PIECE, jobs_router
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.gate import as_response
+from lowmem_grpo.service.users import JOBS, OWNER, User
 
 
 def check(recipe: str, options: list[str]) -> None:
@@ -27,9 +29,15 @@ def check(recipe: str, options: list[str]) -> None:
         raise ValueError("no option 'max_stepz'; did you mean max_steps?")
 
 
-def owner(request: Request) -> tuple[str, bool]:
-    name = request.headers.get("x-name", "me")
-    return name, name == "root"
+class Holder:
+    """Gives a request its user, as the gate does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = dict(scope["headers"]).get(b"x-name", b"me").decode()
+        await self.app({**scope, "holder": User(OWNER if name == "root" else name, (JOBS,))}, receive, send)
 
 
 @pytest.fixture
@@ -40,13 +48,13 @@ def queue(tmp_path: Path) -> JobQueue:
 @pytest.fixture
 def client(queue: JobQueue) -> TestClient:
     app = FastAPI(openapi_url=None)
-    app.include_router(jobs_router(Jobs(queue, owner, check)), prefix="/jobs")
+    app.include_router(jobs_router(queue, check), prefix="/jobs")
 
     @app.exception_handler(ChatError)
     async def refused(request: Request, error: ChatError) -> Response:
         return as_response(error)
 
-    return TestClient(app)
+    return TestClient(Holder(app))
 
 
 def message(found: Any) -> str:
@@ -68,7 +76,7 @@ WRONG: dict[str, Callable[[TestClient], Any]] = {
     "is no JSON": lambda client: client.post("/jobs", content=b"{"),
     "nested": lambda client: client.post("/jobs", content=b"[" * 100_000),
     "from is 'x'": lambda client: client.get("/jobs/1/log?from=x"),
-    "from is -1": lambda client: client.get("/jobs/1/log?from=-1"),
+    "from is '-1'": lambda client: client.get("/jobs/1/log?from=-1"),
 }
 
 
@@ -82,7 +90,7 @@ def test_a_wrong_request_is_told_what_is_wrong(words: str, client: TestClient) -
 
 def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQueue) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
-    queue.end(queue.began(queue.one(1)), DONE, "", 0)
+    queue.end(queue.begin(queue.one(1)), DONE, "", 0)
     assert "did you mean" in message(client.post("/jobs/1/resume", json={"options": ["max_stepz=1"]}))
     assert "options is 'x'" in message(client.post("/jobs/1/resume", json={"options": "x"}))
     assert queue.one(1).state == DONE
@@ -108,7 +116,7 @@ def test_a_log_comes_in_pieces_from_a_byte_on(client: TestClient, queue: JobQueu
     assert client.get("/jobs/1/log").content == b""
     folder = queue.folder_of(queue.one(1))
     folder.mkdir(parents=True)
-    (folder / process.LOG).write_bytes(b"a" * PIECE + "ü and the rest\n".encode())
+    (folder / keeper.LOG).write_bytes(b"a" * PIECE + "ü and the rest\n".encode())
     assert client.get("/jobs/1/log").content == b"a" * PIECE
     assert client.get(f"/jobs/1/log?from={PIECE}").content.decode() == "ü and the rest\n"
     assert client.get(f"/jobs/1/log?from={10 * PIECE}").content == b""
@@ -116,5 +124,5 @@ def test_a_log_comes_in_pieces_from_a_byte_on(client: TestClient, queue: JobQueu
 
 def test_a_running_job_is_asked_to_stop(client: TestClient, queue: JobQueue) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
-    queue.began(queue.one(1))
+    queue.begin(queue.one(1))
     assert client.post("/jobs/1/cancel").json()["state"] == STOPPING

@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
-from lowmem_grpo.jobs import process
+from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.dispatcher import Dispatcher
-from lowmem_grpo.jobs.job import Asked
-from lowmem_grpo.jobs.jobs_source import JobsSource
+from lowmem_grpo.jobs.job import JobRequest
 from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.routes import JobsSource
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.page.routes import page_app
 from lowmem_grpo.service.users import OWNER
@@ -54,14 +54,14 @@ def test_a_job_is_watched_stopped_and_resumed_by_its_buttons(tmp_path: Path) -> 
     database = Database(tmp_path / "server.sqlite")
     queue = JobQueue(database, tmp_path / "jobs")
     dispatcher = Dispatcher(queue, tmp_path)
-    number = queue.submit(Asked("small.py"), OWNER).id
+    number = queue.submit(JobRequest("small.py"), OWNER).id
     page = page_of(JobsSource(queue, "here"))
     dispatcher.start()
     try:
         with served(page_app(page), page) as url, browsing(url, page) as browser:
             browser.open("/")
             browser.until(STATE, lambda state: state == "running")
-            step = "return plots.size ? [...plots.values()][0].plot.data[0].at(-1) : 0"
+            step = "return curves.find(({ plot }) => plot)?.plot.data[0].at(-1) ?? 0"
             first = browser.until(step)  # without the page being loaded again
             browser.until(step, lambda now: now > first)
             assert "step 1" in browser.until("return document.querySelector('#log pre')?.textContent")
@@ -79,5 +79,5 @@ def test_a_job_is_watched_stopped_and_resumed_by_its_buttons(tmp_path: Path) -> 
     finally:
         dispatcher.close()
         for job in queue.live():  # of a test that failed
-            process.stop(queue.folder_of(job))
+            keeper.ask_to_stop(queue.folder_of(job))
         database.close()

@@ -15,11 +15,11 @@ from card_runs import apart, gradients, make, plain_gradients, plain_logprobs, p
 from safetensors.torch import load_file
 from trainer_runs import Gradients, adapter, same
 
-from bench.attacks.small_run import StopAt
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train.nonfinite import FILE
 from lowmem_grpo.types import RolloutGroup
+from tests.attacks.small_run import StopAt
 
 TOKENS = 160  # of a micro-batch: the groups make at least three of them
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}

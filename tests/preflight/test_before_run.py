@@ -11,7 +11,7 @@ from preflight_runs import ROWS, found, make, nothing_right, reads_answer
 from trainer_runs import load
 
 from lowmem_grpo import SFTConfig, SFTTrainer
-from lowmem_grpo.preflight.before_run import PreflightError
+from lowmem_grpo.preflight.checks import PreflightError
 
 
 def test_a_healthy_run_prints_two_lines(
@@ -63,7 +63,7 @@ def test_preflight_can_be_turned_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.preflight.before_run.look_over", lambda subject: pytest.fail("it looked"))
+    monkeypatch.setattr("lowmem_grpo.preflight.checks.look_over", lambda subject: pytest.fail("it looked"))
     trainer = make(tmp_path, [*ROWS, {"prompt": ""}], nothing_right, preflight=False)
     assert trainer.train().finished
     assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == ["step"] * 2

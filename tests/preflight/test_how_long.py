@@ -14,7 +14,7 @@ from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.planning.time_plan import Workload, plan_time
-from lowmem_grpo.preflight.before_run import before_training
+from lowmem_grpo.preflight.checks import before_training
 from lowmem_grpo.preflight.how_long import PlannedTime, how_long, workload_of
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.records import read_lines

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner, Result
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from bench.attacks.judge_server import by_length, serving
 from bench.tiny_models import inbox_model
 from bench.tiny_models.inbox_model import PHRASES, TOOLS, clerk_talk
 from bench.tiny_models.talks import encode_talk
@@ -19,6 +18,7 @@ from lowmem_grpo.recipes.games.inbox import Inbox
 from lowmem_grpo.recipes.inbox import make_dataset
 from lowmem_grpo.recipes.problems import mail_database
 from lowmem_grpo.recipes.problems.inbox import mailbox
+from tests.attacks.judge_server import by_length, serving
 
 
 def invoke(*words: str) -> Result:

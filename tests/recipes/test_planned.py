@@ -8,8 +8,7 @@ import torch
 from card import gpu
 
 from lowmem_grpo.engines.vllm.capacity import default_kv_bytes
-from lowmem_grpo.jobs.room import Weighed
-from lowmem_grpo.jobs.weigh import weighed
+from lowmem_grpo.jobs.admission import JobPlan, plan_recipe
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.options import fill
@@ -42,7 +41,7 @@ def test_the_embedded_models_have_a_plan_too(model: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
 def test_without_a_card_nothing_is_known() -> None:
-    assert weighed("arithmetic", ["max_steps=3"]) == Weighed()
+    assert plan_recipe("arithmetic", ["max_steps=3"]) == JobPlan()
     keep_to(0.5)  # and there is nothing to keep to
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from trainer_runs import make as make_plain
 from trainer_runs import naive_logprobs, plain_peft, relative
 
-from bench.attacks.small_run import StopAt, digit_sum, make, records
 from lowmem_grpo.rollout.collector import Collector
+from tests.attacks.small_run import StopAt, digit_sum, make, records
 
 REMAX: dict[str, Any] = {"advantage_estimator": "remax"}
 ALL: dict[str, Any] = {  # all strategies at once, in two optimizer steps for each rollout

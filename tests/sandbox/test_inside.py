@@ -1,6 +1,6 @@
 """What model-written code can do inside the sandbox, in every isolation that works here, and what is left of it.
 
-What it cannot do is in `bench/attacks`, and `tests/bench/test_attacks.py` runs that."""
+What it cannot do is in `tests/attacks`, and `tests/attacks/test_sandbox_and_judge.py` runs that."""
 
 import os
 import subprocess

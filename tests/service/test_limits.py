@@ -92,7 +92,7 @@ def test_a_reply_that_takes_too_long_is_ended_and_its_slot_is_free(stream: bool)
 
 def test_a_client_that_reads_nothing_of_its_stream_frees_its_slot_in_time() -> None:
     class Endless(ScriptedChat):
-        async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+        async def stream(self, body: Mapping[str, Any], *others: Any) -> AsyncIterator[dict[str, Any]]:
             while True:
                 yield {"choices": [], "text": "x" * 100_000}
 

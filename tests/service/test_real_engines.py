@@ -15,7 +15,7 @@ from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
@@ -35,7 +35,7 @@ class Room:
         self.model.save_lora(folder)
         self.desk = Desk(self.model, tokenizer)
         self.chat = Chat(self.desk, tokenizer, lambda: {"live": LIVE, "base": None, "saved@3": folder})
-        self.client = Client(self.chat)
+        self.client = client_of(self.chat)
 
     def ask(self, *messages: Any, model: str = "live", **fields: Any) -> Any:
         return asyncio.run(self.client.chat.completions.create(model=model, messages=messages, max_tokens=9, **fields))

@@ -9,9 +9,8 @@ from urllib.request import Request, urlopen
 import pytest
 from served import chat_over, scripted_desk
 
-from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.chat import Chat, TextCompletions
 from lowmem_grpo.service.endpoint import Endpoint
-from lowmem_grpo.service.text_completions import TextCompletions
 
 ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem_grpo.engines.fixed_cache import STEP
+from lowmem_grpo.engines.kv_cache import STEP
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 
 

@@ -19,9 +19,8 @@ from starlette.types import ASGIApp
 from lowmem_grpo.service.page.card import CardUse
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.page.routes import page_app
-from lowmem_grpo.service.page.runs_source import RunsSource
 from lowmem_grpo.service.page.sign_in import SignIn
-from lowmem_grpo.service.page.source import Source
+from lowmem_grpo.service.page.sources import RunsSource, Source
 from lowmem_grpo.service.server import made_for, open_socket
 from lowmem_grpo.service.users import OWNER, User, Users
 

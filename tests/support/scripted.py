@@ -29,6 +29,7 @@ class ScriptedEngine:
     """Answers a prompt, decoded, with what `says` makes of it; each token has the log-probability -0.5."""
 
     name = "transformers"
+    capabilities = frozenset({"on_group", "converse"})
 
     def __init__(self, says: Callable[[str], str]) -> None:
         self.tokenizer, self.says = tokenizer_of(TEMPLATE), says

@@ -15,6 +15,7 @@ import openai
 
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.pending import Record, unrecorded
 
 Says = Callable[[list[dict[str, Any]]], Awaitable[str]]
 
@@ -36,7 +37,6 @@ class ScriptedChat:
         self.said: dict[str, str] = {}  # of a conversation so far, the turn that ended it
         self.before: dict[str, str | None] = {}
         self.busy = self.most = 0
-        self.histories = self  # which knows the turn that another continues
 
     def names(self) -> Mapping[str, str | None]:
         return {"agent": LIVE, "base/model": None}
@@ -47,10 +47,11 @@ class ScriptedChat:
     def parent(self, turn: str) -> str | None:
         return self.before[turn]
 
-    async def create(self, body: Mapping[str, Any], session: str = "") -> dict[str, Any]:
+    async def create(self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded) -> dict[str, Any]:
         if body.get("model") not in self.names():
             raise ChatError(404, f"no model {body.get('model')!r}", "model", "model_not_found")
         choices = [await self.choice(body, session, index) for index in range(body.get("n") or 1)]
+        await record(choices)
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         return {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"],
                 "choices": choices, "usage": usage}
@@ -72,7 +73,9 @@ class ScriptedChat:
         return {"index": index, "finish_reason": "stop", "turn": turn, "logprobs": None,
                 "message": {"role": "assistant", "content": text}}
 
-    async def stream(self, body: Mapping[str, Any], session: str = "") -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
+    ) -> AsyncIterator[dict[str, Any]]:
         reply = await self.create(body, session)
         about = {"id": reply["id"], "object": "chat.completion.chunk", "created": 1, "model": reply["model"]}
         for choice in reply["choices"]:
@@ -80,6 +83,7 @@ class ScriptedChat:
             for letter in choice["message"]["content"]:
                 yield about | {"choices": [name | {"delta": {"content": letter}, "finish_reason": None}]}
                 await self.between()
+            await record([choice])
             yield about | {"choices": [name | {"delta": {}, "finish_reason": "stop"}]}
         if (body.get("stream_options") or {}).get("include_usage"):
             yield about | {"choices": [], "usage": reply["usage"]}

@@ -20,7 +20,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import Client
+from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import Limits
@@ -185,19 +185,22 @@ class ScriptedBackend:
     async def get_step(self, model: Any) -> int:
         return self.step
 
-    async def best_step(self, model: Any, metric: str = "") -> int | None:
+    def run(self, model: Any) -> "ScriptedBackend":
+        return self
+
+    async def best_step(self, metric: str) -> int | None:
         return self.best
 
-    async def delete_checkpoints(self, model: Any, keep: list[int]) -> None:
+    async def delete_checkpoints(self, keep: list[int]) -> None:
         self.kept = keep
 
-    def client(self, model: Any) -> Client:
-        return Client(self.chat)
+    def client(self) -> openai.AsyncOpenAI:
+        return client_of(self.chat)
 
-    def serve(self, model: Any, **options: Any) -> AgentEndpoint:
+    def serve(self, **options: Any) -> AgentEndpoint:
         return AgentEndpoint(self.chat, **options)
 
-    def judge(self, model: Any, **options: Any) -> DeskJudge:
+    def judge(self, **options: Any) -> DeskJudge:
         return DeskJudge(self.desk, self.desk.model, **options)
 
     async def close(self) -> None:

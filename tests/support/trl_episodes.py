@@ -116,7 +116,7 @@ def played(batch: dict[str, Any], row: int, messages: list[dict[str, Any]], rewa
 class ScriptedEngine:
     """An engine whose every episode says `scripts[key]`, turn by turn."""
 
-    name, kv_bytes = "scripted", 0
+    name, kv_bytes, capabilities = "scripted", 0, frozenset({"converse"})
 
     def __init__(self, scripts: list[list[str]], tokenizer: Any) -> None:
         self.scripts, self.tokenizer = [list(script) for script in scripts], tokenizer

@@ -14,12 +14,12 @@ import torch
 from programs import program
 from safetensors.torch import load_file
 
-from bench.attacks.small_run import StopAt, digit_sum, make, records
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs import lock
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.runs.state import Interrupt
+from tests.attacks.small_run import StopAt, digit_sum, make, records
 
 SHORT: dict[str, Any] = {"max_steps": 2, "save_steps": 1}
 

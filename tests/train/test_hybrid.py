@@ -8,9 +8,9 @@ import torch
 from families import saved_family
 from trainer_runs import adapter, make, relative, same
 
-from bench.attacks.small_run import StopAt, differences
 from lowmem_grpo import FastLanguageModel, GRPOTrainer
 from lowmem_grpo.models.packing import pack
+from tests.attacks.small_run import StopAt, differences
 
 MODES = (False, True, "offload")  # of gradient checkpointing
 NEAR = 1e-4  # of ratios before the first update, and of adapters after three

@@ -11,11 +11,11 @@ from torch import Tensor
 from trainer_runs import Gradients, adapter, adapter_of, load, make, moved, naive_logprobs, plain_peft, same
 from transformers import AutoModelForCausalLM
 
-from bench.attacks.small_run import StopAt
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.checkpoint import MismatchError
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.types import RolloutGroup
+from tests.attacks.small_run import StopAt
 
 FILE = "reference.safetensors"
 SETTINGS: dict[str, Any] = {"beta": 0.5, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}

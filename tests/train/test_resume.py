@@ -1,4 +1,4 @@
-"""Runs that stop and go on: by a callback, Ctrl-C or a damaged disk; tests/bench/test_attacks_on_runs.py kills them."""
+"""Runs that stop and go on: by a callback, Ctrl-C or a damaged disk; tests/attacks/test_runs.py kills them."""
 
 import json
 import logging
@@ -16,13 +16,13 @@ import pytest
 from click.testing import CliRunner
 from programs import program
 
-from bench.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
 from lowmem_grpo.cli import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.checkpoint import CheckpointError
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import Interrupt
+from tests.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
 
 
 def check_same_run(folder: Path, expected: Path) -> None:

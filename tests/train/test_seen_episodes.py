@@ -66,6 +66,6 @@ def test_episodes_of_a_run_are_seen_alike_by_rewards_records_report_and_log(
         assert line["rewards"]["of_all"] == line["rewards"]["Digits"] - 0.5 == digits(first["text"] + last["text"])
         assert line["reward"] == pytest.approx(sum(line["rewards"].values()))
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert all(f">{title}</b>" in page for title in ("Ends of episodes", "Turns", "Cached tokens"))
+    assert all(f'"title":"{title}"' in page for title in ("Ends of episodes", "Turns", "Cached tokens"))
     assert json.dumps(lines[-1]["turns"][0]["text"], ensure_ascii=False).replace("<", "\\u003c") in page
     assert any("[1. assistant, reward " in said and "ended by done" in said for said in caplog.messages)

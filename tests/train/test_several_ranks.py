@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.attacks.ranked_run import Ranked, train, train_in_order
-from bench.attacks.small_run import TIMES
 from lowmem_grpo.runs.checkpoint import list_checkpoints, verify
 from lowmem_grpo.runs.records import read_lines
+from tests.attacks.ranked_run import Ranked, train, train_in_order
+from tests.attacks.small_run import TIMES
 
 ROUNDING = 5e-4  # float32, divided by Adam; another size of micro-batches in one process makes up to 2.3e-4
 SAME = ("reward", "completions/mean_length", "num_tokens", "epoch", "groups/with_signal", "learning_rate")
@@ -112,7 +112,7 @@ class StopOne:
         self.stop = stop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from lowmem_grpo.parallel.place import this_place
+        from lowmem_grpo.config.launcher import this_place
 
         place = this_place()
         if place.rank == place.count - 1:
@@ -159,7 +159,7 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_good(
 
 def bad_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
     """Fails on rows that only the last rank gets in the first step."""
-    from lowmem_grpo.parallel.place import this_place
+    from lowmem_grpo.config.launcher import this_place
 
     if this_place().rank == 1 and kwargs["trainer_state"].global_step == 2:
         raise ZeroDivisionError("no digits")
@@ -176,7 +176,7 @@ def test_an_error_of_a_reward_in_one_rank_is_told_by_all_and_what_was_trained_is
 
 def nan_reward(completions: list[str], **kwargs: Any) -> list[float]:
     """NaN in one rank, at the second step."""
-    from lowmem_grpo.parallel.place import this_place
+    from lowmem_grpo.config.launcher import this_place
 
     bad = this_place().rank == 1 and kwargs["trainer_state"].global_step == 1
     return [float("nan") if bad and not place else float(len(text) % 5) for place, text in enumerate(completions)]

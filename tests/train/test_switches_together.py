@@ -13,8 +13,8 @@ from vllm_models import KV_BYTES, NEEDS_VLLM
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.train import ahead
-from lowmem_grpo.train.likeness import check_settings
+from lowmem_grpo.train import overlap
+from lowmem_grpo.train.distributed import check_settings
 
 SETTINGS: dict[str, Any] = {"max_completion_length": 40, "temperature": 1.5, "max_steps": 2, "seed": 3,
                             "rows": TEXTS, "shuffle_dataset": False, "per_device_train_batch_size": 8,
@@ -26,8 +26,8 @@ PARALLEL = AHEAD | {"train_while_sampling": "parallel"}
 @pytest.fixture(autouse=True)
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches are trained as soon as anything is complete, so that short runs have some."""
-    monkeypatch.setattr(ahead, "TAIL", 1.0)
-    monkeypatch.setattr(ahead, "STEPS", 1)
+    monkeypatch.setattr(overlap, "TAIL", 1.0)
+    monkeypatch.setattr(overlap, "STEPS", 1)
 
 
 def two_steps(folder: Path, model: FastPeftModel, settings: dict[str, Any]) -> None:

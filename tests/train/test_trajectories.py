@@ -10,7 +10,6 @@ import pytest
 import torch
 from trainer_runs import adapter, same
 
-from bench.attacks.small_run import differences
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.recipes.games.guess import Guess
 from lowmem_grpo.rollout.from_turns import group_of
@@ -19,6 +18,7 @@ from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train.nonfinite import NonFiniteError
 from lowmem_grpo.train.trajectories import TrajectoryTrainer
 from lowmem_grpo.types import RolloutGroup
+from tests.attacks.small_run import differences
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-3, "per_device_train_batch_size": 16, "num_generations": 8, "save_steps": 1,

@@ -17,7 +17,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.commands import asked_model
 from lowmem_grpo.commands import eval as eval_command
 from lowmem_grpo.models.pretrained import tokenizer_beside
-from lowmem_grpo.preflight.before_run import PreflightError
+from lowmem_grpo.preflight.checks import PreflightError
 from lowmem_grpo.rewards import SelfJudge
 
 TEMPLATE = ("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -70,11 +70,11 @@ def from_pretrained(folder: Path) -> Any:
 
 
 def generate(folder: Path) -> Any:
-    return asked_model.load("tiny", folder, FORM, 128)[0]
+    return asked_model.load("tiny", asked_model.adapter_and_base(folder)[0], 128, **FORM)[0]
 
 
 def evaluate(folder: Path) -> Any:
-    return eval_command.load(eval_command.find_subject(str(folder), None, False), {"engine": "transformers"}, 128)[0]
+    return eval_command.find_subject(str(folder), None, False).load("transformers", 128)[0]
 
 
 @pytest.mark.parametrize("load", [from_pretrained, generate, evaluate])

@@ -1,6 +1,8 @@
 """Pictures for notebooks: they show what a run wrote, name what they lack, and no model text gets out of its cell."""
 
 import json
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.runs.accuracy import Answers, wilson_interval
 from lowmem_grpo.units import GIB
 from lowmem_grpo.views.palette import MEMORY, RIGHT, WRONG
-from lowmem_grpo.views.pictures import accuracies, curves, memory_bars, samples
+from lowmem_grpo.views.pictures import Picture, accuracies, bars, curves, line, memory_bars, samples
 
 ATTACK = "<img src=x onerror=alert(1)>"
 
@@ -37,24 +39,33 @@ def planned(card: str = "24GiB", **settings: Any) -> MemoryPlan:
     return plan(named_config("llama-3.1-8b"), RunSettings(context=4096, **settings), device(card))
 
 
-def titles(figure: Any) -> list[str]:
-    return [note.text.partition("<br>")[0] for note in figure.layout.annotations]
+def page_of(picture: Picture) -> dict[str, Any]:
+    """What the page in a picture's frame shows."""
+    frame = re.fullmatch(r'<iframe sandbox="allow-scripts" srcdoc="([^"]*)".*', picture.html)
+    assert frame
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', unescape(frame[1]))
+    assert data
+    return dict(json.loads(data[1]))
+
+
+def widths(picture: Picture) -> list[list[float]]:
+    """The parts of each bar, in percent of the whole width."""
+    return [[float(width) for width in re.findall(r"<span style='width:([\d.]+)%", row)]
+            for row in picture.html.split("position:relative")[1:]]
 
 
 def test_the_chosen_curves_hold_what_the_run_logged(tmp_path: Path) -> None:
-    figure = curves(run_folder(tmp_path), "Entropy", "Reward functions")
-    lines = {trace.name: list(trace.y) for trace in figure.data}
+    charts = page_of(curves(run_folder(tmp_path), "Entropy", "Reward functions"))["charts"]
+    lines = {line["name"]: line["values"] for chart in charts for line in chart["lines"]}
     assert lines == {"entropy": [0.4] * 3, "right": pytest.approx([0.1, 0.2, 0.3]), "short": [0.5] * 3}
-    assert titles(figure) == ["Entropy", "Reward functions"]
+    assert [chart["title"] for chart in charts] == ["Entropy", "Reward functions"]
 
 
 def test_without_a_choice_every_curve_is_drawn_and_a_legend_names_lines_of_the_same_chart(tmp_path: Path) -> None:
-    figure = curves(run_folder(tmp_path))
-    assert titles(figure) == ["Reward", "Reward functions", "Groups with signal", "Entropy"]
-    groups = figure.layout.yaxis3
-    assert groups.range[0] == 0 and groups.title.text == "groups" and figure.layout.xaxis3.title.text == "step"
-    assert len(set(groups.ticktext)) == len(groups.ticktext)
-    assert {trace.name for trace in figure.data if trace.showlegend} == {"right", "short", "all", "with signal"}
+    charts = page_of(curves(run_folder(tmp_path)))["charts"]
+    assert {chart["title"]: chart["keys"] for chart in charts} == {
+        "Reward": True, "Reward functions": True, "Groups with signal": True, "Entropy": False}
+    assert charts[2]["zero"] and charts[2]["axis"] == "groups"
 
 
 def test_a_curve_and_a_folder_that_are_not_there_are_named_and_no_answers_are_no_picture(tmp_path: Path) -> None:
@@ -66,35 +77,45 @@ def test_a_curve_and_a_folder_that_are_not_there_are_named_and_no_answers_are_no
         accuracies({})
 
 
+def test_values_are_a_curve_that_is_counted_from_one() -> None:
+    [chart] = page_of(line([0.5, 0.25], "a <b> title"))["charts"]
+    assert (chart["lines"][0]["steps"], chart["lines"][0]["values"]) == ([1, 2], [0.5, 0.25])
+    assert chart["title"] == "a <b> title" and "<b>" not in line([1.0], "a <b> title").html
+
+
 def test_the_bars_of_accuracies_reach_to_their_intervals() -> None:
-    figure = accuracies({"before": answers([[True], [False], [False], [False]]), "after": answers([[True]] * 4)})
-    bar = figure.data[0]
-    assert (list(bar.x), list(bar.y), list(bar.text)) == (["before", "after"], [0.25, 1.0], ["25%", "100%"])
+    picture = accuracies({"before": answers([[True], [False], [False], [False]]), "after": answers([[True]] * 4)})
+    assert widths(picture) == [[25.0], [100.0]]
+    assert "25% of 4 problems" in picture.html and "100% of 4 problems" in picture.html
     low, high = wilson_interval(0.25, 4)
-    assert bar.error_y.array[0] == pytest.approx(high - 0.25)
-    assert bar.error_y.arrayminus[0] == pytest.approx(0.25 - low)
-    assert bar.error_y.array[1] == 0.0  # nothing is more than all
+    assert f"left:{low:.2%};width:{high - low:.2%}" in picture.html
 
 
 @pytest.mark.parametrize("phase", ["train", "rollout"])
 def test_a_memory_bar_is_as_long_as_its_plan(phase: str) -> None:
     plans = {"tiles": planned(mlp_tile=512), "none": planned(mlp_tile=0)}
-    figure = memory_bars(plans, phase)
-    for place, found in enumerate(plans.values()):
-        length = sum(trace.x[place] for trace in figure.data)
-        assert length == pytest.approx(getattr(found, phase) / GIB)
-        assert figure.layout.annotations[place].text == f"{length:.1f}"
-    assert ("KV cache" in {trace.name for trace in figure.data}) == (phase == "rollout")
+    picture = memory_bars(plans, phase)
+    totals = [getattr(found, phase) / GIB for found in plans.values()]
+    for parts, total in zip(widths(picture), totals, strict=True):
+        assert sum(parts) == pytest.approx(100 * total / max(totals), abs=0.1)
+        assert f"<span>{total:.1f}</span>" in picture.html
+    assert ("KV cache" in picture.html) == (phase == "rollout")
 
 
 def test_every_component_of_a_bar_has_a_colour_that_no_other_of_the_phase_has() -> None:
     found = planned(engine="vllm", sampling_weights="16bit")
     assert {row.name for row in found.rows} - {"host buffers"} == set(MEMORY)
     for phase in ("train", "rollout"):
-        figure = memory_bars({"a plan": found, "all kept": planned("h200", checkpointing=False, mlp_tile=0)}, phase)
-        used = [trace.marker.color for trace in figure.data]
-        assert None not in used
-        assert len(used) == len(set(used)), [trace.name for trace in figure.data]
+        picture = memory_bars({"a plan": found, "all kept": planned("h200", checkpointing=False, mlp_tile=0)}, phase)
+        used = re.findall(r"color:(#\w+)'>\u25a0", picture.html)
+        assert used and len(used) == len(set(used))
+
+
+def test_bars_of_the_same_name_have_the_same_colour_and_the_longest_is_whole() -> None:
+    picture = bars({"t4": {"small": 100.0, "large": 50.0}, "<h200>": {"small": 400.0}}, "tokens", "{:,.0f} tokens")
+    assert widths(picture) == [[25.0], [12.5], [100.0]] and "400 tokens" in picture.html
+    assert "<h200>" not in picture.html and len(set(re.findall(r"background:(#\w+)", picture.html))) == 2
+    assert widths(bars({"nothing": {"a": 0.0}}, "zero")) == [[0.0]]
 
 
 def test_a_phase_that_there_is_not_and_no_plans_are_refused() -> None:
@@ -102,6 +123,11 @@ def test_a_phase_that_there_is_not_and_no_plans_are_refused() -> None:
         memory_bars({"a plan": planned()}, "sampling")
     with pytest.raises(ValueError, match="no plans were given"):
         memory_bars({})
+
+
+def test_a_picture_is_shown_in_the_middle_of_a_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    bars({"a": {"b": 1.0}}, "one bar").show()  # outside of a notebook it is text
+    assert capsys.readouterr().out == "a picture for a notebook: one bar\n"
 
 
 def test_samples_stand_side_by_side_with_their_verdicts() -> None:

@@ -12,24 +12,26 @@ import pytest
 
 from lowmem_grpo.runs.accuracy import KINDS, changed_first
 from lowmem_grpo.views.palette import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
-from lowmem_grpo.views.report import MAX_SAMPLES, MOST_BYTES, spread, write_report
+from lowmem_grpo.views.report import MAX_SAMPLES, MOST_BYTES, write_report
+from lowmem_grpo.views.samples import spread
 
 ENDS = {"done": 0.75, "max_turns": 0.25, "parse_error": 0.0}
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
 
 
 class Page(HTMLParser):
-    """The elements of a page and the text of its scripts, parsed as a browser does."""
+    """The elements of a page, the text of its scripts, and what these show, parsed as a browser does."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.source = path.read_text(encoding="utf-8")
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
-        self.prose = ""
         self.inside = ""
         self.feed(self.source)
         self.data = json.loads(self.scripts[0])
+        self.prose = "\n".join(texts_of(self.data))
+        self.samples = self.data["samples"]["rows"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -43,20 +45,24 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.inside == "script":
             self.scripts[-1] += data
-        elif self.inside != "style":
-            self.prose += data
 
     def titles(self) -> list[str]:
         return [chart["title"] for chart in self.data["charts"]]
 
+    def chart(self, title: str) -> dict[str, Any]:
+        return next(chart for chart in self.data["charts"] if chart["title"] == title)
+
     def lines(self, title: str) -> dict[str, dict[int, float]]:
         """The lines of a chart by their names, each as values by step."""
-        chart = next(chart for chart in self.data["charts"] if chart["title"] == title)
-        return {name: dict(zip(steps, values, strict=True)) for name, steps, values in chart["lines"]}
+        return {line["name"]: dict(zip(line["steps"], line["values"], strict=True))
+                for line in self.chart(title)["lines"]}
 
-    def texts(self, css: str) -> list[str]:
-        """The texts of a class of the drawings, in order."""
-        return re.findall(rf'<text class="{css}"[^>]*>([^<]*)</text>', self.source)
+
+def texts_of(value: Any) -> list[str]:
+    """Every text that a page shows."""
+    if isinstance(value, dict):
+        return [text for name, inner in value.items() for text in (name, *texts_of(inner))]
+    return [text for inner in value for text in texts_of(inner)] if isinstance(value, list) else [str(value)]
 
 
 SIGHTS = [np.eye(3), *(np.array(rows).reshape(3, 3) for rows in (  # usual, without red, green, or blue cones
@@ -132,9 +138,9 @@ def test_model_text_cannot_close_the_script_or_add_elements(tmp_path: Path) -> N
     page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK)])
     assert ATTACK not in page.source
     assert "img" not in dict(page.elements) and len(page.scripts) == 2
-    assert page.data["samples"][0]["completion"] == ATTACK
-    assert page.prose.count(ATTACK) == 9
-    assert "textContent" in page.scripts[1]  # the only way of model text into the page
+    assert page.samples[0]["completion"] == ATTACK
+    assert page.prose.count(ATTACK) == 10
+    assert "made.append(" in page.scripts[1]  # which makes text of text: the only way of model text into the page
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
                 if word in page.scripts[1]]
 
@@ -198,8 +204,8 @@ def test_one_of_something_is_no_plural(tmp_path: Path) -> None:
     change = {"accuracy": 1.0, "interval": [0.1, 1.0], "better": 1, "worse": 0, "same": 0}
     finished(tmp_path, steps=1, eval_problems=1, difference=change, samples=[{"prompt": "p"}], config={"max_steps": 1})
     page = page_of(tmp_path, [metric(1)])
-    assert "n = 1 held-out problem<" in page.source and "right after: 1 problem;" in page.prose
-    assert '<div class="number">1</div><div class="quiet">step</div>' in page.source
+    assert "n = 1 held-out problem\n" in page.prose and "right after: 1 problem;" in page.prose
+    assert page.data["top"]["tiles"][0] == ["step", "1"]
 
 
 def test_verdicts_have_colours_and_signs_and_what_changed_comes_first(tmp_path: Path) -> None:
@@ -207,9 +213,9 @@ def test_verdicts_have_colours_and_signs_and_what_changed_comes_first(tmp_path: 
     kinds = [(True, True), (True, False), (False, False), (False, True)]
     finished(tmp_path, samples=[sample | {"right_before": old, "right_after": new} for old, new in kinds])
     page = page_of(tmp_path, [metric(1)])
-    found = re.findall(r'<span class="(right|wrong)">(.) (?:right|wrong)</span>', page.source)
-    good, bad = ("right", "✓"), ("wrong", "✗")
-    assert found == [bad, good, good, bad, bad, bad, good, good]
+    shown = [(pair["right_before"], pair["right_after"]) for pair in page.data["pairs"]["samples"]]
+    assert shown == [(False, True), (True, False), (False, False), (True, True)]
+    assert "\\u2713 right" in page.scripts[1] and "\\u2717 wrong" in page.scripts[1]
     assert f"--right:{RIGHT}" in page.source and f"--wrong:{DARK_WRONG}" in page.source
     assert ".right" in page.source and "var(--wrong)" in page.source
 
@@ -232,30 +238,22 @@ def test_accuracy_is_drawn_over_the_steps_with_the_held_out_problems(tmp_path: P
                      "held-out problems, with 95% interval": {0: 0.215, 3: 0.78}}
 
 
-def test_axes_have_titles_and_ticks_that_differ_and_a_share_begins_at_zero(tmp_path: Path) -> None:
-    rows = [metric(step, **{"completions/clipped_ratio": 0.0004 * step, "clip_ratio/low_mean": 0.0,
-                            "learning_rate": 1e-6 * step, "tokens_per_second": 20_000.0 + step}) for step in (1, 2, 3)]
+def test_axes_have_titles_and_shares_begin_at_zero(tmp_path: Path) -> None:
+    rows = [metric(step, **{"completions/clipped_ratio": 0.0004 * step, "tokens_per_second": 20_000.0 + step})
+            for step in (1, 2, 3)]
     page = page_of(tmp_path, rows)
-    drawings = re.findall(r"<svg.*?</svg>", page.source)
-    assert len(drawings) == len(page.titles()) == len(page.texts("xtitle"))
-    assert "" not in re.findall(r'<text class="ytitle"[^>]*>([^<]*)<', page.source)
-    for drawing in drawings:
-        for css in ("xtick", "ytick"):
-            labels = re.findall(rf'<text class="{css}"[^>]*>([^<]*)</text>', drawing)
-            assert len(labels) == len(set(labels)) >= 2, drawing
-        if "%" in drawing:
-            assert float(labels[0].rstrip("%")) == 0
-    assert "share of completions" in page.source and "0.05%" in page.texts("ytick")
+    assert all(chart["axis"] for chart in page.data["charts"])
+    assert page.chart("Completions cut off")["axis"] == "share of completions"
+    assert all(chart["zero"] for chart in page.data["charts"] if chart["share"])
+    assert not page.chart("Loss")["zero"] and not page.chart("Loss")["share"]
 
 
 def test_long_runs_are_smoothed_and_the_page_says_how(tmp_path: Path) -> None:
     assert "Bold lines" not in page_of(tmp_path, [metric(step) for step in range(1, 10)]).prose
     page = page_of(tmp_path, [metric(step, loss=(-1.0) ** step) for step in range(1, 61)])
     assert "Bold lines are means of the 5 steps around each, faint ones are single steps." in page.prose
-    assert 'class="l0 faint"' in page.source
-    drawing = next(each for each in re.findall(r"<svg.*?</svg>", page.source) if "Loss" in each)
-    faint, bold = ([float(pair.split(",")[1]) for pair in points.split()] for points in
-                   re.findall(r'<polyline class="l0(?: faint)?" points="([^"]*)"', drawing))
+    [line] = page.chart("Loss")["lines"]
+    bold, faint = line["bold"], line["values"]
     assert max(bold[5:-5]) - min(bold[5:-5]) < (max(faint) - min(faint)) / 4
 
 
@@ -268,7 +266,7 @@ def test_a_page_of_any_run_has_at_most_500_kb_and_still_shows_samples(tmp_path: 
              config={"kwargs": long})
     page = page_of(tmp_path, rows, [completion(step, long) for step in range(1, 200)])
     assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES == 500_000
-    assert page.data["samples"] and page.data["samples"][-1]["step"] == 199
+    assert page.samples and page.samples[-1]["step"] == 199
 
 
 def test_colours_differ_for_every_kind_of_sight() -> None:
@@ -285,7 +283,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
     with (tmp_path / "completions.jsonl").open("ab") as file:
         file.write("é".encode()[:1])
     page = Page(write_report(tmp_path))
-    assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.01}} and len(page.data["samples"]) == 1
+    assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.01}} and len(page.samples) == 1
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
@@ -293,7 +291,8 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
 
 def test_no_steps_yet_is_said(tmp_path: Path) -> None:
     page = page_of(tmp_path, [])
-    assert "No steps logged yet" in page.prose and "No completions logged yet" in page.prose
+    assert page.data["charts"] == [] and "No steps logged yet" in page.scripts[1]
+    assert "No completions logged yet" in page.prose
 
 
 def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
@@ -318,7 +317,7 @@ def test_a_step_repeated_after_a_resume_is_drawn_once(tmp_path: Path) -> None:
 
 def test_many_samples_are_capped_over_all_of_the_run_and_the_page_says_so(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [completion(step) for step in range(1, 101) for _ in range(20)])
-    steps = [sample["step"] for sample in page.data["samples"]]
+    steps = [sample["step"] for sample in page.samples]
     assert set(steps) == set(range(1, 101)) and len(steps) == MAX_SAMPLES
     assert f"2,000 completions were logged; this page holds {MAX_SAMPLES:,}" in page.prose
 
@@ -332,7 +331,7 @@ def test_spread_keeps_the_limit_and_the_ends(steps: int, each: int, limit: int) 
 
 def test_samples_under_the_cap_are_all_kept_without_a_note(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [completion(1), completion(2)])
-    assert len(page.data["samples"]) == 2 and "were logged" not in page.prose
+    assert len(page.samples) == 2 and "were logged" not in page.prose
 
 
 def test_a_new_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
@@ -353,34 +352,33 @@ def played(step: int, turns: int = 2, text: str = "4") -> dict[str, Any]:
 
 def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [played(1)])
-    assert ("div", {"id": "rows", "class": "episodes"}) in page.elements and "table" not in dict(page.elements)
-    sample, = page.data["samples"]
+    assert page.data["samples"]["played"]
+    sample, = page.samples
     assert (sample["ending"], sample["sampled_tokens"], len(sample["turns"])) == ("answer", 2, 2)
     assert sample["turns"][1] == {"number": 2, "text": "4", "tokens": 5, "calls": ['4(a="4")'], "reward": 1.0,
                                   "failures": 1, "replies": [{"role": "tool", "name": "4", "content": "4"}]}
-    assert page.data["endings"]["answer"] == "a turn without a call of a tool"
-    assert "\u25cf sampled" in page.prose and "\u25cb context" in page.prose
-    for sign in ("\\u25cf", "\\u25cb"):
+    assert page.data["samples"]["endings"]["answer"] == "a turn without a call of a tool"
+    for sign in ("\\u25cf sampled", "\\u25cb context"):
         assert sign in page.scripts[1], "what is sampled and what is not differ by more than a colour"
 
 
 def test_a_page_without_episodes_has_its_table(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [completion(1)])
-    assert "table" in dict(page.elements) and not page.data["endings"] and "turns" not in page.data["samples"][0]
+    assert not page.data["samples"]["played"] and not page.data["samples"]["endings"] and "turns" not in page.samples[0]
 
 
 def test_what_a_policy_a_tool_or_an_environment_wrote_cannot_break_out_of_an_episode(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [played(1, text=ATTACK) | {"ending": ATTACK}])
     assert ATTACK not in page.source and "img" not in dict(page.elements) and len(page.scripts) == 2
-    assert page.data["samples"][0]["turns"][0]["replies"][0]["content"] == ATTACK
+    assert page.samples[0]["turns"][0]["replies"][0]["content"] == ATTACK
 
 
 @pytest.mark.parametrize(("turns", "text"), [(2, "word " * 20_000), (500, "\u6f22<&" * 200)])
 def test_long_episodes_fit_into_500_kb_and_say_which_turns_they_show(tmp_path: Path, turns: int, text: str) -> None:
     page = page_of(tmp_path, [metric(1)], [played(step, turns, text) for step in range(1, 60)])
     assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES
-    numbers = [turn["number"] for turn in page.data["samples"][-1]["turns"]]
-    assert page.data["samples"][-1]["step"] == 59 and numbers[0] == 1 and numbers[-1] == turns
+    numbers = [turn["number"] for turn in page.samples[-1]["turns"]]
+    assert page.samples[-1]["step"] == 59 and numbers[0] == 1 and numbers[-1] == turns
     assert len(numbers) == min(turns, 40)
 
 
@@ -415,17 +413,17 @@ def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
     assert found["baseline random, 15.0%"] == dict.fromkeys(range(4), 0.15)
     assert found["baseline perfect, 97.0%"] == dict.fromkeys(range(4), 0.97) and len(found) == 4
     assert "baselines: random 15.0%, perfect 97.0%" in page.prose
-    assert page.source.count('level" points=') == page.source.count('<span class="key l2 level">') * 2 == 2
+    assert [line["kind"] for line in page.chart("Accuracy")["lines"]] == ["curve", "dots", "level", "level"]
 
 
-def test_seconds_on_top_of_each_other_are_not_cut_at_one(tmp_path: Path) -> None:
-    rows = [metric(step, **{"time/sampling/prefill_s": 2.0, "time/sampling/full_s": 3.0 * step}) for step in (1, 2)]
+def test_parts_stand_on_top_of_each_other_and_only_shares_are_cut_at_one(tmp_path: Path) -> None:
+    rows = [metric(step, **{"time/sampling/prefill_s": 2.0, "time/sampling/full_s": 3.0 * step, "time/generate": 0.75,
+                            "time/train": 0.5}) for step in (1, 2)]
     page = page_of(tmp_path, rows)
-    drawing = next(each for each in re.findall(r"<svg.*?</svg>", page.source) if "time of sampling" in each)
-    assert float(re.findall(r'<text class="ytick"[^>]*>([^<]*)<', drawing)[-1]) >= 8
-    tops = [min(float(pair.split(",")[1]) for pair in area.split())
-            for area in re.findall(r'area" points="([^"]*)"', drawing)]
-    assert tops[1] < tops[0] - 50
+    seconds, shares = (page.chart(title)["lines"] for title in
+                       ("Where the time of sampling goes", "Where the time goes"))
+    assert [(line["low"], line["high"]) for line in seconds] == [([0, 0], [2, 2]), ([2, 2], [5, 8])]
+    assert [(line["low"], line["high"]) for line in shares] == [([0, 0], [0.75, 0.75]), ([0.75, 0.75], [1, 1])]
 
 
 def test_while_a_run_goes_on_the_training_time_is_that_of_its_last_step(tmp_path: Path) -> None:

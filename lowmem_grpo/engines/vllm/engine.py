@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, Meanwhile, OnGroup
 from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
@@ -23,12 +23,9 @@ from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import check_family
-from lowmem_grpo.engines.vllm.lifetime import PROCESS, check_alone, end
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
-from lowmem_grpo.engines.vllm.process_state import undisturbed
-from lowmem_grpo.engines.vllm.requests import Prompts, Sampling
-from lowmem_grpo.engines.vllm.steps import Steps
-from lowmem_grpo.engines.vllm.turns import Turns
+from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, undisturbed
+from lowmem_grpo.engines.vllm.requests import Prompts, Sampling, Steps, Turns
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.models.policy import Policy
@@ -42,6 +39,7 @@ class VLLMEngine:
     """vLLM around the trainer's tensors, one at a time in a process; `close` returns them and frees the cache."""
 
     name = "vllm"
+    capabilities = EVERYTHING
 
     def __init__(
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,

@@ -1,4 +1,4 @@
-"""The trainer's linear layers as another engine computes with them: on the same frozen tensors.
+"""The trainer's linear layers, experts and routers as another engine computes with them: on the same frozen tensors.
 
 An engine's layer may stand for several modules of the trainer side by side (qkv_proj for q_proj, k_proj, v_proj). Its
 output is the concatenation of theirs, with LoRA and biases, by one product where their weights lie side by side.
@@ -6,6 +6,9 @@ output is the concatenation of theirs, with LoRA and biases, by one product wher
 Everything goes through one opaque op, which an engine's compiler and CUDA graphs do not look into; the op finds its
 layer by name. A captured graph keeps the addresses of tensors and what Python decided during the capture. So the op
 decides nothing: it always applies the same tensors, which hold the adapter's numbers or zeros (lent_adapter.py).
+
+Of a mixture, the engine's own router chooses, from the logits of the trainer's, and the engine tells which experts each
+token took. Logits are given in float32, as the trainer takes the softmax in float32 as well.
 """
 
 from collections.abc import Sequence
@@ -22,7 +25,8 @@ from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.memory.families import FAMILIES, family_of, has_experts
+from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.fused_weights import joined, joined_weights
 from lowmem_grpo.models.lora_layers import base_of, held_weight
 
@@ -30,6 +34,7 @@ LAYERS: dict[str, "BorrowedLinear"] = {}  # where the op finds layers by name, w
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ADVICE = "Close the engine before moving, merging, quantizing or reloading the model, and make a new one"
 OTHER_ENGINE = 'Sample with fast_inference="transformers"'
+NO_ROUTES = "AuxOutput Connector"  # what vLLM names where it can return no routes
 
 
 class BorrowError(ValueError):
@@ -175,6 +180,70 @@ class BorrowedLinear:
         if LAYERS.get(self.name) is self:
             del LAYERS[self.name]
         self.modules, self.loras, self.products, self.held = {}, [], [], []
+
+
+@dataclass
+class BorrowedExperts:
+    """The experts of one layer, and its router."""
+
+    name: str  # the engine's name of the experts
+    path: str  # of the trainer's block
+    block: Any  # RoutedBlock
+    held: list[Tensor] = field(init=False)  # holding what was borrowed keeps its addresses from being reused
+
+    def __post_init__(self) -> None:
+        self.held = self.tensors()
+
+    @classmethod
+    def of(cls, base: Any, prefix: str) -> "BorrowedExperts":
+        """Those behind the engine's layer `prefix`; BorrowError where the trainer has no block of ours there."""
+        path = prefix.rpartition(".")[0]
+        try:
+            block = base.get_submodule(path)
+        except AttributeError:
+            block = None
+        if not isinstance(block, RoutedBlock):
+            raise no_experts(f"{type(base).__name__} ({prefix})")
+        return cls(prefix, path, block)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Experts, width, inner width, experts of a token."""
+        (experts, width, inner), k = self.block.experts.down_proj.frozen.shape, self.block.gate.top_k
+        return experts, width, inner, k
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the trainer that is read."""
+        stacks = (self.block.experts.gate_up_proj.frozen, self.block.experts.down_proj.frozen)
+        return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
+
+    def check(self) -> None:
+        """Raise BorrowError if a tensor has been moved or replaced since."""
+        same_tensors(self.name, self.held, self.tensors())
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """(T, D), from x (T, D), and of each token the experts (T, k) and the values of their gates (T, k)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        found: Tensor = self.block.experts(x, ids, weights.to(wide))
+        return found
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """(T, E) float32, of the router."""
+        found: Tensor = self.block.logits(x).float()
+        return found
+
+    def close(self) -> None:
+        """Release the trainer's tensors, even if somebody still holds this object."""
+        self.block, self.held = None, []
+
+
+def no_experts(name: str) -> BorrowError:
+    """For a mixture whose experts we do not lend."""
+    lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
+    return BorrowError(f"{name} is a mixture of experts that is not shared with vLLM, which would allocate its experts "
+                       f"a second time, in 16 bits; those of {lent} are shared. {OTHER_ENGINE}")
 
 
 def weight_of(path: str, module: Any) -> FrozenWeight:

@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from lowmem_grpo.engines.vllm import lent_adapter as adapters
 from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy, Loras, lora_of
-from lowmem_grpo.engines.vllm.lent_experts import BorrowedExperts
-from lowmem_grpo.engines.vllm.lent_layers import ADVICE, OTHER_ENGINE, BorrowedLinear, BorrowError, same_tensors
+from lowmem_grpo.engines.vllm.lent_layers import (
+    ADVICE,
+    OTHER_ENGINE,
+    BorrowedExperts,
+    BorrowedLinear,
+    BorrowError,
+    same_tensors,
+)
 from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.bounds import is_out_of_memory

@@ -27,8 +27,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from lowmem_grpo.engines.vllm.lent_experts import BorrowedExperts
-from lowmem_grpo.engines.vllm.lent_layers import OTHER_ENGINE, BorrowedLinear, BorrowError, borrowed_linear
+from lowmem_grpo.engines.vllm.lent_layers import (
+    OTHER_ENGINE,
+    BorrowedExperts,
+    BorrowedLinear,
+    BorrowError,
+    borrowed_linear,
+)
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS

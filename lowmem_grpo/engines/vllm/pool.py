@@ -7,7 +7,7 @@ mapped, or none of it, and clear its error. It records a segment before it maps 
 fails, so it looks in use: we drop such records. The pool holds tagged segments. `sleep(level=1)` copies those tagged
 "weights" to the host and drops the rest, so a buffer under a tag of ours costs nothing while it sleeps.
 
-None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.32; it has not been tested
+None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33; it has not been tested
 on a card. tests/engines/vllm/test_pool.py fails if it changes.
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ALLOCATOR = "vllm.device_allocator.cumem"
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
-CHECKED = ((0, 26), (0, 32))  # first and last version
+CHECKED = ((0, 26), (0, 33))  # first and last version
 TAG = "sampling_weights"  # of segments whose contents may be dropped
 SEGMENT = 32 << 20  # bytes: torch gives 10 MiB or more a segment of its own, in steps of 2 MiB, with nothing left over
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'

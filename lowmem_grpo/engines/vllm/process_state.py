@@ -1,20 +1,28 @@
-"""What vLLM changes in the process it runs in, and how we put it back.
+"""What vLLM changes in the process it runs in, and how we put it back; and the one engine that a process can have.
 
 When it starts, vLLM seeds every random generator of the process, hooks torch.distributed into tracebacks, and freezes
 every object against garbage collection. Its import keeps the errors of imports that failed.
 """
 
 import gc
+import logging
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from lowmem_grpo.engines.vllm.installed import import_plugin
+from lowmem_grpo.engines.vllm import pool as vllm_pool
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
+from lowmem_grpo.engines.vllm.loan import Loan
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -52,3 +60,46 @@ def collectable() -> Iterator[None]:
     finally:
         if not frozen:
             gc.unfreeze()
+
+
+class Open(Protocol):
+    """An engine, as far as its end is concerned."""
+
+    llm: Any  # vLLM's; None once it is closed
+
+
+@dataclass
+class Process:
+    """What a process has one of."""
+
+    engine: "weakref.ref[Open] | None" = None  # the one that is open
+    clean: bool = True  # whether vLLM's memory pool can serve another engine as it is
+
+
+PROCESS = Process()
+
+
+def living() -> Any:
+    """The open VLLMEngine of this process, or None."""
+    engine = None if PROCESS.engine is None else PROCESS.engine()
+    return engine if engine is not None and engine.llm is not None else None
+
+
+def check_alone() -> None:
+    """Raise EngineUnavailableError where another engine is open."""
+    if living() is not None:
+        gc.collect()  # it may be unreachable already
+    if living() is not None:
+        raise EngineUnavailableError("a vLLM engine lives in this process already; close() it first")
+
+
+def end(llm: Any, loan: Loan) -> None:
+    """Shut vLLM down and return the trainer's tensors; also when an engine is deleted without `close`. A sleeping cache
+    is unmapped already, and the pool fails if it unmaps it again, so we wake it first where memory has room."""
+    loan.close()
+    try:
+        PROCESS.clean = vllm_pool.woken(llm)
+        llm.llm_engine.engine_core.shutdown()
+    except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
+        PROCESS.clean = False
+        logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)

@@ -1,8 +1,12 @@
-"""What vLLM is asked for, and vLLM's outputs as rollouts.
+"""What vLLM is asked for, prompts or turns of a conversation, its steps, and its outputs as rollouts.
 
-`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, and to measure
-each step, we use the two public methods that it consists of: `LLM.enqueue` and `LLMEngine.step`. Both have this form in
-vLLM 0.26 to 0.33.
+`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, to let turns
+enter meanwhile, and to measure each step, we use the two public methods that it consists of: `LLM.enqueue` and
+`LLMEngine.step`. Both have this form in vLLM 0.26 to 0.33.
+
+`LLMEngine.step` tells only which requests have ended. How many run is asked of the scheduler, an object of vLLM's own
+in this process. Its method `get_request_counts` belongs to the interface that all of vLLM's schedulers have, but the
+way to it is not public, so it stands here and nowhere else.
 """
 
 import math
@@ -15,10 +19,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Calls, Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.expected import ExpectedLengths
-from lowmem_grpo.engines.vllm.steps import Steps
+from lowmem_grpo.engines.pace import Pace
+from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
 
@@ -38,15 +43,15 @@ class Sampling:
     routed: tuple[int, ...] = ()  # the layers that have experts
 
     def settings(self, asked: list[Request]) -> list[Any]:
-        """vLLM's own settings for each request. Raises ValueError for what vLLM would change or cannot compute."""
+        """Return vLLM's own settings for each request; ValueError for what vLLM would change or cannot compute."""
         check_temperature(self.params)
         check_vocabulary([request.ids for request in asked], self.vocabulary)
         budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in asked]
         return settings_of(self.params, budgets, [request.seed for request in asked], self.eos_ids, self.make)
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """One completion of vLLM as a rollout, with the log-probability of each sampled token, and routes if vLLM
-        returned them."""
+        """Return one completion of vLLM as a rollout, with the log-probability of each sampled token, and routes if
+        vLLM returned them."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
@@ -59,7 +64,7 @@ class Sampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """The routes of so many tokens; None where vLLM did not return any. RuntimeError where they do not fit."""
+        """Return the routes of so many tokens; None where vLLM returned none. RuntimeError where they do not fit."""
         given = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if given is None:
             return None
@@ -68,6 +73,56 @@ class Sampling:
                                'fast_inference="transformers", and report it with the version of vLLM')
         small = given if given.dtype.itemsize == 1 else given.astype("int16")
         return Routes((torch.from_numpy(small)[:, list(self.routed)],))
+
+
+class Steps:
+    """What a call does with vLLM: requests enter, and steps are made."""
+
+    def __init__(self, llm: Any, pace: Pace) -> None:
+        self.llm, self.pace = llm, pace
+
+    def enqueue(self, prompts: list[list[int]], settings: list[Any]) -> list[str]:
+        """Ask vLLM for completions of prompts (token ids); returns the names of the requests."""
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        names: list[str] = self.llm.enqueue(requests, settings, use_tqdm=False)
+        return names
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything to decode."""
+        return bool(self.llm.llm_engine.has_unfinished_requests())
+
+    @property
+    def open(self) -> int:
+        """Sequences that are not finished."""
+        return int(self.llm.llm_engine.get_num_unfinished_requests())
+
+    def abort(self, numbers: list[str]) -> None:
+        """Take back requests, by their numbers."""
+        if numbers:
+            self.llm.llm_engine.abort_request(numbers)
+
+    def step(self) -> list[Any]:
+        """Make a step; returns the outputs of the requests that end with it. A step that takes in waiting sequences
+        computes their prompts, so its time is that of prefill; one that takes a sequence out takes none in."""
+        running, waiting = self.counts()
+        self.pace.resume()
+        outputs: list[Any] = self.llm.llm_engine.step()
+        entered = waiting - self.counts()[1]
+        if entered > 0:
+            self.pace.read(0)
+        self.pace.preemptions += max(0, -entered)
+        self.pace.step(running + entered)
+        return [output for output in outputs if output.finished]
+
+    def was_read(self, tokens: int) -> None:
+        """A request has ended of whose prompt vLLM computed so many tokens."""
+        self.pace.spent["prefill"].tokens += tokens
+
+    def counts(self) -> tuple[int, int]:
+        """Sequences that run, and that wait."""
+        running, waiting = self.llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()
+        return running, waiting
 
 
 class Prompts(FinishedPrompts):
@@ -93,7 +148,7 @@ class Prompts(FinishedPrompts):
                 self.add(prompt, one_prompt([self.sampling.rollout(one, ids, version) for one in output.outputs], ids))
 
     def in_order(self) -> list[int]:
-        """The prompts that are missing, as they enter."""
+        """Return the prompts that are missing, as they enter."""
         missing = self.missing
         if self.expected is None:
             return missing
@@ -111,10 +166,72 @@ class Prompts(FinishedPrompts):
                 self.between(steps.open)
 
 
+class Turns(Calls):
+    """The turns of one call of `converse` that are asked for and not given yet, in the order in which they came."""
+
+    def __init__(self, conversation: Conversation, sampling: Sampling, device: torch.device) -> None:
+        self.conversation, self.sampling, self.device = conversation, sampling, device
+        self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
+        self.routes: dict[int, tuple[list[int], Routes]] = {}  # of the last turn of a key, and the tokens they are of
+        self.keys: dict[str, int] = {}  # of the open turns, by the number of vLLM's request
+
+    def run(self, steps: Steps, version: int) -> None:
+        """Decode until the conversation has no more. Turns that were lost with another engine are asked for again;
+        those that the conversation leaves behind with an error are taken back."""
+        self.keys = {}
+        self.enter(steps, list(self.open.values()))
+        try:
+            while self.more(steps):
+                with torch_undisturbed(self.device):  # not the conversation, whose environments may draw numbers
+                    outputs = steps.step()
+                for output in outputs:
+                    steps.was_read(self.give(output, version))
+        except Exception:
+            if self.failed_outside is not None:
+                steps.abort(list(self.keys))
+            raise
+
+    def more(self, steps: Steps) -> bool:
+        """Let the turns in that are ready now; whether there are turns to decode."""
+        with self.outside_the_engine():
+            asked = self.conversation.take(busy=bool(self.open))
+            new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
+            assert not [request.key for request in asked if request.key in self.open], "one turn of a key at a time"
+        self.open |= {request.key: (request, settings) for request, settings in new}
+        self.enter(steps, new)
+        return bool(self.open)
+
+    def enter(self, steps: Steps, turns: list[tuple[Request, Any]]) -> None:
+        """Ask vLLM for these turns."""
+        if turns:
+            names = steps.enqueue([request.ids for request, _ in turns], [settings for _, settings in turns])
+            self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
+
+    def give(self, output: Any, version: int) -> int:
+        """Give a turn that is drawn; whatever happens then, it is not given again. Returns how many tokens of its
+        prompt were computed."""
+        key = self.keys.pop(number_of(output.request_id))
+        request, _ = self.open.pop(key)
+        cached = output.num_cached_tokens or 0
+        with self.outside_the_engine():
+            rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
+            self.go_on(request, rollout)
+            self.conversation.give(key, rollout)
+        return len(request.ids) - cached
+
+    def go_on(self, request: Request, rollout: Rollout) -> None:
+        """Let the routes of a turn share those of the last turn that it goes on from."""
+        if rollout.routes is not None:
+            ids, known = self.routes.get(request.key, ([], Routes(())))
+            if request.ids[: len(ids)] == ids:
+                rollout.routes = known.then(rollout.routes)
+            self.routes[request.key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
+
+
 def settings_of(
     params: SamplingParams, budgets: list[int], seeds: list[int], eos_ids: list[int], make: Callable[..., Any]
 ) -> list[Any]:
-    """vLLM's settings for each prompt. We pass the end tokens; vLLM decodes text only for stop strings."""
+    """Return vLLM's settings for each prompt. We pass the end tokens; vLLM decodes text only for stop strings."""
     ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
     return [
         make(
@@ -128,7 +245,7 @@ def settings_of(
 
 
 def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) -> list[int]:
-    """A seed for each prompt, far apart because vLLM adds the number of the completion to it. `part` is that of
+    """Return a seed for each prompt, far apart because vLLM adds the number of the completion to it. `part` is that of
     SamplingParams: the seeds are those of these places."""
     source = random.Random(seed) if seed is not None else random.SystemRandom()
     first = 0 if part is None else part[0]
@@ -136,7 +253,7 @@ def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) 
 
 
 def number_of(name: str) -> str:
-    """The number of a request: vLLM appends a random ending to the name under which it keeps the request."""
+    """Return the number of a request: vLLM appends a random ending to the name under which it keeps the request."""
     return name.partition("-")[0]
 
 

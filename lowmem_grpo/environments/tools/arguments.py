@@ -1,6 +1,7 @@
 """The arguments that a policy wrote, held against the JSON schema of the tool.
 
-Keywords of JSON schema that are not read here (`pattern`, `$ref`, `allOf` ...) are left to the tool itself.
+Keywords of JSON schema that are not read here (`pattern`, `$ref`, `allOf` ...) are left to the tool itself: jsonschema
+asks the network for a `$ref`, hangs on a `pattern` such as `(a+)+$`, and takes 3.0 for an integer.
 """
 
 import json

@@ -11,15 +11,16 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, described
 from lowmem_grpo.environments.tools.schema import Tool
+from lowmem_grpo.rewards.calling.background import BackgroundLoop
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0  # between two looks at whether a session still lives
 CLOSE_SECONDS = 10.0  # for a server to end; the library kills one that does not after 4 s
 PACKAGE = "tools of an MCP server need the package mcp: pip install 'mcp>=2.0'"
 
@@ -85,38 +86,36 @@ def tool_of(offered: Any, prefix: str, session: "Session") -> Tool:
 
 
 class Session:
-    """One client in one event loop in one thread."""
+    """One client in one event loop."""
 
     def __init__(self, client: Any, name: str) -> None:
-        self.name, self.client = name, client
-        self.loop = asyncio.new_event_loop()
-        self.stop = asyncio.Event()
-        self.ready: Future[list[Any]] = Future()
-        self.thread = threading.Thread(
-            target=run, args=(self.loop, self.stop, client, self.ready), name=f"mcp {name}", daemon=True)
-        self.close = weakref.finalize(self, end, self.loop, self.stop, self.thread)
+        self.name, self.client, self.loop = name, client, BackgroundLoop(f"mcp {name}")
 
     def open(self, seconds: float) -> list[Any]:
-        """The server's tools. ToolOutage if they are not there in time."""
-        self.thread.start()
+        """Return the server's tools. ToolOutage if they are not there in time."""
+        stop, ready = asyncio.Event(), Future[tuple[asyncio.Task[Any], list[Any]]]()
+        ended = self.loop.submit(partial(serve, self.client, stop, ready))
+        self.close = weakref.finalize(self, end, self.loop, stop, ended)
         try:
-            return self.ready.result(seconds)
+            self.serving, tools = ready.result(seconds)
         except TimeoutError as error:
             self.close()
             raise ToolOutage(f"the MCP server {self.name} did not answer within {seconds:g} s") from error
         except Exception as error:
             self.close()
             raise ToolOutage(f"the MCP server {self.name} does not work: {innermost(error)}") from error
+        return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a tool's result. ToolError if the tool fails, ToolOutage if the server does."""
-        if not self.thread.is_alive():
+        """Return the text of a tool's result. ToolError if the tool fails, ToolOutage if the server does."""
+        if self.serving.done():
             raise ToolOutage(f"the session with the MCP server {self.name} has ended")
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
         try:
-            result = await self.answer_to(self.client.call_tool(name, arguments))
+            call = partial(self.client.call_tool, name, arguments)
+            result = await asyncio.wrap_future(self.loop.submit(partial(answer_to, call, self.serving)))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise ToolOutage(f"the MCP server {self.name} is gone: {error.message}") from error
@@ -125,43 +124,32 @@ class Session:
             raise ToolOutage(f"the MCP server {self.name} does not work: {innermost(error)}") from error
         return text_of(result)
 
-    async def answer_to(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Return what a call in the session's loop returns. RuntimeError where that loop ends before it begins the
-        call, which nobody else would notice."""
-        try:
-            answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
-        except RuntimeError:  # the loop is closed
-            call.close()
-            raise
-        try:
-            while not (await asyncio.wait([answer], timeout=LOOK_SECONDS))[0]:
-                if not self.thread.is_alive():
-                    call.close()
-                    raise RuntimeError("its session has ended")
-            return await answer
-        finally:
-            answer.cancel()
 
-
-def run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, client: Any, ready: "Future[list[Any]]") -> None:
-    """The thread of a session. It does not hold the session, which could not be given up otherwise."""
-
-    async def serve() -> None:
-        try:
-            async with client:
-                ready.set_result(await all_tools(client))
-                await stop.wait()
-        except BaseException as error:
-            if ready.done():
-                raise
-            ready.set_exception(error)
-
+async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.Task[Any], list[Any]]]") -> None:
+    """Keep a session open until `stop` is set. It does not hold the Session, which could not be given up otherwise."""
     try:
-        loop.run_until_complete(serve())
-    except Exception as error:  # noqa: BLE001, each call has said that the server is gone
-        logger.debug("the session with an MCP server ended with %s", innermost(error))
+        async with client:
+            task: Any = asyncio.current_task()
+            ready.set_result((task, await all_tools(client)))
+            await stop.wait()
+    except BaseException as error:
+        if not ready.done():
+            ready.set_exception(error)
+        logger.debug("the session with an MCP server ended with %s", innermost(error))  # each call has said so
+        if not isinstance(error, Exception):
+            raise
+
+
+async def answer_to(call: Callable[[], Coroutine[Any, Any, Any]], serving: "asyncio.Task[Any]") -> Any:
+    """Return what a call returns. RuntimeError where the session ends before, which the call itself may not notice."""
+    answer = asyncio.ensure_future(call())
+    try:
+        await asyncio.wait([answer, serving], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise RuntimeError("its session has ended")
+        return await answer
     finally:
-        loop.close()
+        answer.cancel()
 
 
 async def all_tools(client: Any) -> list[Any]:
@@ -174,12 +162,14 @@ async def all_tools(client: Any) -> list[Any]:
     return tools
 
 
-def end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread) -> None:
+def end(loop: BackgroundLoop, stop: asyncio.Event, ended: "Future[None]") -> None:
     """End a session, and wait until its server has ended."""
-    if not thread.is_alive():
+    if loop.loop is None or ended.done():
         return
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(CLOSE_SECONDS)
+    loop.loop.call_soon_threadsafe(stop.set)
+    if threading.current_thread() is not loop.thread:  # which may be the one that collects garbage
+        wait([ended], CLOSE_SECONDS)
+        ended.cancel()
 
 
 def text_of(result: Any) -> str:

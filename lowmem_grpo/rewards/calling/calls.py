@@ -1,12 +1,9 @@
 """One call of a reward function: its arguments, its thread or task, its time limit and its result."""
 
 import asyncio
-import contextvars
-import threading
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +11,7 @@ from types import NoneType
 from typing import Any
 
 from lowmem_grpo.data.owned import owned
+from lowmem_grpo.rewards.calling.background import BackgroundLoop, start_thread
 from lowmem_grpo.rewards.calling.contract import (
     RewardError,
     RewardFunction,
@@ -107,7 +105,7 @@ class Call:
             self.begin()
             start_thread(f"reward {self.name}", self.run)
 
-    def run_in_loop(self, loop: "EventLoop") -> None:
+    def run_in_loop(self, loop: BackgroundLoop) -> None:
         """Run in the event loop, next to other async functions."""
         self.begin()
         self.future = loop.submit(self.bound)
@@ -143,42 +141,6 @@ class Call:
                 f"reward function {self.name} raised {type(error).__name__}: {error}; "
                 f"the first completion begins {repr(self.completions[0])[:120] if self.completions else None}"
             ) from error
-
-
-class EventLoop:
-    """Where async functions run. It lives as long as this object, so a client kept between steps stays usable."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=run_loop, args=(self.loop,), name="async rewards", daemon=True).start()
-        weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
-
-    def submit(self, bound: Callable[[], Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(run_async(bound), self.loop)
-
-
-def start_thread(name: str, work: Callable[[], None]) -> None:
-    """Run `work` in a daemon thread, with the caller's context variables."""
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
-
-
-async def run_async(bound: Callable[[], Any]) -> Any:
-    """Await the call. SystemExit would end the event loop for all, so it becomes a RewardError."""
-    try:
-        return await bound()
-    except SystemExit as error:
-        raise RewardError(f"it called sys.exit({error.code!r})") from error
-
-
-def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Serve `loop` until it is stopped, and let its tasks end then: they may have things to close."""
-    loop.run_forever()
-    if tasks := asyncio.all_tasks(loop):
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.wait(tasks))
-    loop.close()
 
 
 def wait_for(calls: list[Call]) -> None:

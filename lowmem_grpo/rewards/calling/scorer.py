@@ -14,7 +14,8 @@ notebook's running loop. `early.py` calls functions sooner, in a thread.
 import logging
 from typing import Any
 
-from lowmem_grpo.rewards.calling.calls import Call, EventLoop, Lists, wait_for
+from lowmem_grpo.rewards.calling.background import BackgroundLoop
+from lowmem_grpo.rewards.calling.calls import Call, Lists, wait_for
 from lowmem_grpo.rewards.calling.contract import (
     RewardError,
     RewardFunction,
@@ -63,7 +64,7 @@ class RewardScorer:
         self.timeout, self.while_sampling = timeout, while_sampling
         self.episodes, self.late_columns = episodes, late_columns
         self.said: set[str] = set()  # functions of whose conversions a warning has told
-        self._loop: EventLoop | None = None
+        self.loop = BackgroundLoop("async rewards")
 
     @property
     def early(self) -> list[str]:
@@ -80,13 +81,6 @@ class RewardScorer:
     @property
     def by_name(self) -> dict[str, RewardFunction]:
         return dict(zip(self.names, self.funcs, strict=True))
-
-    @property
-    def loop(self) -> EventLoop:
-        """The event loop of the async functions, made when it is first needed."""
-        if self._loop is None:
-            self._loop = EventLoop()
-        return self._loop
 
     def score(
         self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],

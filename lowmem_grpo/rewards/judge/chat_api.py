@@ -3,10 +3,11 @@
 import inspect
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from lowmem_grpo.rewards.judge.hidden import address, hidden, is_address, plain, secrets_of
 from lowmem_grpo.rewards.judge.judge import unanswered
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.runs.findings import Finding
@@ -14,10 +15,26 @@ from lowmem_grpo.runs.findings import Finding
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+SHORTEST = 8  # characters; a shorter key ("local", "EMPTY") is no secret, and stands in ordinary words
+SHOWN = 300  # characters of what a server or its connection says
+PLACE = "[hidden]"
 MOST_TOKENS = 1 << 32  # of one request, that a server may say it took
 VISIBLE = re.compile(r"[!-~]+")  # what a key consists of
 WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_URL; it must be like "
              "https://api.example.com/v1")
+
+
+STATUSES = {  # an answer's: a short name, what the server does, and what to do about it
+    401: ("key", "does not take the API key", "give the right api_key"),
+    403: ("key", "does not let this key use {model}", "give another api_key or model"),
+    404: ("model", "knows no model {model!r}, or has no chat completions there",
+          "check the server's list of models (/v1/models), and that base_url ends as the server asks"),
+    429: ("limit", "takes no more requests for now",
+          "lower concurrency, raise retries and deadline, or check the limits of the account"),
+    400: ("request", "answered with an error",
+          "check that the server accepts this model, these options and prompts of this length"),
+    500: ("server", "answered with an error", "look at the server's log"),
+}
 
 
 @dataclass(frozen=True)
@@ -147,16 +164,43 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: li
     if isinstance(error, APIConnectionError):
         return unanswered("down", f"{url} cannot be reached ({plain(error.__cause__ or error, secrets)})",
                        "check that the server is up and that base_url is right (it usually ends in /v1)")
-    status, said = getattr(error, "status_code", None), plain(error, secrets)
-    return {
-        401: unanswered("key", f"{url} does not take the API key ({said})", "give the right api_key"),
-        403: unanswered("key", f"{url} does not let this key use {model} ({said})", "give another api_key or model"),
-        404: unanswered("model", f"{url} knows no model {model!r}, or has no chat completions there ({said})",
-                     "check the server's list of models (/v1/models), and that base_url ends as the server asks"),
-        429: unanswered("limit", f"{url} takes no more requests for now ({said})",
-                     "lower concurrency, raise retries and deadline, or check the limits of the account"),
-    }.get(status or 0) or unanswered(
-        "server" if status is None or status >= 500 else "request", f"{url} answered with an error ({said})",
-        "look at the server's log" if status is None or status >= 500 else "check that the server accepts this model, "
-        "these options and prompts of this length",
-    )
+    status = getattr(error, "status_code", None) or 500
+    kind, what, fix = STATUSES.get(status) or STATUSES[400 if status < 500 else 500]
+    return unanswered(kind, f"{url} {what.format(model=model)} ({plain(error, secrets)})", fix)
+
+
+# What a message about a judge never shows: its key, a password in its URL, characters that a terminal obeys
+
+
+def secrets_of(client: Any, options: dict[str, Any]) -> list[str]:
+    """Return what the client and the extra headers of a request hold that only the server may know."""
+    headers = options.get("extra_headers")
+    found = [client.api_key, client.base_url.password, *(headers.values() if isinstance(headers, dict) else ())]
+    return [text for text in found if isinstance(text, str) and len(text) >= SHORTEST]
+
+
+def hidden(text: str, secrets: Iterable[str]) -> str:
+    """Return the text without the secrets."""
+    for secret in secrets:
+        text = text.replace(secret, PLACE)
+    return text
+
+
+def plain(said: object, secrets: Iterable[str]) -> str:
+    """Return one line of at most SHOWN characters that can be printed, without the secrets."""
+    text = " ".join(hidden(str(said), secrets).split())[:SHOWN]
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def address(url: Any) -> str:
+    """Return the client's URL without user, password and query."""
+    return str(url.copy_with(username="", password="", query=None)).rstrip("/")
+
+
+def is_address(url: str) -> bool:
+    """Return whether it is the URL of a server: http or https, a host, and a port that there can be."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -1,7 +1,7 @@
 """Turns completions into questions for a judge: one by one, or the completions of a group side by side."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -50,22 +50,21 @@ class Form(ABC):
         """What the judge sees of a completion: of a chat the assistant's last message."""
         return completion_text(completion)
 
-    def rows(
+    def questions(
         self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
-    ) -> list[Row]:
-        """Each completion with its prompt, rubric and reference, as text."""
+    ) -> list[Asked]:
+        """Return questions about N completions. Each completion has one place in one of them."""
         nothing = [None] * len(said)
         rubrics = nothing if self.rubric_column is None else columns[self.rubric_column]
         references = nothing if self.reference is None else columns[self.reference]
         together = zip(said, prompts, rubrics, references, seeds or nothing, strict=True)
-        return [Row(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
-                    None if known is None else str(known), one, seed) for one, prompt, rubric, known, seed in together]
+        return self.ask([Row(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
+                             None if known is None else str(known), shown, seed)
+                         for shown, prompt, rubric, known, seed in together])
 
     @abstractmethod
-    def ask(
-        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
-    ) -> list[Asked]:
-        """Questions about N completions. Each completion has one place in one of them."""
+    def ask(self, rows: list[Row]) -> list[Asked]:
+        """Return the questions about completions with their prompts, rubrics and references."""
 
     @abstractmethod
     def worth(self, score: float) -> float:
@@ -79,12 +78,10 @@ class SingleForm(Form):
     low: float
     high: float
 
-    def ask(
-        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
-    ) -> list[Asked]:
+    def ask(self, rows: list[Row]) -> list[Asked]:
         places: dict[Row, list[int]] = {}
-        for place, row in enumerate(self.rows(said, columns, prompts)):
-            places.setdefault(row, []).append(place)
+        for place, row in enumerate(rows):
+            places.setdefault(replace(row, seed=None), []).append(place)
         return [Asked([found], Question(row.prompt, (str(row.said),), row.rubric, row.reference, False, self.low,
                                         self.high)) for row, found in places.items()]
 
@@ -103,11 +100,9 @@ class GroupForm(Form):
             return transcript_of(list(completion))
         return completion_text(completion)
 
-    def ask(
-        self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
-    ) -> list[Asked]:
-        rows = enumerate(self.rows(said, columns, prompts, seeds))
-        return [self.group(list(found)) for _, found in groupby(rows, lambda item: (common(item[1]), item[1].seed))]
+    def ask(self, rows: list[Row]) -> list[Asked]:
+        groups = groupby(enumerate(rows), lambda item: (common(item[1]), item[1].seed))
+        return [self.group(list(members)) for _, members in groups]
 
     def group(self, rows: list[tuple[int, Row]]) -> Asked:
         places: dict[str | Transcript, list[int]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lowmem_grpo.rewards.judge.question import Question, Ratings
-from lowmem_grpo.rewards.judge.replies import is_number
+from lowmem_grpo.rules import at_least, require
 from lowmem_grpo.runs.findings import Finding
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Judge:
 
     def __init__(self, name: str, cache_size: int) -> None:
         """Keep the ratings of the last `cache_size` questions. ValueError for a negative one."""
-        check_settings({"cache_size": (cache_size, is_count(cache_size, 0), "a number of questions, 0 or above")})
+        require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()
         self.meter = Meter()
@@ -131,24 +131,7 @@ class Complaints:
         vars(self).update(state, lock=threading.Lock())
 
 
-def check_settings(rules: dict[str, tuple[object, bool, str]]) -> None:
-    """Raises ValueError for the first of {name: (value, whether it is allowed, rule)} that is not allowed."""
-    for name, (value, allowed, rule) in rules.items():
-        if not allowed:
-            raise ValueError(f"{name} is {value!r}; it must be {rule}")
-
-
 def check_gone(options: dict[str, Any]) -> None:
     """Raise TypeError for an option that is unknown, or that is here no longer, with what to do instead."""
     for name in options:
         raise TypeError(f"a judge has no option {name!r}: {GONE.get(name, 'see docs/judge.md for its options')}")
-
-
-def is_seconds(value: object) -> bool:
-    """Whether it is a finite time above 0."""
-    return isinstance(value, int | float) and is_number(value) and value > 0
-
-
-def is_count(value: object, least: int) -> bool:
-    """Whether it is a whole number (not True or False) of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.rewards.judge.forms import Asked, Form, GroupForm, SingleForm
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_settings
+from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question
 from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rules import TEXT, require
 from lowmem_grpo.runs.findings import Finding
 
 
@@ -47,7 +48,7 @@ class JudgeReward(Reward):
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         seeds = call.get("seed") if "environments" in call else None  # tasks that look alike may differ
-        return self.form.ask(texts, columns, prompts, seeds)
+        return self.form.questions(texts, columns, prompts, seeds)
 
     def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
         """The rewards for a round's scores, None without a score. Also logs the round."""
@@ -120,8 +121,8 @@ def judged(
     settings that make no sense.
     """
     low, high = (float(bound) for bound in score_range)
-    allowed = math.isfinite(high - low) and low < high
-    check_settings({"score_range": (score_range, allowed, "(worst, best), with worst below best")})
+    if not (math.isfinite(high - low) and low < high):
+        raise ValueError(f"score_range is {score_range}; it must be (worst, best), with worst below best")
     return reward(name, judge, SingleForm(rubric, rubric_column, reference, low, high))
 
 
@@ -142,8 +143,7 @@ def ruler(
 
 def reward(name: str, judge: Judge, form: Form) -> JudgeReward:
     """The kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
-    sound = isinstance(form.rubric, str) and bool(form.rubric.strip())
-    check_settings({"rubric": (form.rubric, sound, "a text that is not empty")})
+    require("rubric", form.rubric, TEXT)
     if not isinstance(judge, Judge):
         raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "
                         "model) or rewards.SelfJudge(model)")

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.rewards.judge.controls import without_controls
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, check_settings, is_count, is_seconds, unanswered
-from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
+from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown
+from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE, require
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,9 @@ class SelfJudge(Judge):
         all questions of a step. A generation cannot be broken off, but no second one begins after half of that time.
         """
         check_gone(gone)
-        check_settings({
-            "max_tokens": (max_tokens, is_count(max_tokens, 1), "a number of tokens"),
-            "temperature": (temperature, isinstance(temperature, int | float) and temperature >= 0, "0 or above"),
-            "time_limit": (time_limit, is_seconds(time_limit), "seconds above 0"),
-        })
+        require("max_tokens", max_tokens, COUNT)
+        require("temperature", temperature, ZERO_OR_MORE)
+        require("time_limit", time_limit, POSITIVE)
         super().__init__("self", cache_size)
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.tokenizer = model.loaded.tokenizer  # the base model's: a training may bring one of its own

@@ -3,11 +3,19 @@
 import asyncio
 from typing import Any
 
-from lowmem_grpo.rewards.judge.chat_api import Failure, Reply, ask, make_client, unknown_options
-from lowmem_grpo.rewards.judge.hidden import hidden, is_address, secrets_of
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, check_settings, is_count, is_seconds, unanswered
-from lowmem_grpo.rewards.judge.question import Question, Ratings
-from lowmem_grpo.rewards.judge.replies import BadReplyError, shown
+from lowmem_grpo.rewards.judge.chat_api import (
+    Failure,
+    Reply,
+    ask,
+    hidden,
+    is_address,
+    make_client,
+    secrets_of,
+    unknown_options,
+)
+from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
+from lowmem_grpo.rules import COUNT, POSITIVE, TEXT, at_least, require
 from lowmem_grpo.runs.findings import Finding
 
 MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
@@ -32,32 +40,27 @@ class UrlJudge(Judge):
         Raises ValueError for settings that make no sense or if there is no key, and ImportError without openai.
         """
         check_gone(gone)
-        named = isinstance(options, dict) or options is None
-        wrong = sorted({*(options or {})} & {*OURS}) if named else []
-        check_settings({
-            "base_url": (str(base_url).rpartition("@")[2].partition("?")[0][:99],
-                         base_url is None or is_address(str(base_url)),
-                         "an address that begins with http:// or https://, or None for OpenAI's own"),
-            "model": (model, isinstance(model, str) and bool(model), "the server's name for its model"),
-            "api_key": (type(api_key).__name__, api_key is None or isinstance(api_key, str), "a text, or None"),
-            "timeout": (timeout, is_seconds(timeout), "seconds above 0"),
-            "deadline": (deadline, is_seconds(deadline), "seconds above 0"),
-            "retries": (retries, is_count(retries, 0), "a number, 0 or above"),
-            "concurrency": (concurrency, is_count(concurrency, 1), "a number, at least 1"),
-            "options": (type(options).__name__, named, "a dict, or None"),
-        })
-        check_settings({  # their values are not shown: a header may be a secret
-            "options": (sorted(options or {}), not wrong, f"without {', '.join(wrong)}, which the judge sets itself"),
-        })
+        where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
+        require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
+                                    lambda _: base_url is None or is_address(str(base_url))))
+        require("model", model, TEXT)
+        for name, value, rule in (("timeout", timeout, POSITIVE), ("deadline", deadline, POSITIVE),
+                                  ("retries", retries, at_least(0)), ("concurrency", concurrency, COUNT)):
+            require(name, value, rule)
+        for name, given, kind in (("api_key", api_key, str), ("options", options, dict)):  # values may be secret
+            if not isinstance(given, kind | None):
+                raise ValueError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}, or None")
+        names = sorted(options or {})
+        if own := [name for name in names if name in OURS]:
+            raise ValueError(f"options has {names}; it must be without {', '.join(own)}, which the judge sets itself")
         super().__init__(model, cache_size)
         self.client_settings = (base_url, api_key, min(timeout, deadline), retries)
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
         self.options = dict(options or {})
         client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
-        unknown = unknown_options(client, self.options)
-        check_settings({"options": (sorted(self.options), not unknown,
-        f"what the client's create() takes, without {unknown}")})
+        if unknown := unknown_options(client, self.options):
+            raise ValueError(f"options has {names}; it must be what the client's create() takes, without {unknown}")
         self._sessions = Sessions(client)
 
     async def rate(self, questions: list[Question]) -> Round:

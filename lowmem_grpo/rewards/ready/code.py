@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from lowmem_grpo.rewards.calling.threads import run_side_by_side
+from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import MeanOf, Reward
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier

@@ -1,8 +1,6 @@
 """The routes of the page, and the application that has them."""
 
-from importlib.resources import files
-
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -10,7 +8,7 @@ from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.units import MIB
-from lowmem_grpo.views.page_file import style
+from lowmem_grpo.views.page_file import asset, drawing_script, style
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
@@ -20,8 +18,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # a proxy hands on what is new at once
 }
-SCRIPTS = {"uplot.js": "uplot/uPlot.min.js", "run.js": "page/run.js", "live.js": "page/live.js"}
-STYLES = {"uplot.css": "uplot/uPlot.min.css", "live.css": "page/live.css"}
+FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset("page/page.js")}
 KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
@@ -36,34 +33,20 @@ def page_router(page: Page) -> APIRouter:
     """Return the routes: those with GET show something, the others change something."""
     router = APIRouter(redirect_slashes=False)
 
-    @router.get("/")
-    async def whole(request: Request) -> Response:
-        return await page.show(request)
-
-    @router.get("/page/sections")
-    async def sections(request: Request) -> Response:
-        return await page.show(request, curves=False)
-
     @router.get("/page/files/{name}")
     async def file(name: str) -> Response:
-        return Response(asset(name), media_type=KINDS[name.rpartition(".")[2]])
+        if name not in FILES:
+            raise ChatError(404, f"the page has no file {name!r}", None, "no_such_file")
+        return Response(FILES[name](), media_type=KINDS[name.rpartition(".")[2]])
 
-    router.add_api_route("/page/curves", page.curves)
+    router.add_api_route("/", page.show)
+    router.add_api_route("/page/data", page.data)
     router.add_api_route("/page/events", page.events)
     router.add_api_route("/page/enter", page.enter)
     router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
     router.add_api_route("/page/leave", page.leave, methods=["POST"])
     router.add_api_route("/page/do/{action}", page.act, methods=["POST"])
     return router
-
-
-def asset(name: str) -> str:
-    """A script or a style sheet of the page. ChatError where there is none."""
-    if name == "run.css":
-        return style()
-    if (path := (SCRIPTS | STYLES).get(name)) is None:
-        raise ChatError(404, f"the page has no file {name!r}", None, "no_such_file")
-    return (files("lowmem_grpo") / "assets" / path).read_text(encoding="utf-8")
 
 
 class WithHeaders:

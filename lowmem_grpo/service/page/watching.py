@@ -1,64 +1,103 @@
-"""`Watching`: the runs that somebody looks at, read as they grow."""
+"""`Watching`: the runs that somebody looks at, read as they grow, and what a page shows of them."""
 
+import time
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlencode
 
-from lowmem_grpo.service.page.source import Source
+from lowmem_grpo.service.page.card import CardUse
+from lowmem_grpo.service.page.sources import Listed, Source
 from lowmem_grpo.service.users import User
-from lowmem_grpo.views.chart import Chart
-from lowmem_grpo.views.dashboard.comparison import comparison
-from lowmem_grpo.views.dashboard.followed import Followed
-from lowmem_grpo.views.svg import hover_data
+from lowmem_grpo.views.charts import comparison
+from lowmem_grpo.views.dashboard.run_follower import RunFollower
+from lowmem_grpo.views.report import MOST_POINTS
 
 MOST_FOLLOWED = 16  # runs of which the records are held in memory
 MOST_COMPARED = 6  # runs on one chart: as many as there are colours
-LIVE_POINTS = 600  # of a line: more than a chart has pixels; its stretches show the lowest and the highest
 
 
 class Watching:
     """Follows runs for all browsers together; the one that was not asked for longest makes room."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.lock = source, Lock()
-        self.followed: dict[tuple[Path, Path | None], Followed] = {}
+    def __init__(self, source: Source, card: CardUse) -> None:
+        self.source, self.card, self.lock = source, card, Lock()
+        self.followers: dict[tuple[Path, Path | None], RunFollower] = {}
 
-    def follow(self, user: User, name: str) -> Followed | None:
-        """The run with this name, if this user may see it, and if it has begun."""
+    def follow(self, user: User, name: str) -> RunFollower | None:
+        """Return the run with this name, if this user may see it, and if it has begun."""
         place = self.source.folder(user, name)
         if place is None:
             return None
         with self.lock:
-            found = self.followed.pop(place, None) or Followed(*place)
-            self.followed[place] = found
-            while len(self.followed) > MOST_FOLLOWED:
-                del self.followed[next(iter(self.followed))]
-        return found
+            follower = self.followers.pop(place, None) or RunFollower(*place)
+            self.followers[place] = follower
+            while len(self.followers) > MOST_FOLLOWED:
+                del self.followers[next(iter(self.followers))]
+        return follower
 
-    def several(self, user: User, names: list[str]) -> dict[str, Followed]:
-        """Those of some runs that there are, at most `MOST_COMPARED`."""
-        found = {name: self.follow(user, name) for name in dict.fromkeys(names[:MOST_COMPARED])}
-        return {name: run for name, run in found.items() if run is not None}
-
-    def look(self, user: User, names: list[str]) -> tuple[tuple[Any, ...], bool]:
-        """Reads what is new of some runs. Returns what differs whenever a page of them would, and whether there is
-        more to be read."""
-        runs = self.several(user, names)
+    def follow_all(self, user: User, names: list[str]) -> dict[str, RunFollower]:
+        """Return those of some runs that there are, with what is new."""
+        runs = {name: run for name in names if (run := self.follow(user, name)) is not None}
         for run in runs.values():
-            run.look()
-        listed = [(each.name, each.state, each.why, each.actions) for each in self.source.all(user)]
-        found = [run.version() for run in runs.values()]
-        return (*found, *listed), any(run.reading for run in runs.values())
+            run.read_news()
+        return runs
 
-    def charts(self, user: User, names: list[str]) -> list[Chart]:
-        """The charts of one run, or of several that are compared, with what is new."""
-        runs = self.several(user, names)
-        for run in runs.values():
-            run.look()
-        if len(names) > 1:
-            return comparison({name: run.charts() for name, run in runs.items()})
-        return next(iter(runs.values())).charts() if runs else []
+    def version(self, user: User, names: list[str]) -> tuple[tuple[Any, ...], bool]:
+        """Return what differs whenever a page of some runs would, and whether there is more to be read."""
+        runs = self.follow_all(user, names).values()
+        runs_now = [(run.name, run.state, run.why, run.actions) for run in self.source.all(user)]
+        return (*(run.version() for run in runs), *runs_now), any(run.reading for run in runs)
 
-    def curves(self, user: User, names: list[str]) -> dict[str, Any]:
-        """The data of these charts."""
-        return {"charts": [hover_data(chart, LIVE_POINTS) for chart in self.charts(user, names)]}
+    def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
+        """Return what a page shows: the list, and one run, or several on the same charts. Without a name that is the
+        first run of the list."""
+        runs = self.source.all(user)
+        names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
+        data = {"title": self.source.title, "query": query_of(*names) if names else "", "list": {
+            "title": self.source.title, "user": user.name, "card": self.card.words(), "names": names,
+            "runs": [list_row(run) for run in runs]}}
+        return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
+
+    def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
+        """Return the charts that runs have in common."""
+        charts = comparison({name: run.charts() for name, run in self.follow_all(user, names).items()})
+        title = f"{len(names)} runs"
+        return {"title": title, "top": {"title": title, "about": ", ".join(names)},
+                "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
+
+    def one_run(self, user: User, name: str | None = None) -> dict[str, Any]:
+        """Return what a run's report would show, its buttons and its log; in words why there is nothing to show."""
+        run = self.source.one(user, name) if name is not None else None
+        if run is None:
+            words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
+            return {"top": {"title": self.source.title, "ending": {"said": words}}}
+        follower = self.follow_all(user, [run.name]).get(run.name)
+        shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions],
+                 "log": follower.log() if follower else ""}
+        if follower is None or not run.can_show:
+            return shown | {"top": {"title": run.title, "status": run.state, "words": run.words,
+                                    "ending": {"said": run.why or "It has written nothing yet."}}}
+        return follower.content(run.run_state) | shown
+
+
+def list_row(run: Listed) -> dict[str, Any]:
+    """Return a run as the list shows it."""
+    told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
+    return {"name": run.name, "title": run.title, "state": run.state, "words": run.words, "told": told,
+            "can_show": run.can_show}
+
+
+def ago(when: float) -> str:
+    """Return how long ago in words, to show that a run writes or no longer does."""
+    seconds = max(0.0, time.time() - when)
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return "just now"
+
+
+def query_of(*names: str) -> str:
+    """Return the part of an address that shows a run, or compares several."""
+    return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])

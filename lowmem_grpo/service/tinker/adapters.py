@@ -6,14 +6,17 @@ Swapping the factors of a single adapter would need copies at each change of mod
 """
 
 import itertools
+import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from lowmem_grpo.losses.token_losses import token_losses
@@ -24,7 +27,7 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.runs.whole_folder import flush, remove, removed_after
+from lowmem_grpo.runs.files import flush, remove, removed_after
 from lowmem_grpo.service.tinker.cells import Cells
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 from lowmem_grpo.train.rewind import Gradients
@@ -34,40 +37,38 @@ ALPHA = 32  # as the protocol's own service has it, for every rank: learning rat
 MOST_RANK = 512
 
 
-@dataclass(frozen=True)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
+AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
+Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
+Share = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+@checked(frozen=True, config=STRICT)
 class LoraSettings:
     """What a client asks of a model."""
 
-    rank: int
-    seed: int
-    attention: bool = True
-    mlp: bool = True
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
+    seed: Seed = Field(None, validate_default=True)
+    attention: bool = Field(True, alias="train_attn")
+    mlp: bool = Field(True, alias="train_mlp")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= MOST_RANK:
-            raise ValueError(f"lora_config.rank is {self.rank}; it must be 1 to {MOST_RANK}")
         if not (self.attention or self.mlp):
-            raise ValueError("lora_config has train_attn and train_mlp both false, which leaves nothing to train here: "
-                             "the output head stays as it is; set one of them")
+            raise ValueError("has train_attn and train_mlp both false, which leaves nothing to train here: the output "
+                             "head stays as it is; set one of them")
 
 
-@dataclass(frozen=True)
+@checked(frozen=True, config=STRICT)
 class Adam:
     """The settings of one step, under the protocol's names."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # 0 does not clip
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            below = 1.0 if name.startswith("beta") else float("inf")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
-                raise ValueError(f"adam_params.{name} is {value!r}; it must be a number, at least 0"
-                                 + (" and below 1" if below == 1 else ""))
+    learning_rate: NotNegative = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: NotNegative = 1e-12
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0  # 0 does not clip
 
 
 class DroppedError(ValueError):
@@ -100,7 +101,8 @@ class Adapters:
             parameter.requires_grad_(False)
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """A new model: A drawn from the seed, B zero."""
+        """A new model, in place of one of its id: A drawn from the seed, B zero."""
+        self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
         config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM",
@@ -115,9 +117,10 @@ class Adapters:
         self.rest()
 
     def delete(self, model_id: str) -> None:
-        """Free a model."""
-        self.model.delete_adapter(self.held.pop(model_id).adapter)
-        self.rest()
+        """Free a model, if it is there."""
+        if (held := self.held.pop(model_id, None)) is not None:
+            self.model.delete_adapter(held.adapter)
+            self.rest()
 
     def rest(self) -> None:
         """No client's model computes, and none is trained."""
@@ -139,7 +142,8 @@ class Adapters:
         """(log-probabilities (T,) of each datum's targets, metrics). Unless it is a forward pass only, the gradient of
         the loss, a sum over tokens, is added to the model's. ValueError, with the gradient as it was, where a
         log-probability or the gradient is not finite."""
-        groups = [group_of(datum) for datum in asked.data]
+        # the targets need not be the next tokens, and are put in afterwards
+        groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
         with self.active(model_id), torch.set_grad_enabled(not asked.forward_only):
             self.model.train()
@@ -268,8 +272,6 @@ def one_each(datum: Datum) -> Cells:
     return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 
 
-def group_of(datum: Datum) -> RolloutGroup:
-    """A datum as the packer takes it: its first token is a prompt, and all that follows is trained. The targets, which
-    need not be the next tokens, are put in afterwards."""
-    ids = [*datum.ids[1:], int(datum.targets[-1])]
-    return RolloutGroup({}, datum.ids[:1], [Rollout(ids, [0.0] * len(ids), "length")])
+def group_of(ids: list[int]) -> RolloutGroup:
+    """Return a sequence as the packer takes it: its first token is a prompt, and all that follows is trained."""
+    return RolloutGroup({}, ids[:1], [Rollout(ids[1:], [0.0] * (len(ids) - 1), "length")])

@@ -1,108 +1,177 @@
-"""The JSON bodies of the Tinker protocol, checked. ValueError names the field that is wrong."""
+"""The JSON bodies of the Tinker protocol, as pydantic checks them. ValueError names the field that is wrong."""
 
-import json
-import secrets
-from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from lowmem_grpo.service.bodies import Body, Natural, Positive, shown, words_of
 from lowmem_grpo.service.tinker.adapters import Adam, LoraSettings
 
-ADAM = ("adam", "adamw")
+B = TypeVar("B", bound=Body)
+Tokens = Annotated[list[Natural], Field(fail_fast=True)]
+MOST_SAMPLES = 1024
+MOST_TOP = 128  # of the likeliest tokens at each place of a prompt
 
 
-def json_of(body: bytes) -> dict[str, Any]:
-    """A body as a JSON object."""
+def read(kind: type[B], given: bytes | dict[str, str]) -> B:
+    """Return a body in JSON, or the texts of a query, as an object of this class."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is no JSON ({type(error).__name__}); send a JSON object") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the body is a JSON {type(found).__name__}; send an object")
-    return found
+        return kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate_strings(given)
+    except ValidationError as error:
+        raise ValueError(words_of(error, kind)) from None
 
 
-def whole(given: dict[str, Any], name: str, least: int = 0) -> int:
-    """A whole number of a body."""
-    value = given.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-    return value
+def refused(advice: str) -> AfterValidator:
+    """Refuse a field, unless it says nothing."""
+    def check(value: Any) -> None:
+        if value:
+            raise ValueError(f"is {shown(value)}, which is not offered; {advice}")
+
+    return AfterValidator(check)
 
 
-def adam_of(body: bytes) -> Adam:
-    """The settings of an optim_step."""
-    given = json_of(body)
-    if "optimizer_params" in given:
-        raise ValueError("optimizer_params is given; only Adam is offered: pass types.AdamParams(...)")
-    params = given.get("adam_params")
-    if not isinstance(params, dict):
-        raise ValueError(f"adam_params is {params!r}; it must be an object, such as {{\"learning_rate\": 1e-4}}")
-    names = [field.name for field in fields(Adam)]
-    if unknown := sorted(params.keys() - {*names, "type"}):
-        raise ValueError(f"adam_params has {unknown[0]!r}, which is not offered; it takes {', '.join(names)}")
-    return Adam(**{name: params[name] for name in names if name in params})
+NotOffered = Annotated[Any, refused("leave it out")]
 
 
-def lora_of(given: dict[str, Any]) -> LoraSettings:
-    """The settings of a create_model."""
-    optimizer = given.get("optimizer_config") or {}
-    if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") not in ADAM:
-        raise ValueError(f"optimizer_config is {optimizer!r}; only Adam is offered: leave it out")
-    lora = given.get("lora_config")
-    if not isinstance(lora, dict):
-        raise ValueError("lora_config is missing; only LoRA is trained here: use create_lora_training_client")
-    allowed = {"rank", "seed", "train_unembed", "train_mlp", "train_attn"}
-    if unknown := sorted(lora.keys() - allowed):
-        raise ValueError(f"lora_config has {unknown[0]!r}; it takes {', '.join(sorted(allowed))}")
-    for name in ("train_unembed", "train_mlp", "train_attn"):
-        if not isinstance(lora.get(name, True), bool):
-            raise ValueError(f"lora_config.{name} is {lora[name]!r}; it must be true or false")
-    seed = secrets.randbits(31) if lora.get("seed") is None else whole(lora, "seed")
-    return LoraSettings(whole(lora, "rank", 1), seed, lora.get("train_attn", True), lora.get("train_mlp", True))
+def known(kind: Any, *dropped: str) -> BeforeValidator:
+    """Refuse the names that are no fields of a dataclass, and take out those of no meaning here."""
+    names = [field.alias or name for name, field in kind.__pydantic_fields__.items()]
+
+    def check(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if unknown := sorted(given.keys() - {*names, *dropped}):
+            raise ValueError(f"has {unknown[0]!r}, which is not offered; it takes {', '.join(names)}")
+        return {name: value for name, value in given.items() if name not in dropped}
+
+    return BeforeValidator(check)
 
 
-@dataclass(frozen=True)
-class SaveCall:
-    """A save_weights or save_weights_for_sampler."""
-
-    name: str | None
-    """What to save under; None is a snapshot of no name."""
-    sampler: int
-    """The number of the sampling session that a snapshot gets."""
-    overwrite: bool
-    seconds: int | None
-    """How long it is kept; None is for ever."""
+def only_adam(given: Any) -> None:
+    """Refuse the settings of another optimizer."""
+    if given and (not isinstance(given, dict) or given.get("type", "adam") not in ("adam", "adamw")):
+        raise ValueError(f"is {shown(given)}; only Adam is offered: leave it out")
 
 
-def save_of(given: dict[str, Any], nameless: bool) -> SaveCall:
-    """The settings of a save, which may have no name where it is `nameless`."""
-    name, seconds = given.get("path"), given.get("ttl_seconds")
-    if given.get("kind", "snapshot") != "snapshot":
-        raise ValueError(f"kind is {given['kind']!r}; only snapshot is offered")
-    if name is None and not nameless:
-        raise ValueError("path is missing; give the weights a name")
-    if not isinstance(given.get("overwrite", False), bool):
-        raise ValueError(f"overwrite is {given['overwrite']!r}; it must be true or false")
-    return SaveCall(name, whole(given, "sampling_session_seq_id") if name is None else 0, given.get("overwrite", False),
-                    None if seconds is None else whole(given, "ttl_seconds", 1))
+OnlyAdam = Annotated[Any, AfterValidator(only_adam)]
 
 
-@dataclass(frozen=True)
-class LoadCall:
-    """A load_weights."""
+class ModelCall(Body):
+    """What is asked of a model under a number."""
+
+    model_id: Any = None
+    seq_id: Positive
+
+
+class OptimStep(Body):
+    """The settings of a step."""
+
+    adam_params: Annotated[Adam, known(Adam, "type")]
+    optimizer_params: Annotated[Any, refused("only Adam is: pass types.AdamParams(...)")] = None
+
+
+class CreateModel(Body):
+    """A model to be made. `train_unembed` is told to every client as what is not done here."""
+
+    model_seq_id: Natural
+    optimizer_config: OnlyAdam = None
+    lora_config: Annotated[LoraSettings, known(LoraSettings, "train_unembed")]
+
+
+class CreateSampler(Body):
+    """A sampling session to be made, of the base model or of saved weights."""
+
+    sampling_session_seq_id: Natural
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SaveWeights(Body):
+    """A save_weights, or a save_weights_for_sampler."""
+
+    path: str | None = None  # the name to save under; None is a snapshot of no name
+    sampling_session_seq_id: Natural | None = None  # of the sampling session that a snapshot gets
+    overwrite: bool = False
+    ttl_seconds: Positive | None = None  # None is for ever
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class LoadWeights(Body):
+    """A load_weights into a model."""
 
     path: str
-    optimizer: bool
-    """Whether Adam's moments come along."""
+    optimizer: bool  # Adam's moments come along
+    optimizer_config: OnlyAdam = None
+    weights_access_token: Annotated[Any, refused("only weights of your own key can be loaded")] = None
 
 
-def load_of(given: dict[str, Any]) -> LoadCall:
-    """The settings of a load."""
-    optimizer = given.get("optimizer_config") or {}
-    if not isinstance(optimizer, dict) or optimizer.get("type", "adamw") not in ADAM:
-        raise ValueError(f"optimizer_config is {optimizer!r}; only Adam is offered: leave it out")
-    if given.get("weights_access_token") is not None:
-        raise ValueError("weights_access_token is given; only weights of your own key can be loaded")
-    if not isinstance(given.get("optimizer"), bool):
-        raise ValueError(f"optimizer is {given.get('optimizer')!r}; it must be true or false")
-    return LoadCall(str(given.get("path")), given["optimizer"])
+class LoadIntoNew(LoadWeights):
+    """The same into a model that is made for it."""
+
+    model_seq_id: Natural
+    base_model: str | None = None
+
+
+class KeepFor(Body):
+    """For how long weights are kept from now on."""
+
+    ttl_seconds: Positive | None  # None is for ever
+
+
+class Page(Body):
+    """The part of a list that is asked for."""
+
+    offset: Natural = 0
+    limit: Positive = 20
+
+
+def chunks_of(given: Any) -> Any:
+    """Return the chunks of a prompt, which may be a plain list of ids."""
+    if isinstance(given, list):
+        return [given]
+    chunks = given.get("chunks") if isinstance(given, dict) else None
+    if not isinstance(chunks, list) or not chunks:
+        raise ValueError("has no chunks; send at least one token")
+    for place, chunk in enumerate(chunks):
+        if not isinstance(chunk, dict) or "tokens" not in chunk:
+            raise ValueError(f"has no token ids in chunk {place}; only encoded text is taken")
+    return [chunk["tokens"] for chunk in chunks]
+
+
+class SamplingSettings(Body):
+    """How completions are drawn, where it is not as usual."""
+
+    max_tokens: Positive | None = None
+    seed: Natural | None = None
+    stop: Any = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class SampleRequest(Body):
+    """Samples of a prompt, and what is to be known of the prompt itself."""
+
+    sampling_session_id: str = ""
+    seq_id: Natural
+    prompt: Annotated[list[Tokens], BeforeValidator(chunks_of)]
+    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    sampling_params: Annotated[SamplingSettings, known(SamplingSettings)]
+    prompt_logprobs: Any = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    prompt_logprobs_last_n: Positive | None = None
+    topk_sample_logprobs: NotOffered = None
+    target_prompt_logprobs: NotOffered = None
+    prompt_alt_tokens_k: NotOffered = None
+    record_stability_info: NotOffered = None
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The token ids (P,) of the prompt."""
+        return [token for chunk in self.prompt for token in chunk]
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of the prompt are asked for."""
+        return self.prompt_logprobs is True

@@ -1,4 +1,4 @@
-"""`Cells`: several targets for a token, each with a weight, as dense matrices or as sparse ones (CSR)."""
+"""The values of Tensor messages; `Cells`: several targets for a token, each with a weight, dense or sparse (CSR)."""
 
 import math
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.service.tinker.dense import DTYPES, from_bytes, whole_dtype
+from lowmem_grpo.service.tinker import wire
 
+DTYPES = {wire.FLOAT32: torch.float32, wire.INT64: torch.int64, wire.INT32: torch.int32, wire.BFLOAT16: torch.bfloat16}
 MOST_WIDTH = 128  # targets of a token
 
 
@@ -58,13 +59,11 @@ def listed(given: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Ten
                          f"model_input, with at most {MOST_WIDTH} targets")
     sparse = given.WhichOneof("kind") == "sparse_csr"
     data = given.sparse_csr.values if sparse else given.dense
-    values = from_bytes(data, DTYPES[whole_dtype(given, where, dtype)], where)
-    if dtype.is_floating_point and not bool(values.isfinite().all()):
-        raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
+    values = values_of(given, data, where, dtype)
     cells = csr_cells(given.sparse_csr, where, shape) if sparse else torch.arange(math.prod(shape))
     if len(cells) != len(values):
         raise ValueError(f"{where} has {len(values)} values for {len(cells)} places; each needs one")
-    return cells, values.to(dtype)
+    return cells, values
 
 
 def csr_cells(given: Any, where: str, shape: list[int]) -> Tensor:
@@ -79,3 +78,27 @@ def csr_cells(given: Any, where: str, shape: list[int]) -> Tensor:
     if len(columns) and (bool(((columns < 0) | (columns >= shape[1])).any()) or bool((cells.diff() <= 0).any())):
         raise ValueError(f"{where}.col_indices must rise within a row, and be 0 to {shape[1] - 1}")
     return cells
+
+
+def values_of(given: Any, data: bytes, where: str, dtype: torch.dtype) -> Tensor:
+    """Return the values (N,) of a Tensor message in these bytes: whole numbers or finite floats, as `dtype` says."""
+    floats = dtype.is_floating_point
+    if given.dtype not in DTYPES or DTYPES[given.dtype].is_floating_point != floats:
+        raise ValueError(f"{where} has the dtype {given.dtype}; it must be "
+                         + ("1 (float32) or 4 (bfloat16)" if floats else "2 (int64) or 3 (int32)"))
+    values = from_bytes(data, DTYPES[given.dtype], where)
+    if floats and not bool(values.isfinite().all()):
+        raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
+    return values.to(dtype)
+
+
+def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
+    """Return the values (N,) of bytes, little-endian."""
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{where} has {len(data)} bytes; it must be a multiple of {dtype.itemsize}")
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def as_bytes(values: Tensor) -> bytes:
+    """Return the bytes of values on the host, little-endian."""
+    return values.contiguous().numpy().tobytes()

@@ -30,19 +30,16 @@ class SavedModels(Mapping[str, Path | str | None]):
         """The folder of an adapter; None is the base model. ChatError for weights that were saved to train on."""
         if name == self.base:
             return None
-        try:
-            return self.shelf.folder / self.shelf.find(path_of(name, SAMPLING), self.owner, SAMPLING).file
-        except ValueError as error:
-            raise ChatError(400, str(error), "model") from None
-        except UnknownError:
-            self.refuse_state(name)
-            raise KeyError(name) from None
-
-    def refuse_state(self, name: str) -> None:
-        """ChatError where these weights are there to be trained on only."""
-        if self.shelf.holds(path_of(name, TRAINING), self.owner):
-            raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample with",
-                            "model")
+        for kind in (SAMPLING, TRAINING):
+            try:
+                saved = self.shelf.find(path_of(name, kind), self.owner)
+            except UnknownError:
+                continue
+            if saved.kind == TRAINING:
+                raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample "
+                                     "with", "model")
+            return self.shelf.folder / saved.file
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         yield self.base

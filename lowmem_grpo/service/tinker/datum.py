@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, loss_named
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.cells import Cells, cells_of, is_wide
-from lowmem_grpo.service.tinker.dense import DTYPES, as_bytes, from_bytes, whole_dtype
+from lowmem_grpo.service.tinker.cells import Cells, as_bytes, cells_of, from_bytes, is_wide, values_of
 
 TARGETS = "target_tokens"
 MOST_CELLS = 2**24  # targets of a request, where tokens have several
@@ -122,14 +121,12 @@ def tensor_of(given: Any, where: str, length: int, dtype: torch.dtype) -> Tensor
     if is_wide(given):
         raise ValueError(f"{where} has the shape {list(given.shape)}, and may be sparse; it must be [{length}], as the "
                          "targets are: several values for a token go with several targets only")
-    values = from_bytes(given.dense, DTYPES[whole_dtype(given, where, dtype)], where)
+    values = values_of(given, given.dense, where, dtype)
     shape = list(given.shape) or [len(values)]
     if math.prod(shape) != len(values) or len(values) != length:
         raise ValueError(f"{where} has the shape {shape} and {len(values)} values; model_input has {length} tokens, "
                          "and each needs one value")
-    if dtype.is_floating_point and not bool(values.isfinite().all()):
-        raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
-    return values.to(dtype)
+    return values
 
 
 def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.database import Database, Row
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import LoraSettings
-from lowmem_grpo.service.tinker.calls import json_of
 
 TABLES = [
     "CREATE TABLE IF NOT EXISTS tinker_sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished TEXT)",
@@ -29,10 +29,13 @@ TABLES = [
     """CREATE TABLE IF NOT EXISTS tinker_promises (
     model TEXT NOT NULL REFERENCES tinker_models (id), seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB,
     answer BLOB, media TEXT, PRIMARY KEY (model, seq))""",
+    "CREATE TABLE IF NOT EXISTS tinker_times (model TEXT PRIMARY KEY, asked REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS tinker_samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, snapshot TEXT)",
     """CREATE INDEX IF NOT EXISTS tinker_open ON tinker_promises (model, answer IS NULL, LENGTH(body))
     WHERE answer IS NULL OR body IS NOT NULL""",
 ]
+MODELS = ("SELECT tinker_models.*, COALESCE((SELECT asked FROM tinker_times WHERE model = id), 0.0) AS asked "
+          "FROM tinker_models")
 KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
 AHEAD = 4096  # requests of a model that wait
 JSON = "application/json"
@@ -73,6 +76,7 @@ class Answer:
     body: bytes
     media: str = JSON
     effect: str = ""  # ADDED or CHANGED
+    also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
 
     @classmethod
     def of(cls, value: dict[str, Any], effect: str = "") -> "Answer":
@@ -103,10 +107,11 @@ class Model:
     state: str | None  # the file of its state; None before the first step
     stepped: int  # the seq of the last optimizer step
     done: int  # the seq that was answered last
+    asked: float  # when something was asked of it last, in seconds since 1970; 0 where nothing was
 
     @classmethod
     def of(cls, row: Row) -> "Model":
-        return cls(**(row | {"settings": LoraSettings(**json.loads(row["settings"]))}))
+        return cls(**with_settings(row))
 
 
 class Ledger:
@@ -130,8 +135,7 @@ class Ledger:
         return None if row is None else Asked(model, seq, row["kind"], row["body"] or b"")
 
     def open_session(self, session: str, owner: str) -> None:
-        with self.database.write() as connection:
-            connection.execute("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
+        self.database.change("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
 
     def check_session(self, session: Any, owner: str) -> None:
         """UnknownError unless it is a session of this user, FinishedError where its client has ended it."""
@@ -146,13 +150,10 @@ class Ledger:
         """Keep why a client ended its session; the first reason stays. Its models and weights stay too."""
         with contextlib.suppress(FinishedError):
             self.check_session(session, owner)
-        with self.database.write() as connection:
-            connection.execute("UPDATE tinker_sessions SET finished = ? WHERE id = ? AND finished IS NULL",
-                               (reason, session))
+        self.database.change("UPDATE tinker_sessions SET finished = ? WHERE id = ? AND finished IS NULL",
+                             (reason, session))
 
-    def add_model(
-        self, model: str, owner: str, settings: LoraSettings, kind: str = "create_model", body: bytes | None = None
-    ) -> None:
+    def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None) -> None:
         """A model, with the promise of it: its first request. One that is there stays as it is."""
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
@@ -162,16 +163,15 @@ class Ledger:
 
     def model(self, model: Any, owner: str | None = None) -> Model:
         """A model; with `owner`, only one of theirs, else UnknownError."""
-        row = self.database.row("SELECT * FROM tinker_models WHERE id = ?", (str(model),))
+        row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
         return Model.of(row)
 
     def models(self, owner: str | None = None) -> list[Model]:
         """All models, or a user's, the oldest first."""
-        found = self.database.rows("SELECT * FROM tinker_models WHERE owner = ? OR ? IS NULL ORDER BY rowid",
-                                   (owner, owner))
-        return [Model.of(row) for row in found]
+        return list(map(Model.of, self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid",
+                                                     (owner, owner))))
 
     def ask(self, asked: Asked) -> Asked | None:
         """Keep a request, unless one of its number is there, which is returned. ValueError for a number that is too far
@@ -180,11 +180,10 @@ class Ledger:
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
                              "requests wait")
-        with self.database.write(waits=False) as connection:
-            made = connection.execute(
-                "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
-                (asked.model, asked.seq, asked.kind, asked.body))
-        return None if made.rowcount else self.asked(asked.model, asked.seq)
+        made = self.database.change(
+            "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
+            (asked.model, asked.seq, asked.kind, asked.body), waits=False)
+        return None if made else self.asked(asked.model, asked.seq)
 
     def gap(self, model: str) -> int | None:
         """The number of the request to do next, where it has not come and later ones have."""
@@ -218,15 +217,12 @@ class Ledger:
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
         return [Asked(**row) for row in rows]
 
-    def keep(
-        self, asked: Asked, answer: Answer, state: str | None = None,
-        also: Callable[[sqlite3.Connection], None] | None = None,
-    ) -> None:
+    def keep(self, asked: Asked, answer: Answer, state: str | None = None) -> None:
         """The answer of a request, and with it the file of the state that it left, where it is a step or put other
-        weights in; and what `also` writes. Its body stays where gradients are made of it."""
+        weights in. Its body stays where gradients are made of it."""
         with self.database.write() as connection:
-            if also is not None:
-                also(connection)
+            if answer.also is not None:
+                answer.also(connection)
             connection.execute(
                 "UPDATE tinker_promises SET answer = ?, media = ?, body = CASE WHEN ? THEN body END "
                 "WHERE model = ? AND seq = ?",
@@ -242,8 +238,7 @@ class Ledger:
 
     def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
         """Where samples come from: the folder of a snapshot, or None for the base model. One that is there stays."""
-        with self.database.write() as connection:
-            connection.execute("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
+        self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
         """The folders that this user's samplers sample from, as they were added."""
@@ -275,6 +270,11 @@ class Ledger:
         if row is None:
             raise unknown
         return None if row["answer"] is None else Answer(row["answer"], row["media"])
+
+
+def with_settings(row: Row) -> Row:
+    """Return a row with the settings of its model as an object."""
+    return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
 
 
 def same(one: Asked, other: Asked) -> bool:

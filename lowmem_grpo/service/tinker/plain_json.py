@@ -2,18 +2,40 @@
 
 import json
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
+from lowmem_grpo.service.bodies import Body, Positive
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.calls import whole
-from lowmem_grpo.service.tinker.datum import TARGETS, as_bytes, from_bytes
+from lowmem_grpo.service.tinker.calls import Tokens, read
+from lowmem_grpo.service.tinker.datum import as_bytes, from_bytes
 from lowmem_grpo.service.tinker.ledger import JSON, Answer
 
-TOKENS = "tokens"
-REQUEST = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only")
+MOST = torch.finfo(torch.float32).max
 REASONS = {wire.STOP: "stop", wire.LENGTH: "length"}
+Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+Numbers = Annotated[list[Number], Field(fail_fast=True)]
+
+
+class PlainDatum(Body, extra="allow"):
+    """Tokens, and a value for each of them under the name of each input of the loss."""
+
+    __pydantic_extra__: dict[str, Numbers]
+    tokens: Tokens
+    target_tokens: Tokens | None = None
+
+
+class PlainPass(Body, extra="forbid"):
+    """A forward_backward."""
+
+    model_id: str
+    seq_id: Positive
+    data: Annotated[list[PlainDatum], Field(fail_fast=True)]
+    loss_fn: str
+    loss_fn_config: dict[str, Number] | None = None
+    forward_only: bool = False
 
 
 def wants_json(accept: str) -> bool:
@@ -21,69 +43,26 @@ def wants_json(accept: str) -> bool:
     return JSON in accept and wire.PROTOBUF not in accept
 
 
-def request_of(given: dict[str, Any]) -> bytes:
-    """A forward_backward as the protocol has it. A datum is an object with `tokens`, and with a list of a value for
-    each of them under the name of each input of the loss. ValueError names the field that is wrong."""
-    if unknown := sorted(given.keys() - set(REQUEST)):
-        raise ValueError(f"{unknown[0]!r} is not a field of forward_backward; it takes {', '.join(REQUEST)}")
-    if not isinstance(given.get("forward_only", False), bool):
-        raise ValueError(f"forward_only is {given['forward_only']!r}; it must be true or false")
-    message = wire.ForwardBackwardRequest(
-        model_id=str(given.get("model_id")), seq_id=whole(given, "seq_id", 1), loss_fn=str(given.get("loss_fn")),
-        forward_only=given.get("forward_only", False))
-    for name, value in items_of(given.get("loss_fn_config") or {}, "loss_fn_config"):
-        message.loss_fn_config[name] = number(value, f"loss_fn_config[{name!r}]")
-    data = given.get("data")
-    if not isinstance(data, list):
-        raise ValueError(f"data is {type(data).__name__}; it must be a list of datums")
-    for place, datum in enumerate(data):
-        add_datum(message.data.add(), datum, f"data[{place}]")
-    body: bytes = message.SerializeToString()
-    return body
+def request_of(body: bytes) -> bytes:
+    """Return a forward_backward as the protocol has it. ValueError names the field that is wrong."""
+    given = read(PlainPass, body)
+    plain = given.model_dump(include={"model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only"})
+    message = wire.ForwardBackwardRequest(**plain)
+    for one in given.data:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = as_bytes(torch.tensor(one.tokens, dtype=torch.int32))
+        put(datum, "target_tokens", one.target_tokens, wire.INT64, torch.int64)
+        for name, values in one.__pydantic_extra__.items():
+            put(datum, name, values, wire.FLOAT32, torch.float32)
+    found: bytes = message.SerializeToString()
+    return found
 
 
-def add_datum(message: Any, given: Any, where: str) -> None:
-    """Fill a datum."""
-    for name, values in items_of(given, where):
-        place = f"{where}[{name!r}]"
-        if not isinstance(values, list):
-            raise ValueError(f"{place} is {type(values).__name__}; it must be a list of numbers, one for each token")
-        if name == TOKENS:
-            chunk = message.model_input.add().encoded_text
-            chunk.tokens = as_bytes(torch.tensor(ids(values, place), dtype=torch.int32))
-            continue
-        tensor = message.loss_fn_inputs[name]
-        if name == TARGETS:
-            tensor.dtype, tensor.dense = wire.INT64, as_bytes(torch.tensor(ids(values, place), dtype=torch.int64))
-        else:
-            found = [number(value, f"{place}[{at}]") for at, value in enumerate(values)]
-            tensor.dtype, tensor.dense = wire.FLOAT32, as_bytes(torch.tensor(found, dtype=torch.float32))
-    if TOKENS not in given:
-        raise ValueError(f"{where} has no {TOKENS}; a datum has {TOKENS}, {TARGETS} and what the loss needs")
-
-
-def items_of(given: Any, where: str) -> Any:
-    """The fields of an object."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} is {type(given).__name__}; it must be an object")
-    return given.items()
-
-
-def ids(values: list[Any], where: str) -> list[int]:
-    """Token ids, which fit 32 bits."""
-    for place, value in enumerate(values):
-        if type(value) is not int or not 0 <= value < 2**31:
-            raise ValueError(f"{where}[{place}] is {value!r:.40}; it must be a token id")
-    return values
-
-
-def number(value: Any, where: str) -> float:
-    """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > torch.finfo(torch.float32).max:
-        raise ValueError(f"{where} is {value!r:.40}; it must be a finite number")
-    if not math.isfinite(value):
-        raise ValueError(f"{where} is {value!r}; it must be a finite number")
-    return float(value)
+def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch.dtype) -> None:
+    """Add an input of the loss to a Datum message."""
+    if values is not None:
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype, tensor.dense = kind, as_bytes(torch.tensor(values, dtype=dtype))
 
 
 def in_json(answer: Answer, sampled: bool) -> Answer:

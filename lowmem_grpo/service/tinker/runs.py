@@ -1,32 +1,23 @@
-"""`Runs`: the models of a user as a list, and how they go: by their user's word, or to make room."""
+"""`Runs`: how a user's models end, by their user's word or to make room; `Gaps`: requests of theirs that never came."""
 
+import threading
 import time
-from dataclasses import dataclass
 
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.tinker.ledger import Answer, Ledger, Model, UnknownError
 
-TABLES = [
-    "CREATE TABLE IF NOT EXISTS tinker_times (model TEXT PRIMARY KEY, asked REAL NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)",
-]
+TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)"
 UNLOAD = "unload_model"
 GONE = 3600.0  # seconds without a sign of a client, after which its models may make room for others
-
-
-@dataclass(frozen=True)
-class Run:
-    """A model in a list."""
-
-    model: Model
-    asked: float  # when something was asked of it last, in seconds since 1970
+GAP = 60.0  # seconds in which a request may come after later ones
+SOON = 2.0  # the same where its user was refused a body that could not be read: it was that request, most likely
 
 
 class Runs:
     """Any thread may use it."""
 
     def __init__(self, database: Database, ledger: Ledger) -> None:
-        database.add(TABLES)
+        database.add([TABLE])
         self.database, self.ledger = database, ledger
         self.began, self.beats = time.time(), dict[str, float]()  # by session: its last sign of life
 
@@ -36,28 +27,17 @@ class Runs:
 
     def touch(self, model: str) -> None:
         """Something is asked of a model."""
-        with self.database.write(waits=False) as connection:
-            connection.execute("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()))
-
-    def all(self, owner: str) -> list[Run]:
-        """This user's models, the newest first."""
-        times = {row["model"]: row["asked"] for row in self.database.rows("SELECT * FROM tinker_times")}
-        return [Run(model, times.get(model.id, 0.0)) for model in reversed(self.ledger.models(owner))]
-
-    def one(self, model: str, owner: str) -> Run:
-        """UnknownError for one that is not this user's."""
-        self.ledger.model(model, owner)
-        return next(run for run in self.all(owner) if run.model.id == model)
+        self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
     def left(self, owner: str) -> list[Model]:
         """This user's models whose client ended its session, or gave no sign for an hour; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
         now, found = time.time(), []
-        for run in reversed(self.all(owner)):
-            session = run.model.id.partition(":")[0]
-            seen = max(self.beats.get(session, self.began), run.asked)
+        for model in self.ledger.models(owner):
+            session = model.id.partition(":")[0]
+            seen = max(self.beats.get(session, self.began), model.asked)
             if session in ended or now - seen > GONE:
-                found.append(run.model)
+                found.append(model)
         return found
 
     def remove(self, model: Model) -> None:
@@ -85,3 +65,31 @@ class Runs:
             with self.database.write() as connection:
                 connection.executemany("DELETE FROM tinker_samplers WHERE id = ?", [(row["id"],) for row in rows])
         return [row["snapshot"] for row in rows]
+
+
+class Gaps:
+    """Numbers of requests that never came, while later ones wait for them. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.since: dict[str, tuple[int, float]] = {}  # by model: the request that is missing, and since when it is
+        self.refused: dict[str, float] = {}  # by user: when a request was refused that is not known to be whose
+
+    def refuse(self, owner: str) -> None:
+        """A body of this user could not be read, so that its model and number are not known."""
+        self.refused[owner] = time.monotonic()
+
+    def is_over(self, model: str, owner: str, missing: int | None) -> bool:
+        """Whether a missing request had its time to come; None is missing where all that should be there is."""
+        now = time.monotonic()
+        with self.lock:
+            if missing is None:
+                self.since.pop(model, None)
+                return False
+            seq, since = self.since.get(model, (missing, now))
+            self.since[model] = (missing, now) if seq != missing else (seq, since)
+            recent = self.refused.get(owner, -GAP) > since - GAP
+            if seq != missing or now - since < (min(SOON, GAP) if recent else GAP):
+                return False
+            del self.since[model]
+            return True

@@ -16,7 +16,8 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import OutputHead
 from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.service.tinker.adapters import group_of
+from lowmem_grpo.types import MicroBatch
 
 TOGETHER = 8192  # tokens that are computed at a time
 AT_ONCE = 32 * TOGETHER  # tokens until others have their turn at the desk
@@ -98,8 +99,7 @@ class Scoring:
     def score(self, prompts: list[Prompt]) -> None:
         """Set the results of prompts of one adapter."""
         long = [prompt for prompt in prompts if len(prompt.ids) > 1]
-        groups = [RolloutGroup({}, one.ids[:1], [Rollout(one.ids[1:], [0.0] * (len(one.ids) - 1), "length")])
-                  for one in long]
+        groups = [group_of(one.ids) for one in long]
         asked = {id(group.rollouts[0]): one for group, one in zip(groups, long, strict=True)}
         found = [(one, one.scored(torch.empty(0), torch.empty(0, one.top), torch.empty(0, one.top)))
                  for one in prompts if len(one.ids) == 1]

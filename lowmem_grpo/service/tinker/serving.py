@@ -20,11 +20,11 @@ from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.routes import Completions, openai_router
 from lowmem_grpo.service.sessions import Sessions
 from lowmem_grpo.service.tinker.adapters import Adapters
-from lowmem_grpo.service.tinker.asking import blamed
 from lowmem_grpo.service.tinker.chats import Chats
 from lowmem_grpo.service.tinker.datum import Bounds
 from lowmem_grpo.service.tinker.ledger import Ledger
-from lowmem_grpo.service.tinker.routes import Served, tinker_router
+from lowmem_grpo.service.tinker.route_utils import Served, client_errors
+from lowmem_grpo.service.tinker.routes import tinker_router
 from lowmem_grpo.service.tinker.sampling import Sampling
 from lowmem_grpo.service.tinker.training import Training
 from lowmem_grpo.service.tinker.usage import Usage
@@ -78,7 +78,7 @@ def serve_model(
 @contextmanager
 def counted(usage: Usage, user: User) -> Iterator[None]:
     """Inside, a request over OpenAI's routes is among those of its user. ChatError (429) where no more may wait."""
-    with blamed():
+    with client_errors():
         usage.begin_sample(user.name)
     try:
         yield

@@ -4,13 +4,14 @@ import json
 import re
 import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lowmem_grpo.runs.whole_folder import remove
+from lowmem_grpo.runs.files import remove
 from lowmem_grpo.service.database import Database, Row
 from lowmem_grpo.service.tinker.adapters import LoraSettings
-from lowmem_grpo.service.tinker.ledger import UnknownError
+from lowmem_grpo.service.tinker.ledger import UnknownError, with_settings
 
 TABLE = """CREATE TABLE IF NOT EXISTS tinker_saved (
     path TEXT PRIMARY KEY, owner TEXT NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, file TEXT NOT NULL,
@@ -36,7 +37,7 @@ class Saved:
 
     @classmethod
     def of(cls, row: Row) -> "Saved":
-        return cls(**(row | {"settings": LoraSettings(**json.loads(row["settings"]))}))
+        return cls(**with_settings(row))
 
     @property
     def kind(self) -> str:
@@ -74,13 +75,6 @@ class Shelf:
                              "sample with")
         return found
 
-    def holds(self, path: str, owner: str) -> bool:
-        """Whether this user has weights of any kind there."""
-        try:
-            return bool(self.find(path, owner))
-        except UnknownError:
-            return False
-
     def all(self, owner: str, model: str | None = None) -> list[Saved]:
         """This user's weights, the newest first; of one model, or of all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
@@ -95,30 +89,29 @@ class Shelf:
 
     def check_free(self, path: str, owner: str, overwrite: bool) -> None:
         """ValueError where there are weights of this name already, which are not to be replaced."""
-        if not overwrite and self.holds(path, owner):
-            raise ValueError(f"{path} is there already: give another name, or overwrite=True")
+        if not overwrite:
+            with suppress(UnknownError):
+                self.find(path, owner)
+                raise ValueError(f"{path} is there already: give another name, or overwrite=True")
 
-    def put(self, connection: sqlite3.Connection, saved: list[Saved]) -> None:
-        """A row for each, in the transaction of whoever answers the request."""
-        for one in saved:
-            values = asdict(one) | {"settings": json.dumps(asdict(one.settings))}
-            marks = ", ".join("?" * len(values))
-            connection.execute(f"INSERT OR REPLACE INTO tinker_saved ({', '.join(values)}) VALUES ({marks})",
-                               tuple(values.values()))
+    def put(self, saved: Saved, connection: sqlite3.Connection) -> None:
+        """Add a row, in the transaction of whoever answers the request."""
+        values = asdict(saved) | {"settings": json.dumps(asdict(saved.settings))}
+        marks = ", ".join("?" * len(values))
+        connection.execute(f"INSERT OR REPLACE INTO tinker_saved ({', '.join(values)}) VALUES ({marks})",
+                           tuple(values.values()))
 
     def delete(self, path: str, owner: str) -> None:
         """Forget weights, and delete them. UnknownError where this user has none there."""
         saved = self.find(path, owner)
-        with self.database.write() as connection:
-            connection.execute("DELETE FROM tinker_saved WHERE path = ?", (saved.path,))
+        self.database.change("DELETE FROM tinker_saved WHERE path = ?", (saved.path,))
         remove(self.folder / saved.file)
 
     def keep_for(self, path: str, owner: str, seconds: int | None) -> None:
         """Let weights go so many seconds from now; None keeps them. UnknownError where this user has none there."""
         saved = self.find(path, owner)
-        with self.database.write() as connection:
-            connection.execute("UPDATE tinker_saved SET expires = ? WHERE path = ?",
-                               (None if seconds is None else time.time() + seconds, saved.path))
+        self.database.change("UPDATE tinker_saved SET expires = ? WHERE path = ?",
+                             (None if seconds is None else time.time() + seconds, saved.path))
 
     def expired(self) -> bool:
         """Whether there are weights whose time is over."""
@@ -126,8 +119,7 @@ class Shelf:
 
     def sweep(self) -> None:
         """Delete what expired, what was replaced, and what a kill left behind."""
-        with self.database.write() as connection:
-            connection.execute("DELETE FROM tinker_saved WHERE expires <= ?", (time.time(),))
+        self.database.change("DELETE FROM tinker_saved WHERE expires <= ?", (time.time(),))
         known = {row["file"] for row in self.database.rows("SELECT file FROM tinker_saved")}
         for path in self.folder.iterdir():
             if path.name not in known:

@@ -7,19 +7,21 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from safetensors.torch import load_file, save_file
 
 from lowmem_grpo.memory.bounds import MemoryExhaustedError
-from lowmem_grpo.runs.whole_folder import flush, remove
+from lowmem_grpo.runs.files import flush, remove
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError
-from lowmem_grpo.service.tinker.calls import adam_of, json_of, load_of, save_of
+from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError, LoraSettings
+from lowmem_grpo.service.tinker.calls import LoadWeights, OptimStep, SaveWeights, read
 from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
-from lowmem_grpo.service.tinker.gaps import Gaps
 from lowmem_grpo.service.tinker.ledger import (
     ADDED,
     CHANGED,
@@ -32,7 +34,7 @@ from lowmem_grpo.service.tinker.ledger import (
     UnknownError,
     same,
 )
-from lowmem_grpo.service.tinker.runs import Runs
+from lowmem_grpo.service.tinker.runs import Gaps, Runs
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
 from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.users import Allowances
@@ -58,7 +60,8 @@ class Training:
         self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
-        self.told: dict[str, Future[None]] = {}  # by promise: done as soon as it is kept
+        # by promise, while somebody waits for it: done as soon as it is kept
+        self.told: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
         self.gaps = Gaps()
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
@@ -82,6 +85,14 @@ class Training:
                              "two programs may be using one model; let each create its own")
         self.pump(asked.model)
         return asked.id
+
+    def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
+        """Make a model by a request, its first one, and return the id of its promise. ValueError where its user may
+        have no more."""
+        self.make_room(model, owner)
+        self.ledger.add_model(model, owner, settings, kind, body)
+        self.pump(model)
+        return f"{model}:0"
 
     def make_room(self, model: str, owner: str) -> None:
         """Room for one more model of a user: where they have as many as they may, one goes whose client has left.
@@ -139,14 +150,9 @@ class Training:
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":
-        """Done as soon as a promise is kept. Ask for it, then the ledger; `forget` it where that has the answer."""
+        """Done as soon as a promise is kept. Ask for it, then the ledger, which may have the answer."""
         with self.lock:
             return self.told.setdefault(promise, Future())
-
-    def forget(self, promise: str) -> None:
-        """Nobody needs to be told that this promise is kept."""
-        with self.lock:
-            self.told.pop(promise, None)
 
     def close(self) -> None:
         """Take no more requests; those that wait are done by the next server. The desk stays open."""
@@ -157,18 +163,19 @@ class Training:
     def do(self, asked: Asked) -> None:
         """Do a request and keep its answer. An OSError of the disk leaves the model as the disk has it, and the
         request unanswered."""
-        state, saved = None, list[Saved]()
+        state = None
         try:
-            answer = self.answer(asked, saved)
+            answer = self.answer(asked)
             if answer.effect == CHANGED:
-                state = self.write(asked)
-            self.ledger.keep(asked, answer, state, lambda connection: self.shelf.put(connection, saved))
+                state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
+                self.write_state(asked.model, self.folder / state)
+            self.ledger.keep(asked, answer, state)
         except OSError:
             self.load(self.ledger.model(asked.model))
             raise
         if state is not None:
             self.sweep(asked.model, state)
-        if saved:
+        if answer.also is not None:
             self.shelf.sweep()
         if asked.kind == SNAPSHOT:
             for name in self.runs.older_snapshots(asked.model, SNAPSHOTS):
@@ -176,26 +183,24 @@ class Training:
 
     def clear(self, model: str) -> None:
         """Delete what there is of a model in the memory and on the disk."""
-        if model in self.adapters.held:
-            self.adapters.delete(model)
+        self.adapters.delete(model)
         self.sweep(model, "")
         for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
             remove(path)
 
-    def answer(self, asked: Asked, saved: list[Saved]) -> Answer:
-        """What a client is answered; a failure with the field that is wrong, and nothing of what is inside. What is now
-        to be on the shelf is added to `saved`."""
+    def answer(self, asked: Asked) -> Answer:
+        """What a client is answered; a failure with the field that is wrong, and nothing of what is inside."""
         try:
             if asked.kind == REFUSED:
                 return Answer.failed(asked.body.decode())
             self.hold(asked)
             if asked.kind == CREATE:
-                self.create(self.ledger.model(asked.model))
+                self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
                 return Answer.of({"model_id": asked.model, "type": CREATE})
             if asked.kind == OPTIM_STEP:
                 return self.optim_step(asked)
             if asked.kind in (SNAPSHOT, SAVE):
-                return self.save(asked, saved)
+                return self.save(asked)
             if asked.kind == LOAD:
                 return self.load_saved(asked)
             return self.forward_backward(asked)
@@ -215,58 +220,52 @@ class Training:
         return Answer(done, wire.PROTOBUF, "" if found.forward_only else ADDED)
 
     def optim_step(self, asked: Asked) -> Answer:
-        adam, model = adam_of(asked.body), self.ledger.model(asked.model)
+        adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
         if model.state is None:
             self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
         return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
 
-    def save(self, asked: Asked, saved: list[Saved]) -> Answer:
+    def save(self, asked: Asked) -> Answer:
         """A copy of a model under a name; or without one, and a sampling session that samples from it."""
-        call, model = save_of(json_of(asked.body), asked.kind == SNAPSHOT), self.ledger.model(asked.model)
-        if call.name is None:
-            sampler = f"{model.id}:sample:{call.sampler}"
-            folder = self.snapshots / sampler.replace(":", "_")
-            self.usage.check_storage(model.owner, self.adapters.size(model.id))
-            self.adapters.snapshot(model.id, folder)
-            self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
-            return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
+        call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
+        if call.path is None:
+            if asked.kind == SAVE or call.sampling_session_seq_id is None:
+                raise ValueError("path is missing; give the weights a name, or a snapshot a sampling_session_seq_id")
+            return self.save_snapshot(call.sampling_session_seq_id, model)
         kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
-        path = path_of(model.id, kind, call.name)
+        path = path_of(model.id, kind, call.path)
         self.shelf.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
         self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING))
-        place, now = self.shelf.place(model.id, kind, call.name, asked.seq), time.time()
+        place, now = self.shelf.place(model.id, kind, call.path, asked.seq), time.time()
         if kind == SAMPLING:
             self.adapters.snapshot(model.id, place)
         else:
             self.write_state(model.id, place)
-        expires = None if call.seconds is None else now + call.seconds
-        saved.append(Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires))
-        return Answer.of({"type": asked.kind, "path": path})
+        expires = None if call.ttl_seconds is None else now + call.ttl_seconds
+        saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
+        return replace(Answer.of({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
+
+    def save_snapshot(self, number: int, model: Model) -> Answer:
+        """A copy of a model without a name, and the sampling session of this number, which samples from it."""
+        sampler = f"{model.id}:sample:{number}"
+        folder = self.snapshots / sampler.replace(":", "_")
+        self.usage.check_storage(model.owner, self.adapters.size(model.id))
+        self.adapters.snapshot(model.id, folder)
+        self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
+        return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
 
     def load_saved(self, asked: Asked) -> Answer:
         """Put saved weights into a model, which is made where this is its first request."""
-        call, model = load_of(json_of(asked.body)), self.ledger.model(asked.model)
+        call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
         found = self.shelf.find(call.path, model.owner, TRAINING)
         if model.state is None:
             self.usage.check_storage(model.owner, found.size)
         if asked.seq == 0:
-            self.create(model)
+            self.adapters.create(model.id, model.settings)
         state = load_file(self.shelf.folder / found.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
         return Answer.of({"type": LOAD, "path": found.path, "model_id": model.id}, CHANGED)
-
-    def create(self, model: Model) -> None:
-        """A model as it is before its first step."""
-        if model.id in self.adapters.held:
-            self.adapters.delete(model.id)
-        self.adapters.create(model.id, model.settings)
-
-    def write(self, asked: Asked) -> str:
-        """A model's state in a file, which is on the disk when this returns."""
-        name = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
-        self.write_state(asked.model, self.folder / name)
-        return name
 
     def write_state(self, model: str, path: Path) -> None:
         """A model's factors and moments, which are on the disk when this returns."""
@@ -292,9 +291,9 @@ class Training:
 
     def load(self, model: Model) -> None:
         """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
-        self.create(model)
+        self.adapters.create(model.id, model.settings)
         if model.state is not None:
             self.adapters.restore(model.id, load_file(self.folder / model.state))
         for asked in self.ledger.since_step(model):
             if asked.kind == PASS:
-                self.answer(asked, [])
+                self.answer(asked)

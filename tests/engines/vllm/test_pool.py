@@ -29,7 +29,7 @@ from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import import_plugin
-from lowmem_grpo.engines.vllm.lifetime import PROCESS
+from lowmem_grpo.engines.vllm.process_state import PROCESS
 from lowmem_grpo.memory import bounds
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import device

@@ -194,7 +194,7 @@ def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"tag": "weights"}, "gave no segment .* but 33,554,432 bytes tagged 'weights'"),
-    ({"version": "0.34.0"}, "pool of vLLM 0.34.0 was not checked, only that of 0.26 to 0.32"),
+    ({"version": "0.34.0"}, "pool of vLLM 0.34.0 was not checked, only that of 0.26 to 0.33"),
     ({"available": False}, "has no memory pool that sleep can free"),
 ])
 def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,31 +175,34 @@ def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: 
 
 
 @needs_mcp
-@pytest.mark.parametrize("closed", [False, True], ids=["the loop stopped", "the loop closed"])
-def test_a_call_that_a_dying_session_never_begins_is_an_outage_and_is_not_waited_for(
-    closed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tools_of_mcp, "LOOK_SECONDS", 0.01)
-    ended = threading.Event()
-
+def test_a_call_that_a_dying_session_never_answers_is_an_outage_and_is_not_waited_for() -> None:
     class Dying:
-        """A client whose session ends between the question and the call."""
+        """A client whose session ends while a call waits, which does not notice it."""
 
-        async def never_begun(self) -> None:
-            raise AssertionError
+        async def __aenter__(self) -> None:
+            self.called = asyncio.Event()
+            self.death = asyncio.ensure_future(self.die())
 
-        def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
-            ended.set()
-            if closed:
-                session.loop.close()
-            return self.never_begun()
+        async def die(self) -> None:
+            await self.called.wait()
+            session.serving.cancel()
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def list_tools(self) -> Any:
+            return SimpleNamespace(tools=[], next_cursor=None)
+
+        async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+            self.called.set()
+            await asyncio.Event().wait()
 
     session = tools_of_mcp.Session(Dying(), "dying")
-    session.thread = threading.Thread(target=ended.wait, daemon=True)
-    session.thread.start()
-    with pytest.raises(ToolOutage, match="the MCP server dying does not work"):
+    session.open(60)
+    with pytest.raises(ToolOutage, match="the MCP server dying does not work: RuntimeError: its session has"):
         asyncio.run(asyncio.wait_for(session.call("price", {}), 60))
-    session.loop.close()
+    with pytest.raises(ToolOutage, match="the session with the MCP server dying has ended"):
+        asyncio.run(session.call("price", {}))
 
 
 @needs_mcp

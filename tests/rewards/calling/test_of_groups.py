@@ -478,7 +478,7 @@ class Digits(Length):
 
 def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no other group is sampled until a finished one is scored."""
-    take_in, begin = EarlyScoring.take_in, Batch.begin
+    take_in, begin = EarlyScoring.take_in, Batch.take_part
 
     def take_in_and_wait(scoring: EarlyScoring, index: int, rollouts: list[Rollout]) -> None:
         take_in(scoring, index, rollouts)
@@ -489,7 +489,7 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
         return begin(batch, waiting, room)
 
     monkeypatch.setattr(EarlyScoring, "take_in", take_in_and_wait)
-    monkeypatch.setattr(Batch, "begin", noted)
+    monkeypatch.setattr(Batch, "take_part", noted)
     runs = {}
     for chosen in (None, False):
         reward, scored = Digits(), set[int]()  # how many calls there were when rows began to be sampled
@@ -509,6 +509,8 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
 class TwoArguments:
     """An engine of before there was `on_group`, around another one."""
 
+    capabilities = frozenset({"converse"})
+
     def __init__(self, engine: Any) -> None:
         self.engine, self.name = engine, "mine"
 
@@ -527,7 +529,7 @@ def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
     trainer.sampler.engine, trainer.sampler.given = TwoArguments(trainer.engine), True
     for _ in range(2):
         trainer.rollout()
-    assert sum("takes no on_group" in record.message for record in caplog.records) == 1
+    assert sum("capabilities lack on_group" in record.message for record in caplog.records) == 1
     assert len(reward.calls) == 2  # whole batches, after sampling
 
 

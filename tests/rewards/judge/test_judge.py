@@ -11,8 +11,7 @@ from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.judge import Complaints, Meter, unanswered
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
-from lowmem_grpo.rewards.judge.replies import BadReplyError, read_group, read_single
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, BadReplyError, Question, read_group, read_single
 
 
 def group(*answers: str) -> Question:

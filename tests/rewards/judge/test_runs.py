@@ -10,10 +10,10 @@ from rich.console import Console
 from small_models import TINY, load_model
 from transformers import AutoTokenizer
 
-from bench.attacks.judge_server import by_length, chat, in_turn, serving
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
+from tests.attacks.judge_server import by_length, chat, in_turn, serving
 
 DATA = make_dataset("train", 16)
 SETTINGS: dict[str, Any] = {

@@ -13,12 +13,12 @@ from tables import every_row
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from bench.attacks.judge_server import answers_in
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.bounds import Shortage
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.types import Rollout
+from tests.attacks.judge_server import answers_in
 
 TEXTS = ["aaa", "", "aaa", "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]
@@ -225,7 +225,7 @@ def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, mo
     assert rewards.ruler(judge)(prompts=asked[0], completions=asked[1]) == [None, None], "it babbles"
     assert first.ratings == [] and len(said) == 2, "asked again once"
     assert torch.equal(state, torch.get_rng_state()) and model.training
-    question = rewards.ruler(judge).form.ask(asked[1], {}, asked[0])[0].question
+    question = rewards.ruler(judge).form.questions(asked[1], {}, asked[0])[0].question
     ids = judge.encode(question, None, first)
     params = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
     base = model.fast_generate([ids], params, None)[0].outputs[0].token_ids
@@ -241,12 +241,12 @@ def test_memory_that_ran_out_once_is_remembered(model: FastPeftModel, monkeypatc
     params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
     judge.memory.rollout.lower("sampling 4 at once", Shortage("none left", None, 0), 2)
     rows: list[int] = []
-    begin = Batch.begin
+    begin = Batch.take_part
 
     def counted(self: Any, waiting: Any, room: int) -> Any:
         part = begin(self, waiting, room)
         rows.append(len(part.rows))
         return part
 
-    monkeypatch.setattr(Batch, "begin", counted)
+    monkeypatch.setattr(Batch, "take_part", counted)
     assert len(judge.generate([[1, 2, 3]] * 4, params)) == 4 and rows == [2, 2]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tables import every_row
 
-from bench.attacks.judge_server import JudgeServer, Reply, by_length, chat, in_turn, serving
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.judge import Meter
 from lowmem_grpo.rewards.judge.limited_client import REDIRECTS
+from tests.attacks.judge_server import JudgeServer, Reply, by_length, chat, in_turn, serving
 
 TEXTS = ["a" * 3, "", "a" * 3, "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]  # 1 / (1 + length)

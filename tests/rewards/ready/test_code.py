@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tables import every_row
 
+from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.threads import run_side_by_side
 from lowmem_grpo.rewards.ready import code as code_rewards
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests, python_code
 from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
@@ -226,7 +226,7 @@ def test_an_interrupt_begins_no_other_work(monkeypatch: pytest.MonkeyPatch) -> N
 
 LINGERS = """
 import threading, time
-from lowmem_grpo.rewards.calling.threads import run_side_by_side
+from lowmem_grpo.rewards.calling.background import run_side_by_side
 begun = threading.Event()
 def run(seconds):
     begun.set()

@@ -13,8 +13,9 @@ from tests.support.page_server import Browser, browsing, needs_chromium, watched
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
 pytestmark = needs_chromium
-REWARD = """const figure = figures().find(each => each.textContent.includes('Reward ') && plots.has(each));
-return figure ? plots.get(figure).plot.data[0].at(-1) : null"""
+REWARD = "return curves.find(({ chart, plot }) => chart.title === 'Reward' && plot)?.plot.data[0].at(-1)"
+DRAWN = "return curves.filter(({ plot }) => plot).length"
+POINTS = "return Math.max(...curves.flatMap(({ chart }) => chart.lines.map(({ steps }) => steps.length)))"
 LONG = 100_000  # steps
 
 
@@ -37,7 +38,7 @@ def browser(folder: Path) -> Iterator[Browser]:
 def test_the_page_asks_no_other_host(browser: Browser) -> None:
     browser.asked_for()
     browser.open("/?run=short")
-    browser.until("return plots.size", lambda count: count >= 4)
+    browser.until(DRAWN, lambda count: count >= 4)
     asked = browser.asked_for()
     assert asked and all(address.startswith(browser.url) for address in asked), asked
     assert browser.errors() == []
@@ -58,7 +59,7 @@ def test_curves_samples_and_numbers_move_when_the_run_writes(browser: Browser, f
 def test_what_a_model_wrote_is_text(browser: Browser) -> None:
     for path in ("/?run=hostile", "/?with=hostile&with=short"):
         browser.open(path)
-        browser.until("return plots.size")
+        browser.until(DRAWN)
         assert browser.run("return document.title") != "taken"
         assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
     browser.open("/?run=hostile")
@@ -77,9 +78,9 @@ def test_no_width_needs_scrolling_to_the_side_and_colours_follow_the_system(
     for path in ("/?run=short", "/?run=hostile") if scheme == "light" else ("/?run=short",):
         browser.open(path)
         browser.run("element('curves').scrollIntoView()")
-        browser.until("return plots.size")
+        browser.until(DRAWN)
         assert browser.run("return document.documentElement.scrollWidth") <= width
-        assert browser.run("return Math.max(...figures().map(each => each.scrollWidth - each.clientWidth))") <= 0
+        assert browser.run("return curves.every(({ figure }) => figure.scrollWidth <= figure.clientWidth)")
     dark = browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
     assert dark == (scheme == "dark")
     browser.look()
@@ -87,11 +88,13 @@ def test_no_width_needs_scrolling_to_the_side_and_colours_follow_the_system(
 
 def test_colours_of_curves_change_with_the_system_while_the_page_is_open(browser: Browser) -> None:
     browser.open("/?run=short")
-    browser.until("return plots.size")
-    stroke = "return [...plots.values()][0].plot.series.at(-1).stroke()"
-    assert browser.run(stroke) == "#0065d2"
+    browser.until(DRAWN)
+    browser.until(DRAWN)
+    picture = "return [curves[0].plot.series.at(-1).stroke(), curves[0].plot.ctx.canvas.toDataURL()]"
+    light = browser.run(picture)
+    assert light[0] == "#0065d2"
     browser.look("dark")
-    browser.until(f"if (!plots.size) return null; {stroke}", lambda colour: colour == "#4d94ff")
+    browser.until(picture, lambda dark: dark[0] == "#4d94ff" and dark[1] != light[1])
     browser.look()
 
 
@@ -99,7 +102,7 @@ def test_100_000_steps_are_drawn_in_few_points_and_the_next_ones_as_they_come(br
     browser.open("/?run=long")
     for step in range(LONG, LONG + 3):
         browser.until(REWARD, lambda shown, step=step: shown == step)  # type: ignore[misc]
-        assert browser.run("return Math.max(...charts.flatMap(each => each.lines.map(line => line[1].length)))") <= 2000
+        assert browser.run(POINTS) <= 2000
         append(folder / "long/metrics.jsonl", [metric(step + 1)])
     assert browser.errors() == []
 
@@ -113,14 +116,45 @@ def test_the_report_of_a_run_is_the_same_page_without_a_server(browser: Browser,
     browser.run("element('curves').scrollIntoView()")
     assert browser.until(REWARD) == 60
     browser.until("return document.querySelectorAll('#curves .uplot').length", lambda count: count >= 4)
-    assert browser.run("return element('rows').children.length") == 2
-    assert browser.run("return getComputedStyle(figures()[0].querySelector('svg')).display") == "none"
+    assert browser.run("return document.querySelectorAll('#rows td.completion').length") == 2
     assert browser.asked_for() == {report.as_uri()}
     assert browser.errors() == []
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    assert browser.run("return getComputedStyle(figures()[0].querySelector('svg')).display") == "block"
-    assert browser.run("return getComputedStyle(document.querySelector('.uplot')).display") == "none"
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_an_episode_is_shown_turn_by_turn(browser: Browser, folder: Path) -> None:
+    turn = {"text": "what is it?", "tokens": 5, "calls": [{"name": "look", "arguments": {"at": "<b>"}}], "reward": 0.5,
+            "replies": [{"role": "tool", "name": "look", "content": "a <b> there"}]}
+    write_run(folder / "played", 3, {"status": "finished"})
+    append(folder / "played/completions.jsonl", [completion(3, ending="answer", num_turns=2, turns=[turn, turn])])
+    browser.open("/?run=played")
+    words = browser.until("return element('rows').innerText")
+    for expected in ("\u25cf 1. assistant", "reward 0.5", '\u2192 calls look(at="<b>")', "\u25cb tool look",
+                     "a <b> there", "\u25cf 2. assistant", "ended by answer: a turn without a call of a tool"):
+        assert expected in words, words
+    assert "[object" not in browser.run("return document.body.innerText")
+    assert browser.run("return [...document.querySelectorAll('header, article')].every(each => "
+                       "[...each.childNodes].every(child => child.nodeType === Node.ELEMENT_NODE))")
+
+
+def test_on_paper_every_curve_is_drawn_and_in_the_colours_of_a_light_page(browser: Browser) -> None:
+    browser.look("dark")
+    browser.open("/?run=short")
+    before = browser.until(DRAWN)
+    ink = "return colour('line0')"
+    assert browser.run(ink) == "#4d94ff"
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    assert browser.run(ink) == "#0065d2"
+    assert browser.run(DRAWN) == browser.run("return curves.length") > before
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert browser.run(ink) == "#4d94ff"
+    browser.look()
+
+
+def test_no_two_ticks_of_an_axis_read_the_same(browser: Browser) -> None:
+    browser.open("/?run=short")
+    for share in ("false", "true"):
+        assert browser.run(f"""return [1e-7, 2e-5, 5e-4, 0.02, 0.5, 1, 20, 5e3, 1e7].every(step => new Set(
+            [0, 1, 2, 3, 4, 5].map(place => label({{ share: {share} }}, place * step, step))).size === 6)""")
 
 
 def test_runs_are_compared_by_their_boxes(browser: Browser) -> None:

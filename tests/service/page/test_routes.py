@@ -15,15 +15,15 @@ pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.routes import HEADERS, SCRIPTS, STYLES, page_app
+from lowmem_grpo.service.page.routes import FILES, HEADERS, page_app
 from lowmem_grpo.service.users import OWNER, User
 from tests.support.page_server import GUEST_KEY, KEY, page_of
 from tests.support.programs import program
-from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
+from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
 HERE = "http://127.0.0.1"
 OURS = {"origin": HERE}
-PATHS = ("/page/curves?run=first", "/page/events?run=first")
+PATHS = ("/page/data?run=first", "/page/events?run=first")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def signed_in(page: Page, key: str) -> TestClient:
 
 
 def test_nothing_is_shown_to_who_is_not_signed_in(stranger: TestClient) -> None:
-    for path in ("/", "/?run=first", "/page/sections?run=first", *PATHS):
+    for path in ("/", "/?run=first", *PATHS):
         answer = stranger.get(path)
         assert answer.status_code == 401
         assert "first" not in answer.text and "arithmetic" not in answer.text
@@ -98,7 +98,7 @@ def test_signing_out_ends_it(owner: TestClient) -> None:
 
 
 def test_every_answer_forbids_a_browser_what_the_page_does_not_need(owner: TestClient, stranger: TestClient) -> None:
-    for answer in (owner.get("/"), stranger.get("/"), owner.get("/page/none"), owner.get("/page/files/run.js")):
+    for answer in (owner.get("/"), stranger.get("/"), owner.get("/page/none"), owner.get("/page/files/page.js")):
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
@@ -107,7 +107,7 @@ def test_every_answer_forbids_a_browser_what_the_page_does_not_need(owner: TestC
 
 def test_the_page_needs_nothing_but_its_own_files(owner: TestClient) -> None:
     html = owner.get("/?run=first").text
-    for name in (*SCRIPTS, *STYLES, "run.css"):
+    for name in FILES:
         assert f"/page/files/{name}" in html
         answer = owner.get(f"/page/files/{name}")
         assert answer.status_code == 200
@@ -135,42 +135,43 @@ def test_buttons_that_another_page_presses_do_nothing(owner: TestClient, folder:
 def test_the_page_shows_the_run_that_was_asked_for_or_the_newest(owner: TestClient, folder: Path) -> None:
     os.utime(folder / "first/summary.json", (2e9, 2e9))
     assert "<title>first</title>" in owner.get("/?run=first").text
-    assert "<title>first</title>" in owner.get("/").text and 'data-query="?run=first"' in owner.get("/").text
-    second = owner.get("/?run=second").text
-    assert "boom" in second and second.count("/page/do/") == 0
+    assert "<title>first</title>" in owner.get("/").text and '"query":"?run=first"' in owner.get("/").text
+    second = owner.get("/page/data?run=second").json()
+    assert second["top"]["ending"]["error"] == "boom" and second["actions"] == []
     for name in ("none", "../runs/first", "/etc", "a%00b", "first/../../runs/first"):
         answer = owner.get(f"/?run={name}")
         assert answer.status_code == 200 and "There is no such run" in answer.text
 
 
-def test_sections_come_without_curves_and_curves_as_data(owner: TestClient, folder: Path) -> None:
-    sections = owner.get("/page/sections?run=first").text
-    assert 'id="top"' in sections and 'id="samples"' in sections and 'id="curves"' not in sections
-    assert "<svg" not in sections and '"charts"' not in sections
-    charts = owner.get("/page/curves?run=first").json()["charts"]
-    assert [line[1][-1] for chart in charts for line in chart["lines"] if chart["title"] == "Reward"] == [30]
+def reward_steps(data: dict[str, Any]) -> dict[str, int]:
+    """The lines of the reward by their names, each by its last step."""
+    charts = [chart for chart in data["charts"] if chart["title"] == "Reward"]
+    return {line["name"]: line["steps"][-1] for chart in charts for line in chart["lines"]}
+
+
+def test_what_a_page_shows_comes_as_data(owner: TestClient, folder: Path) -> None:
+    assert reward_steps(owner.get("/page/data?run=first").json()) == {"train": 30}
     append(folder / "first/metrics.jsonl", [metric(31)])
-    charts = owner.get("/page/curves?run=first").json()["charts"]
-    assert [line[1][-1] for chart in charts for line in chart["lines"] if chart["title"] == "Reward"] == [31]
-    assert owner.get("/page/curves?run=none").json() == {"charts": []}
+    data = owner.get("/page/data?run=first").json()
+    assert reward_steps(data) == {"train": 31} and data["samples"]["rows"] and data["list"]["names"] == ["first"]
+    assert "charts" not in owner.get("/page/data?run=none").json()
 
 
 def test_runs_are_compared_on_the_same_charts(owner: TestClient) -> None:
     html = owner.get("/?with=first&with=second&with=none").text
-    assert "<title>3 runs</title>" in html and 'data-query="?with=first&amp;with=second&amp;with=none"' in html
-    charts = owner.get("/page/curves?with=first&with=second").json()["charts"]
-    reward = next(chart for chart in charts if chart["title"] == "Reward")
-    assert [(name, steps[-1]) for name, steps, _ in reward["lines"]] == [("first", 30), ("second", 40)]
+    assert "<title>3 runs</title>" in html and '"query":"?with=first&with=second&with=none"' in html
+    assert reward_steps(owner.get("/page/data?with=first&with=second").json()) == {"first": 30, "second": 40}
 
 
 def test_a_hostile_run_changes_nothing_of_the_page(tmp_path: Path, folder: Path, owner: TestClient) -> None:
     (tmp_path / "secret").write_text("the secret")
     write_hostile(folder / "hostile", tmp_path / "secret")
-    for path in ("/?run=hostile", "/page/sections?run=hostile", "/?with=hostile&with=first"):
+    for path in ("/?run=hostile", "/page/data?run=hostile", "/?with=hostile&with=first"):
         answer = owner.get(path)
-        assert answer.status_code == 200 and "<img" not in answer.text and ATTACK not in answer.text
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/json" or "<img" not in answer.text
         assert "the secret" not in answer.text
-    json.loads(owner.get("/page/curves?run=hostile").text, parse_constant=pytest.fail)
+    json.loads(owner.get("/page/data?run=hostile").text, parse_constant=pytest.fail)
 
 
 def test_a_name_with_markup_is_escaped(folder: Path, owner: TestClient) -> None:
@@ -188,10 +189,8 @@ def event(page: Page, cookie: str, name: str, looks: int) -> list[bytes]:
             return False
 
     async def collected() -> list[bytes]:
-        from lowmem_grpo.service.page.asked import Asked
-
         found: list[bytes] = []
-        news: Any = page.news(Request(), User(OWNER), Asked([name]))  # type: ignore[arg-type]
+        news: Any = page.news(Request(), User(OWNER), [name])  # type: ignore[arg-type]
         async for one in news:
             found.append(one)
             if len(found) == 2:
@@ -232,8 +231,8 @@ def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
     with program(sys.executable, "-c", OWNS, folder / "first") as process:
         assert process.stdout is not None and process.stdout.readline()
         guest = signed_in(page, GUEST_KEY)
-        assert "/page/do/stop" in owner.get("/?run=first").text
-        assert "/page/do/stop" not in guest.get("/?run=first").text
+        assert owner.get("/page/data?run=first").json()["actions"] == [["first", "stop"]]
+        assert guest.get("/page/data?run=first").json()["actions"] == []
         assert guest.post("/page/do/stop", data={"run": "first"}, headers=OURS).status_code == 409
         assert process.poll() is None
         answer = owner.post("/page/do/stop", data={"run": "first"}, headers=OURS)
@@ -255,7 +254,7 @@ def test_the_adapter_is_downloaded_and_links_in_it_are_not_followed(
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
         (adapter / name).write_text(name)
     monkeypatch.setattr(saved_adapter, "check_adapter_folder", lambda folder: None)
-    assert "/page/do/export" in owner.get("/?run=first").text
+    assert owner.get("/page/data?run=first").json()["actions"] == [["first", "export"]]
     answer = owner.post("/page/do/export", data={"run": "first"}, headers=OURS)
     assert answer.headers["content-disposition"] == 'attachment; filename="first-adapter.zip"'
     with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:

@@ -15,6 +15,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.tinker.adapters import Adam, Adapters, LoraSettings, one_each
+from lowmem_grpo.service.tinker.calls import CreateModel, OptimStep, read
 from lowmem_grpo.service.tinker.cells import Cells
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 
@@ -217,8 +218,11 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
 
 
 @every_row(("make", "told"), [
-    (lambda: LoraSettings(rank=0, seed=0), "rank is 0"), (lambda: LoraSettings(4, 0, False, False), "train_attn"),
-    (lambda: Adam(beta2=1.0), "beta2 is 1.0"), (lambda: Adam(learning_rate=float("nan")), "learning_rate is nan"),
+    (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 0}}'), "lora_config.rank is 0"),
+    (lambda: LoraSettings(4, 0, False, False), "train_attn"),
+    (lambda: read(OptimStep, b'{"adam_params": {"beta2": 1.0}}'), "adam_params.beta2 is 1.0; it must be less than 1"),
+    (lambda: read(OptimStep, b'{"adam_params": {"learning_rate": NaN}}'), "learning_rate is nan"),
+    (lambda: read(OptimStep, b'{"adam_params": {"rho": 1}}'), "adam_params has 'rho', which is not offered; it takes"),
     (lambda: created(adapters(), "a").optim_step("a", Adam()), "call forward_backward"),
 ])
 def test_wrong_settings_are_refused_by_name(make: object, told: str) -> None:

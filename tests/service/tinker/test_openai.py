@@ -130,7 +130,7 @@ def test_the_stream_of_a_plain_prompt_says_what_the_reply_says(client: Any) -> N
 @every_row(("fields", "told"), [
     ({"model": "gpt-4"}, "'gpt-4' is not served here; there are tiny-games"), ({"prompt": []}, "prompt is"),
     ({"prompt": [[5], "a", 3]}, r"prompt\[2\] is 3"), ({"prompt": [5, 100_000]}, "the token 100000"),
-    ({"prompt": ""}, "no tokens"), ({"prompt": [5] * 600}, "context length is 512"), ({"logprobs": 99}, "0 to 20"),
+    ({"prompt": ""}, "no tokens"), ({"prompt": [5] * 600}, "context length is 512"), ({"logprobs": 99}, "equal to 20"),
     ({"echo": True}, "echo is True"), ({"best_of": 3}, "best_of is 3"), ({"suffix": "x"}, "suffix"),
     ({"messages": []}, "messages is not a field"), ({"prompt": ["a"] * 2049, "n": 2}, "at most 4096"),
 ])

@@ -32,7 +32,7 @@ def test_a_pass_in_json_is_the_same_as_in_protobuf(server: Server) -> None:
     models = [server.create(), server.create()]
     body = {"model_id": models[0], "seq_id": 1, "loss_fn": "cross_entropy", "data": DATA}
     plain = server.post("forward_backward", json.dumps(body).encode(), **IN_JSON).json()
-    binary = server.post("forward_backward", request_of(body | {"model_id": models[1]})).json()
+    binary = server.post("forward_backward", request_of(json.dumps(body | {"model_id": models[1]}).encode())).json()
     found, other = answer(server, plain, **IN_JSON).json(), answer(server, binary, Accept=wire.PROTOBUF)
     message = wire.ForwardBackwardOutput.FromString(other.content)
     assert found["metrics"] == dict(message.metrics)
@@ -59,17 +59,21 @@ def test_a_sample_in_json_has_the_prompts_log_probabilities_with_null_first(serv
 
 
 @every_row(("change", "told"), [
-    ({"data": 5}, "data is int"), ({"data": [5]}, r"data\[0\] is int"), ({"data": [{"weights": [1]}]}, "has no tokens"),
-    ({"data": [{"tokens": [1.5]}]}, r"\['tokens'\]\[0\] is 1.5"), ({"data": [{"tokens": 5}]}, "must be a list"),
-    ({"data": [{"tokens": [2**40]}]}, "token id"), ({"data": [{"tokens": [True]}]}, "token id"),
-    ({"data": [{"tokens": [5], "weights": ["1"]}]}, r"\['weights'\]\[0\] is '1'"),
+    ({"data": 5}, "data is 5; it must be a valid array"), ({"data": [5]}, r"data\[0\] is 5; it must be an object"),
+    ({"data": [{"weights": [1]}]}, r"data\[0\].tokens is missing"),
+    ({"data": [{"tokens": [1.5]}]}, r"\.tokens\[0\] is 1.5; it must be a valid integer"),
+    ({"data": [{"tokens": 5}]}, "must be a valid array"),
+    ({"data": [{"tokens": [2**40]}]}, "must be less than"), ({"data": [{"tokens": [True]}]}, "must be a valid integer"),
+    ({"data": [{"tokens": [5], "weights": ["1"]}]}, r"\.weights\[0\] is '1'; it must be a valid number"),
     ({"data": [{"tokens": [5], "weights": [10**400]}]}, "finite"), ({"seq_id": "1"}, "seq_id is '1'"),
-    ({"data": [{"tokens": [5], "weights": [float("nan")]}]}, "finite"), ({"loss": "x"}, "'loss' is not a field"),
-    ({"loss_fn_config": {"beta": "a"}}, r"loss_fn_config\['beta'\] is 'a'"), ({"forward_only": 1}, "forward_only is 1"),
+    ({"data": [{"tokens": [5], "weights": [1e39]}]}, "must be less than"),
+    ({"data": [{"tokens": [5], "weights": [float("nan")]}]}, "finite"), ({"loss": "x"}, "loss is not a field"),
+    ({"loss_fn_config": {"beta": "a"}}, "loss_fn_config.beta is 'a'"), ({"forward_only": 1}, "forward_only is 1"),
 ])
 def test_wrong_json_is_refused_with_the_field(change: dict[str, Any], told: str) -> None:
+    given = {"model_id": "m", "seq_id": 1, "loss_fn": "cross_entropy", "data": DATA} | change
     with pytest.raises(ValueError, match=told):
-        request_of({"model_id": "m", "seq_id": 1, "loss_fn": "cross_entropy", "data": DATA} | change)
+        request_of(json.dumps(given).encode())
 
 
 def test_only_who_takes_no_protobuf_gets_json() -> None:

@@ -1,5 +1,6 @@
 """What a client leaves behind: models that are unloaded, snapshots that are replaced, weights whose time is over."""
 
+import time
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from tinker_server import API, OTHER, OWNER, Server, body
 
-from lowmem_grpo.service.tinker import gaps
+from lowmem_grpo.service.tinker import runs
 from lowmem_grpo.service.users import Allowance
 
 
@@ -85,7 +86,7 @@ def test_a_model_that_is_unloaded_while_it_works_is_gone_after_it(server: Server
 def test_models_are_listed_to_their_user_only_the_newest_first(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.service.tinker.runs.time", SimpleNamespace(time=lambda: 1.7e9))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: 1.7e9, monotonic=time.monotonic))
     models = [trained(server, number) for number in range(3)]
     theirs = server.create(key=OTHER)
     found = get(server, "training_runs").json()
@@ -175,7 +176,7 @@ def test_a_body_that_could_not_be_read_holds_up_what_comes_after_it_for_a_moment
     assert cut.status_code == 422
     stepped = server.optim_step(model, 3)
     assert server.wait(stepped).json()["type"] == "try_again"
-    now[0] += gaps.SOON
+    now[0] += runs.SOON
     assert server.wait(stepped).json()["metrics"]["grad_norm"] > 0
 
 
@@ -188,15 +189,28 @@ def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
     late = server.optim_step(model, 3)
     for _ in range(2):
         assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
-        now[0] += gaps.GAP / 2
+        now[0] += runs.GAP / 2
     assert server.wait(late).json()["metrics"]["grad_norm"] > 0
     came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
     assert "seq_id 2 did not come, or" in came_too_late["error"]
 
 
+def test_each_missing_request_has_its_own_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waiting = clock_of_gaps(monkeypatch), runs.Gaps()
+    assert not waiting.is_over("model", "user", 3)
+    now[0] += runs.GAP - 1
+    assert not waiting.is_over("model", "user", 3)
+    assert not waiting.is_over("model", "user", 4), "3 came, and 4 is missing from now on"
+    now[0] += runs.GAP - 1
+    assert not waiting.is_over("model", "user", 4)
+    now[0] += 1
+    assert waiting.is_over("model", "user", 4)
+    assert not waiting.is_over("model", "user", 4), "it is given up once"
+
+
 def clock_of_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time by which requests are missed; a poll that waits for one that is missing ends at once."""
     now = [100.0]
-    monkeypatch.setattr(gaps, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     monkeypatch.setattr("lowmem_grpo.service.tinker.routes.SOON", 0.01)
     return now

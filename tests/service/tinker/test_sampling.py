@@ -1,5 +1,6 @@
 """Samples over HTTP: from a snapshot and from the base model, and what is refused."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from tinker_server import OTHER, Server
 from torch import Tensor
 
 from lowmem_grpo.service.tinker import wire
+from lowmem_grpo.service.tinker.calls import SampleRequest, read
 from lowmem_grpo.service.tinker.datum import Bounds
-from lowmem_grpo.service.tinker.sampling import sample_of
+from lowmem_grpo.service.tinker.sampling import params_of
 
 BOUNDS = Bounds(vocabulary=384, context=64)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7, 8]}]}
@@ -90,21 +92,25 @@ def test_a_sample_of_an_earlier_server_is_gone_so_that_the_client_asks_again(ser
     assert server.post("retrieve_future", {"request_id": f"{sampler}:5"}).status_code == 410
     sample(server, sampler, seq=5)
     assert server.post("retrieve_future", {"request_id": f"{sampler}:5"}, OTHER).status_code == 410
-    assert server.post("asample", {"sampling_session_id": sampler, "seq_id": 6}, OTHER).status_code == 404
+    assert server.post("asample", {"sampling_session_id": sampler, "seq_id": 6, "prompt": PROMPT,
+                                   "sampling_params": {}}, OTHER).status_code == 404
 
 
 @every_row(("change", "told"), [
     ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is 3"),
-    ({"topk_prompt_logprobs": 129}, "it must be at most 128"), ({"topk_prompt_logprobs": -1}, "must be a whole number"),
+    ({"topk_prompt_logprobs": 129}, "it must be less than or equal to 128"),
+    ({"topk_prompt_logprobs": -1}, "must be greater"),
     ({"prompt_logprobs": True, "prompt_logprobs_last_n": 4}, "it must be 1 to 3"),
     ({"prompt_logprobs_last_n": 2}, "goes with prompt_logprobs"), ({"prompt": {"chunks": []}}, "no chunks"),
     ({"prompt": {"chunks": [{"tokens": [5, 400]}]}}, "is 400"),
-    ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "token ids"),
+    ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, r"prompt\[0\]\[0\] is 'a'"),
+    ({"prompt": {"chunks": [{"type": "image"}]}}, "only encoded text"), ({"prompt": [5] * 64}, "1 to 63"),
     ({"prompt": {"chunks": [{"tokens": [5] * 64}]}}, "1 to 63"), ({"num_samples": 0}, "num_samples is 0"),
-    ({"num_samples": 5000}, "at most 1024"), ({"sampling_params": {"beam": 2}}, "'beam'"),
+    ({"num_samples": 5000}, "less than or equal to 1024"), ({"sampling_params": {"beam": 2}}, "'beam'"),
     ({"sampling_params": {"temperature": -1}}, "temperature"), ({"sampling_params": {"stop": [1, "a"]}}, "stop is"),
     ({"sampling_params": None}, "sampling_params is None"), ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
 ])
 def test_wrong_samples_are_refused_with_the_field(change: dict[str, Any], told: str) -> None:
+    given = {"seq_id": 0, "prompt": PROMPT, "sampling_params": {}} | change
     with pytest.raises(ValueError, match=told):
-        sample_of({"prompt": PROMPT, "sampling_params": {}} | change, BOUNDS)
+        params_of(read(SampleRequest, json.dumps(given).encode()), BOUNDS)

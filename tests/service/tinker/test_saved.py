@@ -181,8 +181,8 @@ def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
         place = shelf.place("run:train:0", TRAINING, name, 1)
         place.write_bytes(b"x")
         with shelf.database.write() as connection:
-            shelf.put(connection, [Saved(path_of("run:train:0", TRAINING, name), "me", "run:train:0", settings,
-                                         place.name, 1, 0.5, expires)])
+            shelf.put(Saved(path_of("run:train:0", TRAINING, name), "me", "run:train:0", settings, place.name, 1, 0.5,
+                            expires), connection)
     (shelf.folder / "left").mkdir()
     assert [one.path for one in shelf.all("me")] == ["tinker://run:train:0/weights/new"]
     with pytest.raises(UnknownError):

@@ -95,7 +95,7 @@ def test_another_users_sessions_models_and_promises_are_unknown(server: Server) 
 
 @pytest.mark.parametrize(("path", "given", "told"), [
     ("forward_backward", b"\xff" * 9, "no ForwardBackwardRequest"), ("optim_step", b"[1", "no JSON"),
-    ("optim_step", b"[" * 100_000, "no JSON"), ("optim_step", b"[]", "JSON list"),
+    ("optim_step", b"[" * 100_000, "no JSON"), ("optim_step", b"[]", "it must be an object"),
     ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "big"}, "this server has 'tiny'"),
     ("create_model", {"session_id": "S", "model_seq_id": "../x", "base_model": "tiny"}, "model_seq_id is '../x'"),
     ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny"}, "lora_config is missing"),
@@ -139,14 +139,14 @@ def test_a_server_that_starts_again_goes_on_with_steps_gradients_and_requests(tm
     second.close()
 
 
-@pytest.mark.parametrize("broken", ["write", "keep"])
+@pytest.mark.parametrize("broken", ["write_state", "keep"])
 def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(tmp_path: Path, broken: str) -> None:
     """The disk fails before or after the state is written; then the server is started anew."""
     clean, server = Server(tmp_path / "clean"), Server(tmp_path / "broken")
     models = [one.create() for one in (clean, server)]
     for one, model in zip((clean, server), models, strict=True):
         one.wait(one.forward_backward(model, 1, seed=1))
-    failing = server.model.training if broken == "write" else server.model.training.ledger
+    failing = server.model.training if broken == "write_state" else server.model.training.ledger
 
     def fails(*given: Any) -> Any:
         raise OSError("no space left")

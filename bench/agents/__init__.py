@@ -1,1 +1,0 @@
-"""What agents and those who train them wait for."""

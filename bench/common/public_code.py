@@ -1,0 +1,130 @@
+"""Programs and notebooks of others: changed in a few counted places, run one by one, and told in a table.
+
+`bench/notebooks.py` and `bench/agents.py` say what they change. Everything else stays as its author wrote it.
+"""
+
+import ast
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+from IPython.core.interactiveshell import InteractiveShell
+from rich.console import Console
+
+from bench.common import child, tables
+from bench.common.rows import leave, machine, newest, run_now
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+SHELL = re.compile(r"^(\s*)[!%].*?(?:(?<!\\)\n|\Z)", re.MULTILINE | re.DOTALL)  # to the end of a continued line
+KEPT_MAGIC = ("%%capture", "%%time")  # a cell with another %% is not Python
+Row = dict[str, Any]
+
+
+class Changes(ast.NodeTransformer):
+    """Changes of code, counted by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def statements(self, kind: str, text: str) -> list[ast.stmt]:
+        """Return what a statement becomes, and count it."""
+        self.counts[kind] += 1
+        return ast.parse(text).body
+
+    def expression(self, kind: str, text: str) -> ast.expr:
+        """Return what an expression becomes, and count it."""
+        self.counts[kind] += 1
+        return ast.parse(text, mode="eval").body
+
+    def rewrite(self, text: str) -> str:
+        """Return a module or cell as it will run: without shell lines and magics, and changed. What is no Python stays,
+        which the run will say."""
+        first = text.lstrip().partition("\n")[0]
+        if first.startswith("%%") and not first.startswith(KEPT_MAGIC):
+            self.counts["imports"] += 1
+            return ""
+        text, dropped = SHELL.subn(lambda line: f"{line[1]}pass\n", text)
+        self.counts += Counter({"imports": dropped})
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            return text
+        before = self.counts.total()
+        changed = ast.fix_missing_locations(self.visit(tree))
+        return ast.unparse(changed) if self.counts.total() > before else text
+
+
+def called(node: ast.Call) -> str:
+    """Return the last part of the name of what is called; empty where it has none."""
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def run_cells(texts: Iterable[str], after: Callable[[dict[str, Any]], None] = lambda names: None) -> Row:
+    """Run cells until one fails, and return how; `after` is given the notebook's names after each."""
+    shell = InteractiveShell.instance()
+    for place, text in enumerate(texts):
+        outcome = shell.run_cell(text)
+        after(shell.user_ns)
+        if error := outcome.error_before_exec or outcome.error_in_exec:
+            return failed(error) | {"failed_cell": place}
+    return {}
+
+
+def failed(error: BaseException) -> Row:
+    return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]}
+
+
+def end_with(result: Row) -> None:
+    """Print a result as the last line, and end this process: an engine's threads may outlive a program."""
+    sys.stdout.flush()
+    print("\n" + json.dumps(result), flush=True)
+    os._exit(0)
+
+
+def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: float, output: Path, as_json: bool,
+             shown: Callable[[Row], list[str]], **empty: Any) -> None:
+    """Run each program, which is `module` with its words and a folder, in a process of its own; leave a row of each
+    with its name as `key`. `empty` is in the row of one that says nothing itself."""
+    rows: list[Row] = []
+    console, about = Console(width=150), {"run": run_now(), **machine()}
+    for name, words in programs.items():
+        with tempfile.TemporaryDirectory(prefix=f"{key}-", ignore_cleanup_errors=True) as folder:
+            found = child.run(module, *words, "--within", folder, seconds=seconds)
+        rows.append({key: name} | (empty | {"error": found["missing"]} if found.get("failed") else found))
+        leave(rows[-1] | about, output, as_json)
+        if not as_json:
+            console.print(tables.line(shown(rows[-1])), markup=False, highlight=False, soft_wrap=True)
+    if not as_json:
+        console.print(f"{sum(map(ran, rows))} of {len(rows)} {key}s ran to their end")
+
+
+WITHIN = click.option("--within", type=click.Path(path_type=Path), hidden=True, help="Run one program in this folder.")
+
+
+def latest(rows: list[Row], key: str) -> list[Row]:
+    """Return the newest row of each program, by name."""
+    return sorted(newest(rows, key).values(), key=lambda row: str(row[key]))
+
+
+def ran(row: Row) -> bool:
+    """Return whether it ran to its end and something was trained."""
+    steps = row["steps"]
+    return "error" not in row and (sum(steps) if isinstance(steps, list) else steps) > 0
+
+
+def cells(row: Row, key: str, *own: str) -> list[str]:
+    """Return the cells of a program's line: its name, the given ones, what was changed, how long, and the verdict."""
+    where = f"cell {row['failed_cell']}: " if "failed_cell" in row else ""
+    verdict = "runs" if ran(row) else where + row.get("error", "it trains nothing").replace("|", "/")[:160]
+    changed = ", ".join(f"{count} {kind}" for kind, count in sorted(row.get("changes", {}).items()))
+    return [row[key], *own, changed, f"{row['seconds']:.0f} s" if "seconds" in row else "", verdict]

@@ -1,0 +1,134 @@
+"""Recipes of tinker-cookbook, as they are, against `lowmem-grpo serve` with the model in the package.
+
+    python -m bench.cookbook
+
+A supervised recipe and two of reinforcement learning: arithmetic with right answers, and shorter answers by a pairwise
+preference. They run in an environment of their own (runs/cookbook), which is made the first time, since the cookbook
+wants an older transformers. Each must come to its end and save its weights; the supervised loss must fall, and what
+sampled must have the log-probabilities of what trains, as the recipes measure it (`optim/kl_sample_train_v2`).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.service.home import Address, read_address
+
+# torch as it is here: another build would bring gigabytes of CUDA packages where there is no card
+PACKAGES = ("tinker==0.38.0", "tinker-cookbook==0.5.8", "sympy", "pylatexenc", "math-verify")
+MODEL = str(files("lowmem_grpo") / "assets" / "tiny")
+AGREE = 1e-3  # of the mean squared difference of log-probabilities, which is 0 to the digits that recipes print
+STARTS = 400.0  # seconds in which the server comes up
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A program, and what must hold of the lines that it logs; `wrong` says what does not."""
+
+    name: str
+    words: Callable[[str, Path], list[str]]
+    wrong: Callable[[Rows], str]
+
+
+def loss_falls(rows: Rows) -> str:
+    losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
+    return "" if len(losses) == 4 and losses[-1] < losses[0] else f"the losses of its 4 steps were {losses}"
+
+
+def sampler_agrees(rows: Rows) -> str:
+    found = [row["optim/kl_sample_train_v2"] for row in rows if "optim/kl_sample_train_v2" in row]
+    return "" if found and max(map(abs, found)) < AGREE else f"sampler and trainer differed by {found}"
+
+
+def of_module(module: str, *settings: str) -> Callable[[str, Path], list[str]]:
+    """A recipe of the cookbook's command line."""
+    return lambda url, folder: ["-m", f"tinker_cookbook.recipes.{module}", f"model_name={MODEL}",
+                                "renderer_name=role_colon", f"log_path={folder}", "behavior_if_log_dir_exists=delete",
+                                "eval_every=0", "learning_rate=1e-3", "max_steps=2", *settings]
+
+
+SCRIPT = Path(__file__).with_name("cookbook_supervised.py")
+RECIPES = (
+    Recipe("supervised", lambda url, folder: [str(SCRIPT), MODEL, url, str(folder)], loss_falls),
+    Recipe("math_rl", of_module("math_rl.train", "env=arithmetic", "group_size=4", "groups_per_batch=8"),
+           sampler_agrees),
+    Recipe("preference.shorter", of_module("preference.shorter.train", "batch_size=4", "group_size=4", "max_tokens=24"),
+           sampler_agrees),
+)
+
+
+def environment(folder: Path) -> Path:
+    """The Python of an environment with the cookbook."""
+    python = folder / "venv" / "bin" / "python"
+    if not (folder / "installed").exists():
+        import torch
+
+        shutil.rmtree(folder / "venv", ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*install, f"torch=={torch.__version__.partition('+')[0]}"], check=True)
+        subprocess.run([*install, *PACKAGES], check=True)
+        (folder / "installed").touch()
+    return python
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Address]:
+    """A server of the model in the package."""
+    shutil.rmtree(folder, ignore_errors=True)
+    server = subprocess.Popen([sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", str(folder),
+                               "--model", MODEL, "--16bit", "--max-seq-length", "256"])
+    try:
+        until = time.monotonic() + STARTS
+        while not (folder / "server.json").exists():
+            if server.poll() is not None or time.monotonic() > until:
+                raise click.ClickException("the server did not come up")
+            time.sleep(0.1)
+        yield read_address(folder)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def tried(recipe: Recipe, python: Path, address: Address, folder: Path) -> str:
+    """What is wrong with a recipe's run; "" where nothing is."""
+    given = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key, "HF_HUB_OFFLINE": "1"}
+    shutil.rmtree(folder, ignore_errors=True)
+    done = subprocess.run([str(python), *recipe.words(address.url, folder)], env=os.environ | given, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        return f"it ended with {done.returncode}: {done.stdout[-1500:]}"
+    if "tinker://" not in (folder / "checkpoints.jsonl").read_text():
+        return "it saved no weights"
+    return recipe.wrong([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+
+
+@click.command(help=__doc__)
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("runs/cookbook"), show_default=True)
+def main(folder: Path) -> None:
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    python, failed = environment(folder), False
+    with served(folder / "server") as address:
+        for recipe in RECIPES:
+            began = time.monotonic()
+            problem = tried(recipe, python, address, folder / recipe.name)
+            failed |= bool(problem)
+            click.echo(f"{recipe.name}: {problem or 'came to its end'} ({time.monotonic() - began:.0f} s)")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""How many kernels are launched, and what a call costs on the host."""

@@ -1,1 +1,0 @@
-"""Whether a larger tiny model learns with the full stack on a card."""

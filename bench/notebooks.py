@@ -1,0 +1,266 @@
+"""Do public notebooks run here? Each one in a folder, with only imports, model, dataset and number of steps replaced.
+
+    python -m bench.notebooks FOLDER
+
+FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
+`changed` counts what is replaced: install and import lines (`imports`); the model, by the one in the package; the
+`dataset`, by made rows with the same columns; the number of `steps`, by two. `tokens`: `apply_chat_template` gives
+token ids again, as it did before transformers 5 (`return_dict=False`). `device`: without a card, what asks for one asks
+for the CPU. `login`: nobody logs in to the hub, and nothing is shown there. Of a notebook that stops, the verdict says
+in which cell (the first is 0) and why.
+"""
+
+import ast
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+import nbformat
+import torch
+from datasets import Dataset, DatasetDict
+
+from bench.common import options
+from bench.common.long_copy import long_copy
+from bench.common.public_code import (
+    HUB_NAME,
+    WITHIN,
+    Changes,
+    Row,
+    called,
+    cells,
+    end_with,
+    latest,
+    ran,
+    run_cells,
+    run_each,
+)
+from bench.common.tables import markdown
+from lowmem_grpo.recipes.problems.arithmetic import problems
+from lowmem_grpo.train.loop import Trainer
+
+OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM
+MADE_ROWS = "bench.notebooks"
+SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
+CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
+ROWS = 128  # notebooks look at the hundredth, too
+COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
+
+
+class NotebookChanges(Changes):
+    """What is changed in a notebook; `model` is the name of a small model."""
+
+    def __init__(self, model: str, has_card: bool) -> None:
+        super().__init__()
+        self.model, self.has_card = model, has_card
+
+    def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802 - the names of ast.NodeTransformer
+        ours = [name.name for name in node.names] == ["unsloth"]
+        return self.statements("imports", "import lowmem_grpo") if ours else node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:  # noqa: N802
+        module, homes = node.module or "", dict[str, list[str]]()
+        for name in node.names:
+            homes.setdefault(home_of(module, name.name), []).append(ast.unparse(name))
+        if [*homes] == [module] or node.level:
+            return node
+        lines = [f"from {home} import {', '.join(names)}" for home, names in homes.items()]
+        return self.statements("dataset" if MADE_ROWS in homes else "imports", "\n".join(lines))
+
+    def visit_Assign(self, node: ast.Assign) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        for constant in assigned_models(node.targets[0], node.value):
+            self.rename(constant)
+        return node
+
+    def rename(self, constant: ast.Constant) -> None:
+        constant.value = self.model
+        self.counts["model"] += 1
+
+    def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        if called(node) == "notebook_login":
+            return self.expression("login", "None")
+        for constant in model_names(node):
+            self.rename(constant)
+        if called(node) in SETTINGS:
+            self.limit_steps(node)
+            for keyword in node.keywords:
+                if keyword.arg == "trackio_space_id":
+                    keyword.value = self.expression("login", "None")
+        if wants_tokens(node):
+            node.keywords.append(ast.keyword("return_dict", self.expression("tokens", "False")))
+        return node if self.has_card else self.on_cpu(node)
+
+    def limit_steps(self, node: ast.Call) -> None:
+        """Make a trainer's settings stop after two steps."""
+        named = {keyword.arg: keyword for keyword in node.keywords}
+        two = ast.keyword("max_steps", self.expression("steps", "2"))
+        if chosen := named.get("max_steps") or named.get("num_train_epochs"):
+            node.keywords[node.keywords.index(chosen)] = two
+        else:
+            node.keywords.insert(0, two)
+
+    def on_cpu(self, node: ast.Call) -> ast.expr:
+        """Return what asks for the CPU in place of what asks for a card."""
+        match node:
+            case ast.Call(func=ast.Attribute(attr="to"), args=[ast.Constant(value="cuda" | "cuda:0")]):
+                node.args = [self.expression("device", "'cpu'")]
+            case ast.Call(func=ast.Attribute(value=inner, attr="cuda"), args=[], keywords=[]):
+                return self.expression("device", ast.unparse(inner))
+            case ast.Call(func=ast.Attribute(attr="get_device_properties")):
+                return self.expression("device", CPU)
+        return node
+
+
+def home_of(module: str, name: str) -> str:
+    """Return the module that a name is imported from here."""
+    root, _, rest = module.partition(".")
+    if root == "unsloth":
+        return ".".join(filter(None, ("lowmem_grpo", rest)))
+    if root in ("trl", "vllm") and name in OURS:
+        return "lowmem_grpo"
+    return MADE_ROWS if (module, name) == ("datasets", "load_dataset") else module
+
+
+def assigned_models(target: ast.expr, value: ast.expr) -> Iterator[ast.Constant]:
+    """Yield the names of models of the hub that are assigned to a name with "model" in it."""
+    match target, value:
+        case ast.Tuple(elts=targets), ast.Tuple(elts=values):
+            for pair in zip(targets, values, strict=False):
+                yield from assigned_models(*pair)
+        case ast.Name(id=name), ast.Constant(value=str(text)) if "model" in name.lower() and HUB_NAME.fullmatch(text):
+            yield value
+
+
+def model_names(node: ast.Call) -> Iterator[ast.Constant]:
+    """Yield the names of models of the hub in a call that loads one."""
+    loads = called(node) in ("from_pretrained", "pipeline")
+    named = [keyword.value for keyword in node.keywords if keyword.arg in ("model", "model_name", "tokenizer")]
+    for value in [*named, *(node.args if loads else [])]:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and HUB_NAME.fullmatch(value.value):
+            yield value
+
+
+def wants_tokens(node: ast.Call) -> bool:
+    """Return whether this is `apply_chat_template` that gives a dictionary, and gave ids before transformers 5."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    as_text = isinstance(tokenize := given.get("tokenize"), ast.Constant) and tokenize.value is False
+    named = isinstance(node.func, ast.Attribute) and called(node) == "apply_chat_template"
+    return named and not as_text and "return_dict" not in given
+
+
+# Rows in place of public datasets: the same columns and shapes, made of arithmetic.
+
+
+def messages(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def sharegpt(question: str, answer: str) -> Row:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
+            "source": "made", "score": 5.0}
+
+
+def alpaca(question: str, answer: str) -> Row:
+    return {"instruction": question, "input": "", "output": f"It is {answer}.",
+            "text": f"Below is an instruction.\n\n### Instruction:\n{question}\n\n### Response:\nIt is {answer}."}
+
+
+DATASETS: dict[str, Callable[[str, str], Row]] = {
+    "openai/gsm8k": lambda question, answer: {"question": question, "answer": f"We calculate.\n#### {answer}"},
+    "unsloth/OpenMathReasoning-mini": lambda question, answer: {
+        "expected_answer": answer, "problem_type": "has_answer_extracted", "problem_source": "made",
+        "generation_model": "none", "pass_rate_72b_tir": "0.5", "problem": question, "inference_mode": "cot",
+        "generated_solution": f"<think>\nWe calculate.\n</think>\nIt is {answer}."},
+    "open-r1/DAPO-Math-17k-Processed": lambda question, answer: {
+        "prompt": question, "solution": answer, "data_source": "made", "ability": "MATH",
+        "source_prompt": [{"role": "user", "content": question}],
+        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": "0"}},
+    **dict.fromkeys(("unsloth/alpaca-cleaned", "yahma/alpaca-cleaned", "vicgalle/alpaca-gpt4"), alpaca),
+    **dict.fromkeys(("FreedomIntelligence/alpaca-gpt4-korean", "mlabonne/FineTome-100k",
+                     "philschmid/guanaco-sharegpt-style"), sharegpt),
+    "Thytu/ChessInstruct": lambda question, answer: {"task": "Calculate.", "input": question, "expected_output": answer,
+                                                     "KIND": "MADE"},
+    "roneneldan/TinyStories": lambda question, answer: {"text": f"{question} It is {answer}."},
+    "wikimedia/wikipedia": lambda question, answer: {"title": question, "text": f"It is {answer}."},
+    "mlabonne/smoltldr": lambda question, answer: {"prompt": question, "completion": answer},
+    "AI-MO/NuminaMath-TIR": lambda question, answer: {
+        "problem": question, "solution": f"It is $\\boxed{{{answer}}}$.",
+        "messages": messages(question, f"It is $\\boxed{{{answer}}}$.")},
+    "HuggingFaceH4/Multilingual-Thinking": lambda question, answer: {
+        "reasoning_language": "English", "developer": "", "user": question, "analysis": "We calculate.",
+        "final": answer, "messages": [{**message, "thinking": ""} for message in messages(question, answer)]},
+}
+
+
+def load_dataset(name: str, config: str | None = None, *, split: str | None = None, **kwargs: Any) -> Any:
+    """Return made rows as `datasets.load_dataset` does, for the names in `DATASETS`; a share such as train[:5%] is not
+    taken."""
+    if name not in DATASETS:
+        raise LookupError(f"there are no made rows for {name!r}; add its columns to {__name__}.DATASETS")
+    made = [DATASETS[name](problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
+    data = Dataset.from_list(made)
+    return DatasetDict(dict.fromkeys(("train", "validation", "test"), data)) if split is None else data
+
+
+# One notebook, all of them, and their table
+
+
+def run(notebook: Path, folder: Path) -> Row:
+    """Run the cells in `folder` until one fails; return the steps of each trainer and how far it came."""
+    sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
+    os.chdir(folder)
+    changes = NotebookChanges(long_copy("tiny", folder / "tiny"), torch.cuda.is_available())
+    texts = [changes.rewrite(source) for source in sources]
+    script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
+    Path("notebook.py").write_text(script, encoding="utf-8")  # for whoever looks for what was changed
+    trainers: dict[int, Any] = {}
+    began = time.perf_counter()
+    found = run_cells(texts, lambda names: trainers.update(
+        {id(value): value for value in names.values() if isinstance(value, Trainer)}))
+    return {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
+            "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts)}
+
+
+def shown(row: Row) -> list[str]:
+    """Return the cells of a notebook's line."""
+    return cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
+
+
+def told(last: list[Row]) -> str:
+    """Say how many notebooks ran, and how many of them because transformers gives token ids again."""
+    done = [row for row in last if ran(row)]
+    helped = sum("tokens" in row["changes"] for row in done)
+    return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"
+
+
+def notebooks_table(rows: list[Row]) -> list[str]:
+    """Return the part of RESULTS.md: the newest row of each notebook."""
+    last = latest(rows, "notebook")
+    return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
+            f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a "
+            "card. `login`: no login to the hub.", "", *markdown(COLUMNS, map(shown, last))]
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=click.Path(exists=True, path_type=Path))
+@click.option("--only", default="", help="Only notebooks whose name contains this.")
+@click.option("--seconds", default=600.0, show_default=True, help="The most that one notebook may take.")
+@WITHIN
+@options.output("notebooks")
+@options.AS_JSON
+def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
+    if within is not None:
+        end_with(run(folder.resolve(), within.resolve()))
+    chosen = {path.stem: [str(path)] for path in sorted(folder.glob("*.ipynb")) if only in path.name}
+    if not chosen:
+        raise click.UsageError(f"{folder} has no .ipynb file" + (f" with {only!r} in its name" if only else ""))
+    run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Top kernels, idle gaps and copies of a step."""

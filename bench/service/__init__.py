@@ -1,1 +1,0 @@
-"""Programs of others against `lowmem-grpo serve`."""

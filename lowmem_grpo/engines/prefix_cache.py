@@ -1,0 +1,102 @@
+"""Keys and values of turns that were given, for the next turns of their episodes.
+
+A turn's next prompt begins with the tokens of the turn, so only what came after them has to be computed. Rows that are
+continued together are fed equally many tokens, as each row has to be one piece in the cache (a sliding window counts
+places). A row with fewer new tokens computes some of its last ones again, in places that would be padding otherwise.
+
+The states of gated delta nets are those after all tokens that are held, and cannot be cut: where a prompt goes on from
+an earlier token, all of it is computed again, and only rows with equally many new tokens are continued together.
+"""
+
+from dataclasses import dataclass, field
+
+from lowmem_grpo.engines.kv_cache import GrowingCache, Piece
+from lowmem_grpo.models.routes import Routes
+
+TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its new ones, or so many
+
+
+@dataclass(frozen=True)
+class KeptPrefix:
+    """The keys and values of one row, in the places of a cache that end at `end`."""
+
+    ids: list[int]  # the tokens that they are of
+    cache: GrowingCache
+    row: int
+    end: int
+    routes: Routes | None = None  # of these tokens, where the model has experts
+
+    def shared(self, ids: list[int]) -> int:
+        """How many tokens at the beginning of a prompt are held; its last one is always left to be fed."""
+        most = min(len(self.ids), len(ids) - 1)
+        if self.cache.whole_only:
+            return most if self.ids == ids[:most] else 0
+        if self.ids[:most] == ids[:most]:
+            return most
+        return next(place for place in range(most) if self.ids[place] != ids[place])
+
+    def piece(self, length: int) -> Piece:
+        """The first `length` tokens."""
+        start = self.end - len(self.ids)
+        return Piece(self.cache, slice(self.row, self.row + 1), start, start + length)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """B prompts whose first tokens are held; of each, the last `fed` tokens are fed."""
+
+    rows: list[int]
+    prompts: list[list[int]]
+    kept: list[KeptPrefix]
+    fed: int
+
+    @property
+    def held(self) -> list[int]:
+        """(B,) tokens that are not computed again."""
+        return [max(0, len(ids) - self.fed) for ids in self.prompts]
+
+
+@dataclass
+class PrefixCache:
+    """The rows of one call, by the key of the episode, the oldest first."""
+
+    rows: dict[int, KeptPrefix] = field(default_factory=dict)
+    most: int | None = None  # that memory had room for; None while it never ran out beside them
+
+    def take(self, key: int) -> KeptPrefix | None:
+        """The row of a key, which is not kept any longer."""
+        return self.rows.pop(key, None)
+
+    def trim(self, room: int) -> None:
+        """Drop the oldest until there are at most `room`, or as many as memory had room for."""
+        most = room if self.most is None else min(room, self.most)
+        for key in list(self.rows)[: max(0, len(self.rows) - most)]:
+            del self.rows[key]
+
+    def shed(self) -> int:
+        """Drop all because memory ran out, and keep half as many from now on; returns how many there were."""
+        count = len(self.rows)
+        if count:
+            self.most = count // 2
+        self.rows.clear()
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; rows that left a batch together are in one cache, which goes with the last of them."""
+        return sum(cache.nbytes for cache in {id(kept.cache): kept.cache for kept in self.rows.values()}.values())
+
+
+def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
+    """Rows in lists, each of which is fed as many tokens as its first row has `new` ones (row to tokens); exactly: no
+    row computes any again."""
+    lists: list[list[int]] = []
+    again = total = 0
+    for row in sorted(new, key=lambda row: -new[row]):
+        again += new[lists[-1][0]] - new[row] if lists else 0
+        total += new[row]
+        if not lists or again > (0 if exactly else max(TWICE * total, FEW)):
+            lists.append([])
+            again, total = 0, new[row]
+        lists[-1].append(row)
+    return lists

@@ -1,0 +1,84 @@
+"""Checks that a model's card can be used, before anything is downloaded: its driver, its age, and a C compiler."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by the first number of CUDA (NVIDIA: CUDA compatibility, minor versions)
+OLDER_TORCH = ("install a torch for CUDA 12.6, which driver 525 is enough for, and leave vLLM out: pip install "
+               '"torch>=2.11,<2.15" --index-url https://download.pytorch.org/whl/cu126')
+OLDEST_CARD = (7, 5)  # compute capability that the kernels are compiled for
+NO_COMPILER = ("Triton builds its launcher with a C compiler, and there is neither gcc nor clang here, nor the "
+               "variable CC: sudo apt install gcc")
+NO_HEADER = ("Triton builds its launcher against Python's headers, and {} does not exist: sudo apt install "
+             "python{}-dev, or use a Python of uv or conda, which has them")
+
+
+def use_card(device: str, cuda: Any = torch.cuda) -> None:
+    """Make `device` the current one, on which kernels are launched; nothing where it is the CPU.
+
+    RuntimeError where the driver is too old for this torch, where the card is too old for the kernels, and where
+    Triton would find no C compiler; ValueError where there is no such card.
+    """
+    if not device.startswith("cuda"):
+        return
+    if not cuda.is_available():
+        raise RuntimeError(f"the model is to be on {device!r}, and {no_card(driver_version())}")
+    index = int(device.partition(":")[2] or 0)
+    if index >= (count := cuda.device_count()):
+        raise ValueError(f"device is {device!r}, and this process sees {count} card{'s' * (count > 1)}: allowed are "
+                         + ", ".join(f"'cuda:{number}'" for number in range(count)))
+    if (capability := cuda.get_device_capability(index)) < OLDEST_CARD:
+        raise RuntimeError(f"{cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, and "
+                           "the kernels need 7.5 (a T4) or newer: take a newer card, or device='cpu' for small models")
+    if missing := missing_compiler():
+        raise RuntimeError(missing)
+    cuda.set_device(index)
+
+
+def no_card(driver: str | None, built_for: str | None = torch.version.cuda) -> str:
+    """Return why torch, built for this CUDA, sees no card, and what to do."""
+    if driver is None:
+        return "there is no NVIDIA driver here: take device='cpu', or a machine with a card"
+    if built_for is None:
+        return f"there is a card (driver {driver}), but torch is built for CPUs: pip install torch from a CUDA index"
+    needed = OLDEST_DRIVER.get(int(built_for.partition(".")[0]))
+    if needed and int(driver.partition(".")[0]) < needed:
+        return (f"driver {driver} is too old for torch {torch.__version__}, which is built for CUDA {built_for} and "
+                f"needs {needed} or newer. Update the driver; or {OLDER_TORCH}")
+    return (f"driver {driver} is new enough for CUDA {built_for}, but torch sees no card: look at nvidia-smi and at "
+            "CUDA_VISIBLE_DEVICES")
+
+
+def driver_version() -> str | None:
+    """Return the NVIDIA driver's version; None where there is none."""
+    text = DRIVER_FILE.read_text() if DRIVER_FILE.is_file() else ""
+    if match := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text):
+        return match[1]
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+
+
+def missing_compiler() -> str | None:
+    """Return what Triton lacks to build its launcher (triton/runtime/build.py), and the line that installs it."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return NO_COMPILER
+    scheme = sysconfig.get_default_scheme()
+    header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
+    return None if header.is_file() else NO_HEADER.format(header, sysconfig.get_python_version())

@@ -1,0 +1,110 @@
+"""Files and folders of a run on the disk: a folder is whole or absent, and what a disk refuses is said in words."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ADVICE = {
+    errno.EDQUOT: "your quota on this disk is used up: make room",
+    errno.EROFS: "the disk is read-only now (a disk that fails turns so by itself; `dmesg` says why): mend it, or "
+                 "choose another output_dir",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change the permissions, or choose another output_dir"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTEMPTY), "a folder is where the run writes a file: move it away"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is where the run needs a folder: move it away"),
+    errno.EFBIG: "no file may become that large here (`ulimit -f`): raise the limit, or choose another output_dir",
+    errno.EIO: "the disk fails (`dmesg` says why): choose an output_dir on another one",
+}
+
+
+def existing(path: Path) -> Path:
+    """Return the path itself, or the nearest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes on the disk of a path, which need not exist yet; None where the disk does not say."""
+    try:
+        return shutil.disk_usage(existing(path)).free
+    except OSError:
+        return None
+
+
+def number_of(error: Exception) -> int | None:
+    """Return the system's number of an error; safetensors has it only in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
+
+
+def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
+    """Return what to tell a user whose disk refused `needed` bytes at `path`, when `free` were free before."""
+    number = number_of(error)
+    words = str(error) if number is None else os.strerror(number)
+    return f"{path} was not written: {words}; {advice(number, needed, free)}"
+
+
+def advice(number: int | None, needed: int, free: int | None) -> str:
+    """Return what to do. A disk can be full although it has room: by a quota, or because it can hold no more files."""
+    if number != errno.ENOSPC:
+        return ADVICE.get(number or 0, "mend that, or choose another output_dir")
+    if free is None or free < needed:
+        return f"it needs about {needed:,} bytes{'' if free is None else f' and {free:,} were free'}: make room"
+    return (f"it needs about {needed:,} bytes, and {free:,} were free before. So either something else filled the disk "
+            "at the same time, or a quota or the number of files (`df -i`) is at its limit: make room there")
+
+
+# A folder that is either whole or absent: it is written aside, then swapped in
+
+
+def swap_in(temp: Path, folder: Path) -> None:
+    """Give `temp` its final name. A checkpoint that already has this name is moved aside, and back on a failure."""
+    aside = aside_of(folder)
+    remove(aside)
+    if folder.exists():
+        os.rename(folder, aside)
+    try:
+        os.rename(temp, folder)
+        flush(folder.parent)
+    except BaseException:
+        if not temp.exists():
+            os.rename(folder, temp)
+        if aside.exists():
+            os.rename(aside, folder)
+        raise
+
+
+def aside_of(folder: Path) -> Path:
+    """Return where a checkpoint waits while its successor takes its name."""
+    return folder.with_name(f".{folder.name}.old-{os.getpid()}")
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, or a file or link of its name, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def removed_after(temp: Path) -> Iterator[None]:
+    """Remove `temp` before (an earlier process may have left it) and afterwards, whatever happens inside."""
+    remove(temp)
+    try:
+        yield
+    finally:
+        remove(temp)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Completions in OpenAI's shape: those that one request asks for, and the reply that they make up."""
+
+import asyncio
+import json
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.request_output import Logprob
+from lowmem_grpo.service.call import Call
+from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.errors import ChatError
+from lowmem_grpo.service.request import CompletionRequest
+from lowmem_grpo.service.token_texts import TokenTexts
+from lowmem_grpo.service.waiting import DeskClosedError
+from lowmem_grpo.types import Turn
+
+DONE = b"data: [DONE]\n\n"  # how a stream ends
+Choice = dict[str, Any]
+Record = Callable[[list[Choice]], Awaitable[None]]
+
+
+class PendingCompletions:
+    """The completions of one request: they wait at the desk, or are drawn."""
+
+    prefix, whole, piece = "", "", ""  # of the reply's id; what a reply is called, and a piece of one
+
+    def __init__(
+        self, desk: Desk, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
+        adapter: Path | str | None, most: int | None, key: Callable[[int], int | None] = lambda place: None,
+    ) -> None:
+        """`most` bounds every completion; `key` is of the conversation of each. ChatError where a prompt leaves no
+        room."""
+        step = asked.model.rpartition("@")[2]  # the version of the policy, as in RUN@12
+        version = int(step) if step.isdecimal() else None
+        self.desk, self.texts, self.asked, self.turns = desk, texts, asked, list[Turn]()
+        self.calls = [Call(ids, params_of(asked, len(ids), place, desk.context, most), adapter, key(place), version)
+                      for ids in prompts for place in range(asked.n)]
+        self.futures: list[Future[Turn]] = [desk.submit(call) for call in self.calls]
+        self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
+
+    async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
+        """Return the turn of a call, as soon as it is drawn, and the likeliest tokens at each of its places, if any are
+        asked for. ChatError says why there is none."""
+        call, count = self.calls[place], self.asked.likeliest
+        try:
+            turn = await asyncio.wrap_future(self.futures[place])
+            likeliest = None
+            if count:
+                likeliest = await asyncio.wrap_future(self.desk.likeliest(call, turn, count))
+        except DeskClosedError as error:
+            raise ChatError(503, str(error)) from error
+        except ValueError as error:  # such as a temperature that vLLM would change
+            raise ChatError(400, str(error)) from error
+        except Exception as error:
+            if isinstance(call.adapter, Path) and not call.adapter.exists():
+                raise ChatError(404, "the weights of this model were deleted before it could answer", "model",
+                                "model_not_found") from error
+            raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
+        self.turns.append(turn)
+        return turn, likeliest
+
+    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None) -> dict[str, Any] | None:
+        """Return those of a turn as they were drawn, where they are asked for."""
+        count = self.asked.likeliest
+        return None if count is None else self.texts.logprobs(turn, likeliest, count)
+
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        """Return a choice, as soon as its turn is drawn."""
+        raise NotImplementedError
+
+    def keep(self, turn: Turn, choice: Choice) -> Choice:
+        """Return a choice that is told."""
+        return choice
+
+    def pieces(self, choice: Choice) -> Iterator[Choice]:
+        """Return a choice as the choices of a stream's chunks."""
+        yield choice
+
+    def usage(self) -> dict[str, Any]:
+        """Count the tokens of each prompt, once, and of the completions."""
+        prompt = sum(len(call.ids) for call in self.calls) // self.asked.n
+        drawn = sum(len(turn.completion_ids) for turn in self.turns)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        """Return the JSON of a whole reply."""
+        return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON of one piece of a stream."""
+        return self.head | {"object": self.piece, "choices": choices, "usage": usage}
+
+    def end(self) -> None:
+        """The request is answered, or nobody waits for the answer any more."""
+        for future in self.futures:
+            future.cancel()
+
+
+async def unrecorded(choices: list[Choice]) -> None:
+    """Nobody records these choices."""
+
+
+class Completer:
+    """Answers requests, from any thread and event loop. `record` is called with the choices that are about to be told.
+
+    Where the caller goes away (the coroutine is cancelled), nothing is kept."""
+
+    def begin(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
+        """Read a request, and let its calls wait at the desk. ChatError in OpenAI's form."""
+        raise NotImplementedError
+
+    async def create(
+        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
+    ) -> dict[str, Any]:
+        """Return the JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form."""
+        if body.get("stream") is True:
+            raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
+        pending = self.begin(body, session)
+        try:
+            answers = await asyncio.gather(*map(pending.answer, range(len(pending.calls))))
+            choices = [pending.keep(*answer) for answer in answers]
+            await record(choices)
+            return pending.reply(choices)
+        finally:
+            pending.end()
+
+    async def stream(
+        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of a reply. The text of a choice comes in one, as soon as its turn is drawn. A request that
+        is refused raises ChatError before the first chunk."""
+        pending = self.begin({**body, "stream": True}, session)
+        try:
+            for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
+                choice = pending.keep(*await answer)
+                for piece in pending.pieces(choice):
+                    if piece["finish_reason"] is not None:
+                        await record([choice])
+                    yield pending.chunk([piece])
+            if pending.asked.stream_options.get("include_usage"):
+                yield pending.chunk([], pending.usage())
+        finally:
+            pending.end()
+
+
+def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:
+    """Return how completion number `place` is drawn behind a prompt of so many tokens. ChatError with the code
+    context_length_exceeded where there is no room."""
+    room, field = context - prompt, asked.field
+    if room < 1:
+        raise ChatError(
+            400, f"This model's maximum context length is {context} tokens. However, your {field} resulted in {prompt} "
+            f"tokens. Please reduce the length of the {field}, or load the model with a larger max_seq_length", field,
+            "context_length_exceeded")
+    bounds = (room, asked.bound, most)
+    seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
+    return SamplingParams(max_tokens=min(one for one in bounds if one is not None), seed=seed, **asked.sampling)
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,54 @@
+"""`TokenTexts`: tokens as texts and as bytes, as replies tell them."""
+
+import re
+import threading
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from lowmem_grpo.engines.prompt_inputs import text_ids
+from lowmem_grpo.engines.request_output import Logprob
+from lowmem_grpo.types import Turn
+
+BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
+ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """Tokens as texts and as bytes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.by_bytes = "ByteLevel" in str(getattr(backend, "decoder", ""))
+        self.added = set(tokenizer.added_tokens_decoder)
+        self.lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that is to be continued."""
+        with self.lock:
+            return text_ids(self.tokenizer, text)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token, which may be a part of a letter."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # what pads a vocabulary has none
+        if self.by_bytes and token not in self.added and all(letter in BYTES for letter in piece):
+            return bytes(BYTES[letter] for letter in piece)
+        found = ONE_BYTE.fullmatch(piece)
+        return bytes([int(found[1], 16)]) if found else str(self.tokenizer.decode([token])).encode()
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token and its log-probability."""
+        raw = self.bytes_of(token)
+        return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
+
+    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None, count: int) -> dict[str, Any]:
+        """Those of a turn as they were drawn, and at each place the `count` likeliest tokens of the model itself."""
+        content = []
+        for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
+            others = [] if likeliest is None else [
+                self.entry(other, one.logprob) for other, one in likeliest[place].items() if one.rank <= count]
+            content.append(self.entry(token, logprob) | {
+                "top_logprobs": sorted(others, key=lambda one: -one["logprob"])[:count]})
+        return {"content": content, "refusal": None}

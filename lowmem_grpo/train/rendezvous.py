@@ -1,0 +1,208 @@
+"""How the ranks of a run find each other, and `Pulse`: where they wait for each other and see which of them is gone.
+
+torch names a rank that is late (`monitored_barrier`, the timeouts of a group), but cannot tell one that samples for ten
+minutes from one that is stopped, and only rank 0 learns the name. Its store cannot be asked either: a call to a store
+whose process is stopped never returns.
+"""
+
+import atexit
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowmem_grpo.config.launcher import Place
+
+PULSE, PATIENCE = 1.0, 30.0  # seconds between two words of a rank, and without one, after which it counts as lost
+START, PAUSE = timedelta(minutes=10), 0.02  # until all have come; seconds between two looks whether they have
+LAST = 5.0  # seconds in which the others hear why a rank fails
+WIDTH, LONGEST = 8192, 500  # bytes of a word; characters of what it tells
+GOOD = "The last checkpoint is good; start all of them again to go on from it"
+
+
+class RankError(RuntimeError):
+    """Another process of the run has failed or is lost, or does something else than this one; the message says which
+    and what."""
+
+
+class Word(NamedTuple):
+    """Where a rank is: the number of its meetings, the name of the last one, the bytes it brings, why it fails."""
+
+    number: int = 0
+    what: str = ""
+    size: int = 0
+    failed: str = ""
+
+
+class Pulse:
+    """Exchanges a word with each other rank every second, in a thread. So a rank that is slow is waited for, however
+    long, and one that was killed, stopped or cannot be reached is named."""
+
+    def __init__(self, group: Any, rank: int, count: int, pulse: float = PULSE, patience: float = PATIENCE) -> None:
+        self.group, self.rank, self.others = group, rank, [other for other in range(count) if other != rank]
+        self.pulse, self.patience = pulse, patience
+        self.word, self.words = Word(), [Word()] * count  # this rank's now, and all of the last meeting
+        self.broken, self.ended = "", False
+        self.waited = 0.0  # seconds for others, in all meetings
+        self.news = threading.Condition()
+        self.thread = threading.Thread(target=self.run, name="pulse", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)  # a thread inside torch while the interpreter goes would abort the process
+
+    def close(self) -> None:
+        """Exchange no more words."""
+        with self.news:
+            self.ended = True
+            self.news.notify_all()
+        self.thread.join(self.patience)
+
+    def run(self) -> None:
+        """Exchange words until this rank ends or a rank is missing, which the others hear from each that knows it."""
+        while self.goes_on():
+            self.exchange(self.patience)
+        if self.broken:
+            self.word = self.word._replace(failed=self.broken)
+            self.exchange(LAST)
+
+    def goes_on(self) -> bool:
+        """Pause, unless this rank has something new to tell; False where nothing is left to tell."""
+        with self.news:
+            self.news.wait_for(lambda: self.ended or self.is_waiting or bool(self.word.failed), self.pulse)
+            return not self.ended and not self.broken
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank has come to a meeting, and others have not."""
+        return self.word.number > self.words[self.rank].number
+
+    def exchange(self, seconds: float) -> None:
+        """Tell this rank's word to the others and hear theirs, which in one round are the same for all."""
+        word, until, lost, sent = self.word, time.monotonic() + seconds, dict[int, str](), dict[int, Any]()
+        heard = {self.rank: word}
+        for other in self.others:
+            with noted(lost, other):
+                sent[other] = self.group.send([packed(word)], other, 0)
+        for other in self.others:
+            with noted(lost, other):
+                space = torch.empty(WIDTH, dtype=torch.uint8)
+                self.group.recv([space], other, 0).wait(until_then(until))
+                heard[other] = Word(*json.loads(space.numpy().tobytes()))
+        for other, work in sent.items():
+            with noted(lost, other):
+                work.wait(until_then(until))
+        self.judge(heard, lost)
+
+    def judge(self, heard: dict[int, Word], lost: dict[int, str]) -> None:
+        """See what the words of a round mean: a rank has failed or is lost, or all have come to a meeting."""
+        failed = [word.failed for word in heard.values() if word.failed]
+        with self.news:
+            if failed or lost:
+                self.broken = self.broken or (failed or [self.missing(*next(iter(lost.items())))])[0]
+            elif len({word.number for word in heard.values()}) == 1:
+                self.words = [heard[rank] for rank in sorted(heard)]
+            self.news.notify_all()
+
+    def missing(self, rank: int, error: str) -> str:
+        """Say which rank is lost, and why. The first one is: where one does not answer, Gloo leaves the others too."""
+        why = f"no sign of life for {self.patience:.0f} s" if "imed out" in error else "its connection has ended"
+        return (f"rank {rank} is lost: {why} while rank {self.rank} waits for it. Its process was killed or hangs, or "
+                f"its machine cannot be reached. {GOOD}")
+
+    def meet(self, what: str, size: int = 0) -> list[int]:
+        """Wait until all have come to the same point, which `what` names; returns the size that each one tells.
+        RankError if a rank fails, is lost, or has come to another point."""
+        began = time.monotonic()
+        with self.news:
+            self.check()
+            self.word = Word(self.word.number + 1, what[: LONGEST // 5], size)
+            self.news.notify_all()
+            while self.is_waiting:
+                self.check()
+                self.news.wait(self.pulse)  # not longer, for Ctrl-C
+            self.waited += time.monotonic() - began
+            other = next((rank for rank, word in enumerate(self.words) if word.what != self.word.what), None)
+            if other is not None:
+                self.broken = (
+                    f"rank {other} has come to {self.words[other].what!r}, and rank {self.rank} to {what!r}: their "
+                    "programs do not do the same; run one program with one set of settings in all of them")
+            self.check()
+            return [word.size for word in self.words]
+
+    def check(self) -> None:
+        """RankError where a rank has failed or is lost."""
+        if self.broken or not self.thread.is_alive():
+            raise RankError(self.broken or "the ranks have parted already")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, unless it was they who told, that this rank fails."""
+        with self.news:
+            if not isinstance(error, RankError) and not self.broken:
+                said = f"rank {self.rank} has failed: {type(error).__name__}: {error}"
+                self.word = self.word._replace(failed=said[:LONGEST])
+                self.news.notify_all()
+                self.news.wait_for(lambda: bool(self.broken), LAST)
+
+    def explain(self, what: str, error: BaseException) -> None:
+        """Raise RankError for a transfer that broke off, with the reason as far as it can be found out."""
+        with self.news:
+            self.news.wait_for(lambda: bool(self.broken), LAST)
+            self.check()
+        raise RankError(f"the connection between the ranks broke off at {what!r} ({error}): one of them has died, or "
+                        f"cannot be reached. {GOOD}") from error
+
+
+def packed(word: Word) -> Tensor:
+    """Return the bytes of a word, as many as of any other."""
+    return torch.frombuffer(bytearray(json.dumps(word).encode().ljust(WIDTH)), dtype=torch.uint8)
+
+
+def until_then(moment: float) -> timedelta:
+    """Return the time until a moment, at least a little."""
+    return timedelta(seconds=max(moment - time.monotonic(), 0.1))
+
+
+@contextmanager
+def noted(lost: dict[int, str], rank: int) -> Iterator[None]:
+    """Note inside that a rank cannot be reached, with the first reason."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        lost.setdefault(rank, str(error))
+
+
+def find_others(place: Place) -> Any:
+    """Return torch's store, at the address that the launcher gave, once all processes of this start have come.
+    RankError where that fails."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=START))
+        store.set_timeout(START)
+        return part_of_start(store, place.rank, place.count, START)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise RankError(f"rank {place.rank} of {place.count} did not find the others: {error}. Start all of them with "
+                        "one torchrun, or with the same MASTER_ADDR and MASTER_PORT") from error
+
+
+def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
+    """Return a part of the store that only the processes of this start use: a launcher that starts them again may keep
+    its store, with what the former ones wrote. Each process gives itself a new name, and all agree on all names.
+    TimeoutError, with the ranks that are missing, where they do not all come in time."""
+    keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
+    store.set(keys[rank], uuid4().hex)
+    while True:
+        names = "-".join(store.get(key).decode() if store.check([key]) else "" for key in keys)
+        agreed = [f"{names}/{each}" for each in range(count)]
+        store.set(agreed[rank], "")
+        if store.check(agreed):
+            return dist.PrefixStore(names, store)
+        if time.monotonic() > end:
+            late = ", ".join(str(each) for each, key in enumerate(agreed) if not store.check([key]))
+            raise TimeoutError(f"rank {late} did not come within {timeout.total_seconds():.0f} s")
+        time.sleep(PAUSE)

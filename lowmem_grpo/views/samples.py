@@ -1,0 +1,158 @@
+"""The samples of a run that a page shows: their texts cut, in a bounded number that is spread over the steps.
+
+A line of completions.jsonl may be anything, so what has another type than a run writes is left out.
+"""
+
+import json
+from collections import defaultdict, deque
+from typing import Any
+
+Record = dict[str, Any]
+
+LONGEST, SHORTEST = 4000, 80  # characters of a text; an episode's are cut further, down to the second
+TEXTS = 3  # an episode may have as many characters as so many single texts
+MOST_TURNS, MOST_OF_A_TURN = 40, 20  # of an episode; of a turn's calls and replies
+MOST_REWARDS, LONGEST_NAME = 64, 200
+LARGEST = 1e300  # a value beyond cannot be drawn
+WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out
+NUMBER = (int, float)
+OF_SAMPLE: dict[str, Any] = {
+    "step": NUMBER, "prompt": str, "completion": str, "reward": NUMBER, "advantage": NUMBER, "tokens": NUMBER,
+    "finish_reason": str, "ending": str, "num_turns": NUMBER, "sampled_tokens": NUMBER, "sequences": NUMBER,
+    "replayed_from": NUMBER,
+}
+OF_TURN: dict[str, Any] = {
+    "text": str, "reward": NUMBER, "failures": NUMBER, "cut_off": bool, "tokens": NUMBER, "context": NUMBER,
+    "rewritten": bool, "cached": NUMBER, "prompt_tokens": NUMBER, "seconds": NUMBER,
+}
+
+
+def shown_sample(record: Record) -> Record:
+    """Return what a page shows of a line of completions.jsonl. Of an episode that are its turns; the line's
+    `completion` is the last one's text."""
+    sample = fields_of(record, OF_SAMPLE, LONGEST)
+    if not isinstance(record.get("prompt"), str | None):
+        sample["prompt"] = clipped(json.dumps(record["prompt"], ensure_ascii=False), LONGEST)
+    if isinstance(rewards := record.get("rewards"), dict):
+        sample["rewards"] = {name[:LONGEST_NAME]: value for name, value in list(rewards.items())[:MOST_REWARDS]
+                             if value is None or fits(value, NUMBER)}
+    if isinstance(turns := record.get("turns"), list) and turns:
+        sample["turns"] = shown_turns([turn for turn in turns if isinstance(turn, dict)])
+        sample.pop("completion", None)
+    return sample
+
+
+def shown_turns(turns: list[Record]) -> list[Record]:
+    """Return what a page shows of an episode: texts are cut so that all together have about three times the length of
+    one, and of very many turns the middle is left out."""
+    half = MOST_TURNS // 2
+    numbered = [{"number": number, **turn} for number, turn in enumerate(turns, start=1)]
+    kept = numbered if len(turns) <= MOST_TURNS else [*numbered[:half], *numbered[-half:]]
+    texts = sum(1 + len(parts_of(turn, "replies")) for turn in kept)
+    longest = max(SHORTEST, min(LONGEST, TEXTS * LONGEST // max(1, texts)))
+    return [shown_turn(turn, longest) for turn in kept]
+
+
+def shown_turn(turn: Record, longest: int) -> Record:
+    """Return a turn with its calls of tools as texts."""
+    shown = {"number": turn["number"], "text": ""} | fields_of(turn, OF_TURN, longest)
+    if calls := parts_of(turn, "calls"):
+        shown["calls"] = [clipped(call_text(call), longest) for call in calls]
+    if replies := parts_of(turn, "replies"):
+        shown["replies"] = [fields_of(reply, {"role": str, "name": str, "content": str}, longest) for reply in replies]
+    return shown
+
+
+def parts_of(turn: Record, name: str) -> list[Record]:
+    """Return the calls or the replies of a turn."""
+    parts = turn.get(name)
+    return [part for part in parts[:MOST_OF_A_TURN] if isinstance(part, dict)] if isinstance(parts, list) else []
+
+
+def fields_of(record: Record, kinds: dict[str, Any], longest: int) -> Record:
+    """Return the fields of a record that have the right types, with texts of at most about `longest` characters."""
+    kept = {name: record[name] for name, kind in kinds.items() if fits(record.get(name), kind)}
+    return {name: clipped(value, longest) if isinstance(value, str) else value for name, value in kept.items()}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a value is of this type, and a number one that can be drawn."""
+    return isinstance(value, kind) and (kind is not NUMBER or abs(value) < LARGEST)
+
+
+def clipped(text: str, longest: int) -> str:
+    """Return a text of more than `longest` characters as its beginning and its end, and how much is left out."""
+    half = longest // 2
+    left_out = len(text) - 2 * half
+    return text if len(text) <= longest else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
+
+
+def call_text(call: Record) -> str:
+    """Return a call of a tool as people write it: multiply(a=6, b=7)."""
+    arguments = call.get("arguments")
+    if not isinstance(arguments, dict):
+        return f"{call.get('name')}({'' if arguments is None else arguments})"
+    values = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{call.get('name')}({values})"
+
+
+def spread(samples: list[Record], limit: int) -> list[Record]:
+    """Return at most `limit` samples: the first ones of evenly spaced steps, with the first and the last step."""
+    if len(samples) <= limit:
+        return samples
+    by_step: dict[int, list[Record]] = defaultdict(list)
+    for sample in samples:
+        by_step[sample["step"]].append(sample)
+    steps = sorted(by_step)
+    per_step = min(limit, max(WHOLE_GROUP, limit // len(steps)))
+    count = min(len(steps), limit // per_step)
+    kept = [steps[-1]] if count == 1 else [steps[i * (len(steps) - 1) // (count - 1)] for i in range(count)]
+    return [sample for step in kept for sample in by_step[step][:per_step]]
+
+
+def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
+    """Return at most `limit` samples over all of the run that take at most `room` bytes of a page."""
+    while limit > 0:
+        kept = spread(samples, limit)
+        taken = json_size(kept)
+        if taken <= room:
+            return kept
+        limit = min(len(kept) - 1, int(0.95 * len(kept) * room / taken))
+    return []
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON that may stand in a page: nothing in it ends a script."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def json_size(value: Any) -> int:
+    """Return how many bytes a value takes in a page."""
+    return len(json_text(value).encode("utf-8", errors="replace"))
+
+
+class Reservoir:
+    """Samples of a run that goes on: of whole steps that are evenly spread over it, at most `limit`, and the `newest`
+    besides."""
+
+    def __init__(self, limit: int, newest: int = 0) -> None:
+        self.limit, self.every = limit, 1
+        self.kept: list[Record] = []
+        self.tail: deque[Record] = deque(maxlen=newest)
+
+    def add_sample(self, sample: Record) -> None:
+        """Keep a sample, if its step is one of those that are kept."""
+        self.tail.append(sample)
+        if sample["step"] % self.every == 0:
+            self.kept.append(sample)
+        if len(self.kept) > self.limit:
+            self.every *= 2
+            fewer = [held for held in self.kept if held["step"] % self.every == 0]
+            # of one step alone, or of steps without order, the first half
+            self.kept = fewer if 0 < len(fewer) <= self.limit else self.kept[: self.limit // 2]
+
+    def samples(self) -> list[Record]:
+        """Return what is kept, in the order of the steps."""
+        steps = {sample["step"] for sample in self.kept}
+        return sorted([*self.kept, *(sample for sample in self.tail if sample["step"] not in steps)],
+                      key=lambda sample: sample["step"])

@@ -1,0 +1,159 @@
+"""Attacks on the sandbox for model-written code: `python -m tests.attacks.sandbox`.
+
+Each attack runs in every isolation that works on this machine. After it, all that lies outside is looked at. Attacks of
+one kind share a process; those of a process that dies or changes something outside run again, each by itself.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import click
+
+from lowmem_grpo.sandbox.isolation import ISOLATIONS, Sandbox, why_not
+from lowmem_grpo.sandbox.limits import MIB, Limits
+from lowmem_grpo.sandbox.plain import decode
+from lowmem_grpo.sandbox.system_calls import MACHINES
+from lowmem_grpo.sandbox.trial import Trial
+from lowmem_grpo.sandbox.worker import WorkerEnded
+from tests.attacks.attack import Verdict, report
+from tests.attacks.doors import DOORS
+from tests.attacks.escapes import ANSWER, ESCAPES, KERNEL, Escape
+from tests.attacks.floods import floods
+from tests.attacks.forgeries import forgeries
+from tests.attacks.outside import Outside, outside
+
+LIMITS = Limits(seconds=5, total_seconds=30, memory_bytes=192 * MIB, scratch_bytes=MIB, files=40, output_bytes=200_000)
+MODULES = (
+    "_thread array asyncio concurrent.futures configparser ctypes fcntl fileinput ftplib gc glob http.client importlib "
+    "importlib.machinery linecache logging logging.handlers mmap multiprocessing multiprocessing.connection os pty "
+    "resource runpy shelve shutil signal smtplib socket sqlite3 struct subprocess sys tempfile termios threading time "
+    "urllib.request xmlrpc.client zipfile"
+)
+PRELUDE = """
+import {modules}
+NUMBERS = {numbers}
+{names}
+
+def checked(result, name):
+    if result == -1:
+        raise OSError(ctypes.get_errno(), name)
+    return result
+
+def call(name, *args):
+    return checked(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(NUMBERS[name]), *map(word, args)), name)
+
+def word(value):
+    return ctypes.c_long(value) if isinstance(value, int) else value
+
+def libc(name, *args):
+    return checked(getattr(ctypes.CDLL(None, use_errno=True), name)(*args), name)
+
+def write(place, text):
+    with open(place, "w") as file:
+        file.write(text)
+
+def attempt(number):
+    try:
+        return ["reached", repr(globals()[f"attack_{{number}}"]()), 0]
+    except BaseException as error:
+        return ["refused", repr(error)[:500], getattr(error, "errno", None) or 0]
+"""
+Answer = tuple[str, str, int]  # "reached", "refused" or "ended"; what it returned or raised; the number of the error
+
+
+def program(escapes: list[Escape], world: Outside) -> str:
+    """The attacks as functions of one program."""
+    column = MACHINES[os.uname().machine][0]
+    numbers = {name: both[column] for name, both in DOORS.items() if both[column] is not None}
+    numbers |= {"timer_create": (222, 107)[column]}
+    names = "\n".join(f"{name} = {value!r}" for name, value in world.names.items())
+    bodies = ["".join(f"    {line}\n" for line in escape.code.splitlines()) for escape in escapes]
+    functions = "\n".join(f"def attack_{number}():\n{body}" for number, body in enumerate(bodies))
+    head = PRELUDE.format(modules=", ".join(MODULES.split()), numbers=numbers, names=names)
+    return f"{head}\n{functions}"
+
+
+def answers(escapes: list[Escape], sandbox: Sandbox, world: Outside) -> list[Answer]:
+    """What came of each attack, one after the other in one process. Those after its end have no answer."""
+    found: list[Answer] = []
+    trial = Trial(program(escapes, world), sandbox)
+    try:
+        for number in range(len(escapes)):
+            reply = trial.ask({"call": "attempt", "args": {"tuple": [number]}, "kwargs": {"dict": []}}, None)
+            found.append(tuple(decode(reply["value"])) if "value" in reply else ("ended", str(reply), 0))
+    except WorkerEnded as end:
+        found.append(("ended", str(end), 0))
+    finally:
+        trial.close()
+    return found
+
+
+def verdicts_of(escapes: list[Escape], sandbox: Sandbox, world: Outside) -> Iterator[Verdict]:
+    """A verdict for each attack of a kind."""
+    found, damage = answers(escapes, sandbox, world), world.damage()
+    if len(escapes) > 1 and (damage or len(found) < len(escapes) or found[-1][0] == "ended"):
+        alone = [verdict for escape in escapes for verdict in by_itself(escape, sandbox)]
+        yield from alone
+        if damage and all(verdict.held for verdict in alone):
+            yield Verdict(f"{sandbox.isolation}: {escapes[0].kind}", "all of them, one after the other", damage)
+        return
+    for escape, answer in zip(escapes, found, strict=True):
+        yield Verdict(f"{sandbox.isolation}: {escape.kind}", repr(escape.code),
+                      damage or reached(escape, answer, world.secret))
+
+
+def by_itself(escape: Escape, sandbox: Sandbox) -> list[Verdict]:
+    """The verdict of one attack on a world that no other has changed."""
+    with outside() as world:
+        return list(verdicts_of([escape], sandbox, world))
+
+
+def reached(escape: Escape, answer: Answer, secret: str) -> str:
+    """What an attack reached, by its own answer; empty if nothing."""
+    state, said, number = answer
+    if secret in said:
+        return "it has the secret"
+    if escape.seen == KERNEL:
+        return "" if number in (errno.EPERM, errno.ENOSYS) else f"the kernel looked at it: {said[:200]}"
+    return f"it returned {said[:200]}" if escape.seen == ANSWER and state == "reached" else ""
+
+
+def escapes(sandbox: Sandbox, world: Outside) -> Iterator[Verdict]:
+    """A verdict for each escape."""
+    for kind in dict.fromkeys(escape.kind for escape in ESCAPES):
+        yield from verdicts_of([escape for escape in ESCAPES if escape.kind == kind], sandbox, world)
+
+
+PARTS: dict[str, Callable[[Sandbox, Outside], Iterator[Verdict]]] = {
+    "escapes": escapes, "floods": lambda sandbox, _: floods(sandbox),
+    "forgeries": lambda sandbox, _: forgeries(sandbox),
+}
+
+
+def attack(isolation: str, parts: Iterable[str] = PARTS) -> Iterator[Verdict]:
+    """Some parts of the attacks, or all, on an isolation."""
+    sandbox = Sandbox(isolation, LIMITS)
+    with outside() as world:
+        for part in parts:
+            for verdict in PARTS[part](sandbox, world):
+                yield Verdict(verdict.kind, verdict.name, verdict.damage or world.damage())
+
+
+@click.command()
+@click.option("--isolation", "chosen", multiple=True, type=click.Choice(ISOLATIONS), help="Default: all that work.")
+def main(chosen: tuple[str, ...]) -> None:
+    """Attack the sandbox. The exit status is 1 if an attack succeeds, or if no isolation works here."""
+    began = time.monotonic()
+    for isolation in chosen or ISOLATIONS:
+        if fault := why_not(isolation):
+            click.echo(f"{isolation} is not attacked, because it does not work here: {fault}")
+    here = [isolation for isolation in chosen or ISOLATIONS if why_not(isolation) is None]
+    status = report(verdict for isolation in here for verdict in attack(isolation))
+    click.echo(f"{time.monotonic() - began:.0f} s")
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Which of several processes this one is, the card that it takes, and its part of a whole."""
+
+import os
+
+import pytest
+from tables import every_row
+
+from lowmem_grpo.config.launcher import Place, balanced, one_process, take_card, this_place
+
+GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*GIVEN, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_a_launcher_a_process_is_the_only_one_and_no_card_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert this_place() == Place(0, 1, 0) and this_place().leads
+    launched(monkeypatch, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    take_card()
+    assert this_place() == Place() and "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_launched_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, **GIVEN)
+    assert this_place() == Place(3, 4, 1) and not this_place().leads
+    monkeypatch.delenv("LOCAL_RANK")
+    assert this_place() == Place(3, 4, 3), "one machine"
+
+
+def test_a_vllm_in_the_process_which_sets_its_own_number_of_processes_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, **GIVEN, LOCAL_WORLD_SIZE="1")
+    assert this_place() == Place(3, 4, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "x"}, {"WORLD_SIZE": "two"},
+                                   {"LOCAL_RANK": "-2"}, {"LOCAL_RANK": "4"}])
+def test_variables_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]) -> None:
+    launched(monkeypatch, **GIVEN | wrong)
+    with pytest.raises(ValueError, match=r"do not fit together: RANK=.*torchrun"):
+        this_place()
+
+
+def test_a_rank_without_its_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, WORLD_SIZE="2")
+    with pytest.raises(ValueError, match="RANK=None"):
+        this_place()
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(None, "1"), ("4,7", "7"), ("", "")])
+def test_a_process_sees_only_its_own_card(monkeypatch: pytest.MonkeyPatch, visible: str | None, taken: str) -> None:
+    launched(monkeypatch, **GIVEN)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    else:  # so that it is taken back afterwards
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "before")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    take_card()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+
+
+def test_a_rank_without_a_card_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, **GIVEN, CUDA_VISIBLE_DEVICES="0")
+    with pytest.raises(ValueError, match=r"rank 3 is process 1 of its machine, and has no card.*lists 1 \(0\)"):
+        take_card()
+
+
+def test_what_needs_one_process_is_refused_by_name_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_process("the server")
+    launched(monkeypatch, **GIVEN)
+    with pytest.raises(ValueError, match="the server needs one process, and this is rank 3 of 4: start it without tor"):
+        one_process("the server")
+
+
+@every_row("count", [0, 1, 2, 5, 8, 13])
+@every_row("ranks", [1, 2, 3, 4])
+def test_every_prompt_belongs_to_one_rank_in_order_and_no_rank_has_two_more_than_another(
+    count: int, ranks: int
+) -> None:
+    parts = [Place(rank, ranks).share(count) for rank in range(ranks)]
+    assert [place for part in parts for place in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_groups_are_divided_by_their_tokens_and_keep_their_order() -> None:
+    costs = [900, 10, 20, 30, 40, 800, 50]
+    parts = balanced(costs, float, 2)
+    assert sorted(cost for part in parts for cost in part) == sorted(costs)
+    assert max(map(sum, parts)) <= 4 / 3 * 925  # the best division: 930 and 920
+    assert all([cost for cost in costs if cost in part] == part for part in parts)
+    assert balanced([], float, 3) == [[], [], []]
+    assert balanced([7], float, 2) == [[7], []]
+
+
+def test_equal_groups_are_dealt_out_the_same_way_in_every_process() -> None:
+    assert balanced(list(range(5)), lambda _: 1.0, 2) == [[0, 2, 4], [1, 3]]

@@ -1,0 +1,107 @@
+"""A card that cannot be used is refused before anything is downloaded; a usable one becomes the current one."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.models import card_check
+from lowmem_grpo.models.card_check import missing_compiler, no_card, use_card
+from lowmem_grpo.models.named import resolve
+
+CARD = torch.cuda.is_available()
+
+
+class Cards:
+    """Cards as torch.cuda tells of them."""
+
+    def __init__(self, *capabilities: tuple[int, int]) -> None:
+        self.capabilities, self.current = capabilities, 0
+
+    def is_available(self) -> bool:
+        return bool(self.capabilities)
+
+    def device_count(self) -> int:
+        return len(self.capabilities)
+
+    def get_device_capability(self, index: int) -> tuple[int, int]:
+        return self.capabilities[index]
+
+    def get_device_name(self, index: int) -> str:
+        return f"card {index}"
+
+    def set_device(self, index: int) -> None:
+        self.current = index
+
+
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of Python's headers, which has them, on a machine with a compiler."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setattr(card_check.sysconfig, "get_path", lambda *_: str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", 1), ("cuda:0", 0), ("cuda", 0), ("cpu", 0)])
+@pytest.mark.usefixtures("headers")
+def test_the_models_card_is_the_current_one_or_kernels_on_a_second_card_die(device: str, current: int) -> None:
+    use_card(device, cards := Cards((7, 5), (9, 0)))
+    assert cards.current == current
+
+
+@pytest.mark.parametrize(("device", "cards", "error", "words"), [
+    ("cuda:2", Cards((7, 5), (7, 5)), ValueError, r"sees 2 cards: allowed are 'cuda:0', 'cuda:1'"),
+    ("cuda:0", Cards((7, 0)), RuntimeError, r"card 0 has compute capability 7\.0, .* need 7\.5"),
+    ("cuda:1", Cards((8, 0), (6, 1)), RuntimeError, r"card 1 has compute capability 6\.1"),
+    ("cuda:0", Cards(), RuntimeError, "the model is to be on 'cuda:0', and"),
+])
+def test_a_card_that_is_absent_or_too_old_is_refused(device: str, cards: Cards, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        use_card(device, cards)
+
+
+@pytest.mark.parametrize(("driver", "cuda", "words"), [
+    ("535.183.01", "13.0", r"driver 535\.183\.01 is too old .* CUDA 13\.0 and needs 580 or newer.*whl/cu126"),
+    ("575.57.08", "13.2", "needs 580 or newer"),
+    ("470.82", "12.6", "needs 525 or newer"),
+    ("580.65.06", "13.2", "new enough for CUDA 13.2, .* CUDA_VISIBLE_DEVICES"),
+    ("575.57.08", "12.6", "new enough"),
+    ("575.57.08", None, "torch is built for CPUs"),
+    (None, "13.0", "no NVIDIA driver"),
+])
+def test_why_torch_sees_no_card_is_said_with_what_to_do(driver: str | None, cuda: str | None, words: str) -> None:
+    assert re.search(words, no_card(driver, cuda))
+
+
+def test_a_missing_compiler_or_header_is_named(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_compiler() is None
+    (headers / "Python.h").unlink()
+    assert "Python.h does not exist: sudo apt install python3" in str(missing_compiler())
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(card_check.shutil, "which", lambda _: None)
+    assert "sudo apt install gcc" in str(missing_compiler())
+    with pytest.raises(RuntimeError, match="sudo apt install gcc"):
+        use_card("cuda:0", Cards((9, 0)))
+
+
+@pytest.mark.skipif(CARD, reason="this machine has a card")
+def test_the_loader_refuses_a_card_before_it_reads_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowmem_grpo.models.pretrained.Pretrained.load", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(RuntimeError, match="the model is to be on 'cuda:1', and there is"):
+        FastLanguageModel.from_pretrained("tiny", device="cuda:1")
+
+
+def test_a_brought_models_card_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("lowmem_grpo.train.brought_model.use_card", seen.append)
+    model = AutoModelForCausalLM.from_pretrained(resolve("tiny"))
+    GRPOTrainer(model=model, reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+                args=GRPOConfig(output_dir=str(tmp_path), max_steps=1, report_to=[]), peft_config=LoraConfig(r=4),
+                train_dataset=[{"prompt": "1 + 1"}])
+    assert seen == [str(model.device)]
