@@ -71,7 +71,8 @@ LAZY = {  # packages with doors: their names, and the homes of these
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")  # vLLM, datasets, torchrun, C
+# They read variables of vLLM, datasets and torchrun, and CC, which is Triton's.
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 
