@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
-from lowmem_grpo.memory.linear import FP8
+from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.views.terminal import plain_errors
 
 CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
