@@ -23,7 +23,7 @@ from lowmem_grpo.engines.transformers_engine import TransformersEngine
 
 PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(24 + 3 * index)] for index in range(8)]
 SHOWN: dict[str, tables.Figure] = {"way": "name", "tokens a second": "tokens_per_second",
-                                   "seconds / growing": "ratio", "range": "range"}
+                                   "seconds / plain": "ratio", "range": "range"}
 
 
 class Way:

@@ -12,7 +12,6 @@ import pytest
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from lowmem_grpo.train.rendezvous import Pulse, RankError, part_of_start
-from tests.attacks.ranked_run import Ranked
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.05)
 
