@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry \
-	bench.launches-memory bench-step bench-rollout compile-kernels
+	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
 # The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
 GATE ?=
