@@ -20,7 +20,7 @@ from lowmem_grpo.views.page_file import one_file
 from lowmem_grpo.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
 from lowmem_grpo.views.report import MOST_POINTS, completions_of_run, rows_of_run, summary_of_run
 
-COLUMNS, ROW, NOTE = 2, 322, 40  # of charts beside each other, and pixels of a row and of what is said above
+COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
 PHASES = ("train", "rollout")
 TABLE = "border-collapse:collapse;display:block;overflow-x:auto"
 CELL = "padding:6px 10px;border:1px solid #8888;vertical-align:top;text-align:left;white-space:pre-wrap"

@@ -23,9 +23,9 @@ from lowmem_grpo.views.page_file import one_file
 from lowmem_grpo.views.samples import clipped, fitting, shown_sample
 
 MOST_BYTES = 500_000
-MOST_POINTS, ALL_POINTS = 600, 6000  # of a line, and of all lines together
+MOST_POINTS, ALL_POINTS = 600, 6000  # points of a line, and of all lines together
 MAX_SAMPLES = 1500  # more would make the page slow to open
-MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # of answers before and after training: how many, and characters of a text
+MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # answers before and after training: how many, and characters of a text
 
 
 @dataclass(frozen=True)

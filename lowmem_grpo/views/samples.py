@@ -11,7 +11,7 @@ Record = dict[str, Any]
 
 LONGEST, SHORTEST = 4000, 80  # characters of a text; an episode's are cut further, down to the second
 TEXTS = 3  # an episode may have as many characters as so many single texts
-MOST_TURNS, MOST_OF_A_TURN = 40, 20  # of an episode; of a turn's calls and replies
+MOST_TURNS, MOST_OF_A_TURN = 40, 20  # turns of an episode; calls and replies of a turn
 MOST_REWARDS, LONGEST_NAME = 64, 200
 LARGEST = 1e300  # a value beyond cannot be drawn
 WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out

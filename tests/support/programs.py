@@ -26,6 +26,24 @@ def usual_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+OWNS = """
+import sys
+from pathlib import Path
+from lowmem_grpo.runs.lock import owned
+with owned(Path(sys.argv[1])):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def owner_of(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process, which owns the folder of a run."""
+    with program(sys.executable, "-c", OWNS, folder, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == "mine\n"
+        yield process
+
+
 @contextmanager
 def program(*command: Any, **options: Any) -> Iterator["subprocess.Popen[str]"]:
     """A program whose output is read, and that is killed at the end of the block at the latest."""

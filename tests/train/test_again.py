@@ -4,14 +4,13 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import program
+from programs import owner_of
 from safetensors.torch import load_file
 
 from lowmem_grpo.rewards.calling.scorer import RewardError
@@ -102,21 +101,9 @@ def test_a_failed_run_has_its_report_and_says_why_it_failed_until_it_goes_on(tmp
 
 # One owner
 
-OWNER = """
-import sys
-from pathlib import Path
-from lowmem_grpo.runs.lock import owned
-with owned(Path(sys.argv[1])):
-    print("mine", flush=True)
-    sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def owner(tmp_path: Path) -> Any:
-    """Another process, which owns tmp_path / "run"."""
-    with program(sys.executable, "-c", OWNER, tmp_path / "run", stdin=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == "mine\n"
+    with owner_of(tmp_path / "run") as process:
         yield process
 
 

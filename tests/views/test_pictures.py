@@ -68,13 +68,17 @@ def test_without_a_choice_every_curve_is_drawn_and_a_legend_names_lines_of_the_s
     assert charts[2]["zero"] and charts[2]["axis"] == "groups"
 
 
-def test_a_curve_and_a_folder_that_are_not_there_are_named_and_no_answers_are_no_picture(tmp_path: Path) -> None:
+def test_what_is_not_there_is_named_and_nothing_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no curve 'Entropie'; it has Reward, Reward functions, Groups.*, Entropy"):
         curves(run_folder(tmp_path), "Entropie")
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl; expected the folder of a run"):
         curves(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no answers were given"):
         accuracies({})
+    with pytest.raises(ValueError, match="no plans were given"):
+        memory_bars({})
+    with pytest.raises(ValueError, match="phase is 'sampling'; allowed are train, rollout"):
+        memory_bars({"a plan": planned()}, "sampling")
 
 
 def test_values_are_a_curve_that_is_counted_from_one() -> None:
@@ -116,13 +120,6 @@ def test_bars_of_the_same_name_have_the_same_colour_and_the_longest_is_whole() -
     assert widths(picture) == [[25.0], [12.5], [100.0]] and "400 tokens" in picture.html
     assert "<h200>" not in picture.html and len(set(re.findall(r"background:(#\w+)", picture.html))) == 2
     assert widths(bars({"nothing": {"a": 0.0}}, "zero")) == [[0.0]]
-
-
-def test_a_phase_that_there_is_not_and_no_plans_are_refused() -> None:
-    with pytest.raises(ValueError, match="phase is 'sampling'; allowed are train, rollout"):
-        memory_bars({"a plan": planned()}, "sampling")
-    with pytest.raises(ValueError, match="no plans were given"):
-        memory_bars({})
 
 
 def test_a_picture_is_shown_in_the_middle_of_a_cell(capsys: pytest.CaptureFixture[str]) -> None:

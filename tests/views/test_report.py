@@ -332,6 +332,7 @@ def test_spread_keeps_the_limit_and_the_ends(steps: int, each: int, limit: int) 
 def test_samples_under_the_cap_are_all_kept_without_a_note(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [completion(1), completion(2)])
     assert len(page.samples) == 2 and "were logged" not in page.prose
+    assert not page.data["samples"]["played"] and not page.data["samples"]["endings"] and "turns" not in page.samples[0]
 
 
 def test_a_new_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
@@ -362,11 +363,6 @@ def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path)
         assert sign in page.scripts[1], "what is sampled and what is not differ by more than a colour"
 
 
-def test_a_page_without_episodes_has_its_table(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1)], [completion(1)])
-    assert not page.data["samples"]["played"] and not page.data["samples"]["endings"] and "turns" not in page.samples[0]
-
-
 def test_what_a_policy_a_tool_or_an_environment_wrote_cannot_break_out_of_an_episode(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [played(1, text=ATTACK) | {"ending": ATTACK}])
     assert ATTACK not in page.source and "img" not in dict(page.elements) and len(page.scripts) == 2
@@ -394,16 +390,6 @@ def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting(tmp_path: Pat
         assert [list(values.values()) for values in page.lines(title).values()] == [[value]], title
 
 
-def test_the_time_of_sampling_and_the_speed_of_its_tail_are_drawn(tmp_path: Path) -> None:
-    measured = {"time/sampling/prefill_s": 0.5, "time/sampling/full_s": 4.0, "time/sampling/tail_s": 2.0,
-                "tokens_per_second": 900.0, "tokens_per_second/full": 1200.0, "tokens_per_second/tail": 150.0}
-    page = page_of(tmp_path, [metric(1, **measured)])
-    for title, values in (("Where the time of sampling goes", [0.5, 4.0, 2.0]),
-                          ("Tokens per second", [900.0, 1200.0, 150.0])):
-        assert [value[1] for value in page.lines(title).values()] == values
-    assert "Where the time of sampling goes" not in page_of(tmp_path, [metric(1)]).source
-
-
 def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
     finished(tmp_path, right="correct", right_above=0.5,
              baselines={"random": 0.15, "perfect": {"share": 0.97, "games": 1000}, "odd": None})
@@ -417,13 +403,14 @@ def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
 
 
 def test_parts_stand_on_top_of_each_other_and_only_shares_are_cut_at_one(tmp_path: Path) -> None:
-    rows = [metric(step, **{"time/sampling/prefill_s": 2.0, "time/sampling/full_s": 3.0 * step, "time/generate": 0.75,
-                            "time/train": 0.5}) for step in (1, 2)]
-    page = page_of(tmp_path, rows)
-    seconds, shares = (page.chart(title)["lines"] for title in
-                       ("Where the time of sampling goes", "Where the time goes"))
-    assert [(line["low"], line["high"]) for line in seconds] == [([0, 0], [2, 2]), ([2, 2], [5, 8])]
-    assert [(line["low"], line["high"]) for line in shares] == [([0, 0], [0.75, 0.75]), ([0.75, 0.75], [1, 1])]
+    measured = {"time/sampling/prefill_s": 0.5, "time/sampling/full_s": 4.0, "time/sampling/tail_s": 2.0,
+                "tokens_per_second/tail": 150.0, "time/generate": 0.75, "time/train": 0.5}
+    page = page_of(tmp_path, [metric(1, **measured)])
+    for title, edges in (("Where the time of sampling goes", [(0.0, 0.5), (0.5, 4.5), (4.5, 6.5)]),
+                         ("Where the time goes", [(0.0, 0.75), (0.75, 1.0)])):
+        assert [(line["low"][0], line["high"][0]) for line in page.chart(title)["lines"]] == edges
+    assert page.lines("Tokens per second") == {"in the tail": {1: 150.0}}
+    assert "Where the time of sampling goes" not in page_of(tmp_path, [metric(1)]).titles()
 
 
 def test_while_a_run_goes_on_the_training_time_is_that_of_its_last_step(tmp_path: Path) -> None:

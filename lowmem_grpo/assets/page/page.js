@@ -26,7 +26,8 @@ function render(data) {
   document.title = data.title;
   show("actions", data.actions, actions => (actions || []).map(button));
   show("top", data.top, top => top && header(top));
-  show("alarms", data.alarms, alarms => alarms?.length && section("Alarms", make("div", "articles", alarms.map(alarm))));
+  show("alarms", data.alarms, alarms => alarms?.length
+    && section("Alarms", make("div", "articles", alarms.map(alarm))));
   showCurves(data.charts, data.note);
   show("pairs", data.pairs, pairs => pairs && section("Before and after", make("p", "quiet", pairs.counts),
     make("div", "articles", pairs.samples.map(pair))));
@@ -51,8 +52,10 @@ function header({ title, status, words, about, ending, accuracy, tiles }) {
       make("div", value.length > 14 ? "number long" : "number", value), make("div", "quiet", label)))));
 }
 const alarm = ({ title, times, words }) => make("article", "card ending failed",
-  make("p", "", make("b", "wrong", "\u26a0 " + title), " ", make("span", "quiet", times)), words && make("p", "", words));
-const verdict = right => right == null ? "" : make("span", right ? "right" : "wrong", right ? "\u2713 right" : "\u2717 wrong");
+  make("p", "", make("b", "wrong", "\u26a0 " + title), " ", make("span", "quiet", times)),
+  words && make("p", "", words));
+const verdict = right => right == null ? ""
+  : right ? make("span", "right", "\u2713 right") : make("span", "wrong", "\u2717 wrong");
 const pair = sample => make("article", "card", make("pre", "", sample.prompt ?? "\u2013"),
   make("p", "quiet", "expected: ", make("b", "", sample.answer ?? "\u2013")),
   make("div", "pair", ["before", "after"].map(when => make("div", "",
@@ -117,7 +120,8 @@ function columnsOf(chart) {  // what uPlot draws: values by steps, how each line
     const { kind, values, bold, low, high } = line, isDots = kind === "dots";
     const few = { show: isDots || line.steps.length < FEW && !bold && kind === "curve", size: isDots ? 8 : 4, width: 0,
       fill: ink(place), stroke: ink(place) };
-    if (low && !isDots) bands.push({ series: [add(line, high), add(line, low)], fill: ink(place, kind === "area" ? "c0" : "2a") });
+    const fill = ink(place, kind === "area" ? "c0" : "2a");
+    if (low && !isDots) bands.push({ series: [add(line, high), add(line, low)], fill });
     main.push(add(line, values, kind === "area" ? { show: false } : {
       stroke: ink(place, bold ? "59" : ""), width: bold ? 1 : 2, dash: kind === "level" ? [6, 4] : [], points: few,
       paths: isDots ? () => null : undefined }));
@@ -134,12 +138,14 @@ function draw(curve) {
 }
 function drawn(curve) {
   const { figure, columns: { data, series, bands } } = curve, font = "11px system-ui, sans-serif";
-  const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("edge"), width: 1 }, ticks: { show: false }, font };
+  const grid = { stroke: () => colour("edge"), width: 1 };
+  const axis = { stroke: () => colour("quiet"), grid, ticks: { show: false }, font };
   return new uPlot({
     width: inner(figure), height: HEIGHT, padding: [8, 12, 0, 0], legend: { show: false }, series, bands,
     scales: { x: { time: false, range: (plot, low, high) => low === high ? [low - 0.5, high + 0.5] : [low, high] },
       y: { range: (plot, low, high) => range(curve.chart, low, high) } },
-    axes: [{ ...axis, size: 26, incrs: ticks(0), values: (plot, steps) => steps.map(step => step.toLocaleString("en")) },
+    axes: [{ ...axis, size: 26, incrs: ticks(0),
+      values: (plot, steps) => steps.map(step => step.toLocaleString("en")) },
       { ...axis, incrs: ticks(-9), label: curve.chart.axis, labelFont: font, labelSize: 18, labelGap: 2,
         size: (plot, texts) => 10 + 6.4 * Math.max(2, ...(texts || []).map(text => text.length)),
         values: (plot, values, place, space, step) => values.map(value => label(curve.chart, value, step)) }],
@@ -147,7 +153,8 @@ function drawn(curve) {
     hooks: { setCursor: [() => tell(curve)], draw: [plot => bars(plot, curve.chart)] },
   }, data, figure.querySelector(".plot"));
 }
-const ticks = low => Array.from({ length: 25 }, (_, power) => [1, 2, 5].map(digit => +(digit + "e" + (power + low)))).flat();
+const ticks = low => Array.from({ length: 75 }, (_, place) =>
+  +([1, 2, 5][place % 3] + "e" + (Math.floor(place / 3) + low)));
 function range({ zero, share }, low, high) {
   if (low == null) return [0, 1];
   if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
@@ -167,7 +174,10 @@ function bars(plot, chart) {  // intervals through dots
     if (kind !== "dots" || !low) return;
     set(ctx, { strokeStyle: ink(place)(), lineWidth: 2 * devicePixelRatio });
     ctx.beginPath();
-    steps.forEach((step, i) => { ctx.moveTo(at(step, "x"), at(low[i], "y")); ctx.lineTo(at(step, "x"), at(high[i], "y")); });
+    steps.forEach((step, i) => {
+      ctx.moveTo(at(step, "x"), at(low[i], "y"));
+      ctx.lineTo(at(step, "x"), at(high[i], "y"));
+    });
     ctx.stroke();
   });
 }
@@ -211,7 +221,7 @@ function controls(played) {
   const input = (id, type, more) => set(make("input"), { id, type, oninput: again, ...more });
   const order = [[0, "As logged"], [-1, "Highest reward first"], [1, "Lowest reward first"]]
     .map(([value, words]) => set(make("option", "", words), { value }));
-  const more = set(make("button", "", "Show more"), { id: "more", type: "button", onclick: () => { limit += 100; fill(); } });
+  const onclick = () => { limit += 100; fill(); };
   const signs = [make("b", "sampled", "\u25cf sampled"), " by the policy, which learns from it; ",
     make("b", "context", "\u25cb context"), " from the prompt, tools and the environment, which it only reads"];
   return [make("div", "controls",
@@ -221,7 +231,9 @@ function controls(played) {
     set(make("select", "", order), { id: "order", oninput: again, ariaLabel: "Order" }),
     set(make("span", "quiet"), { id: "count" })),
   played ? make("p", "quiet", signs) : [],
-  played ? set(make("div", "episodes"), { id: "rows" }) : make("div", "scroll card", set(make("table"), { id: "rows" })), more];
+  played ? set(make("div", "episodes"), { id: "rows" })
+    : make("div", "scroll card", set(make("table"), { id: "rows" })),
+  set(make("button", "", "Show more"), { id: "more", type: "button", onclick })];
 }
 function fill() {
   const chosen = chosenSamples(), every = element("all").checked, few = chosen.slice(0, limit);
@@ -258,7 +270,8 @@ function episode(sample) {
   const drawn = sample.sampled_tokens ?? sample.tokens ?? 0;
   const facts = ["step " + sample.step, ...rewardNames().map(name => name + " " + number(sample.rewards?.[name])),
     "advantage " + number(sample.advantage), counted(sample.num_turns || 0, "turn"), counted(drawn, "sampled token"),
-    counted((sample.tokens ?? drawn) - drawn, "token") + " of context", sample.sequences && counted(sample.sequences, "sequence")];
+    counted((sample.tokens ?? drawn) - drawn, "token") + " of context",
+    sample.sequences && counted(sample.sequences, "sequence")];
   const turns = (sample.turns || []).map(({ number }, place, all) => {
     const missing = number - (all[place - 1]?.number || 0) - 1;
     return [missing > 0 && make("p", "quiet", "... " + counted(missing, "turn") + " left out"), turn(all[place])];
@@ -270,15 +283,18 @@ function episode(sample) {
   make("p", "over", "\u25a0 ended by ", make("b", "", sample.ending || sample.finish_reason), words && ": " + words));
 }
 function turn(turn) {
-  const read = turn.rewritten ? "the template rewrote the history: " + counted(turn.context, "token") + " of a new prompt"
-    : turn.context && "after " + counted(turn.context, "token") + " of context";
+  const context = turn.context && counted(turn.context, "token");
+  const read = turn.rewritten ? "the template rewrote the history: " + context + " of a new prompt"
+    : context && "after " + context + " of context";
   const told = [["paid", turn.reward != null && "reward " + number(turn.reward)],
     ["wrong", turn.failures && "\u2717 " + counted(turn.failures, "call") + " failed"],
-    ["wrong", turn.cut_off && "\u2717 cut off"], ["quiet", turn.tokens != null && counted(turn.tokens, "token")], ["quiet", read],
+    ["wrong", turn.cut_off && "\u2717 cut off"],
+    ["quiet", turn.tokens != null && counted(turn.tokens, "token")], ["quiet", read],
     ["quiet", turn.cached && turn.cached + " of " + turn.prompt_tokens + " prompt tokens cached"],
     ["quiet", turn.seconds && "waited " + turn.seconds + " s"]];
   return [said("sampled", turn.number + ". assistant", turn.text, told, turn.calls),
-    (turn.replies || []).map(({ role, name, content }) => said("context", [role, name].filter(Boolean).join(" "), content))];
+    (turn.replies || []).map(({ role = "", name = "", content }) =>
+      said("context", (role + " " + name).trim(), content))];
 }
 function said(css, who, text, told = [], calls = []) {
   return make("div", "said " + css,
@@ -297,7 +313,8 @@ const BUTTONS = {
 };
 const form = (method, action, ...inside) => set(make("form", "", inside), { method, action });
 const button = ([run, name]) => form("post", "/page/do/" + name,
-  set(make("input"), { type: "hidden", name: "run", value: run }), set(make("button", "", BUTTONS[name][0]), { title: BUTTONS[name][1] }));
+  set(make("input"), { type: "hidden", name: "run", value: run }),
+  set(make("button", "", BUTTONS[name][0]), { title: BUTTONS[name][1] }));
 const say = (words, css) => set(element("link"), { textContent: words, className: css });
 
 function navigation({ title, user }) {
@@ -316,8 +333,8 @@ function showRuns({ card, runs, names }) {
   show("card", card, lines => lines.map(line => make("p", "", line)));
   const checked = [...document.querySelectorAll("#list input:checked")].map(({ value }) => value);
   show("list", [runs, names], () => runs.map(run => make("li", "",
-    run.can_show ? set(make("input"), { type: "checkbox", name: "with", value: run.name, ariaLabel: "Compare " + run.title,
-      checked: checked.includes(run.name) }) : make("span"),
+    run.can_show ? set(make("input"), { type: "checkbox", name: "with", value: run.name,
+      checked: checked.includes(run.name), ariaLabel: "Compare " + run.title }) : make("span"),
     set(make("a", "", make("b", "", run.title), " ", make("span", "status " + run.state, run.words),
       make("span", "quiet", run.told)), { href: "/?run=" + encodeURIComponent(run.name),
       ariaCurrent: names.includes(run.name) ? "page" : null }))));

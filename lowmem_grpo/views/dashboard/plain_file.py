@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 from lowmem_grpo.runs.records import json_object
 
-LOG = "log.txt"  # of a run, where somebody keeps its output
-MOST_BYTES, LOG_BYTES = 16 * 1024 * 1024, 16 * 1024  # of a file that is read as a whole, and of the end of a log
+LOG = "log.txt"  # a run's output, where somebody keeps it
+MOST_BYTES, LOG_BYTES = 16 * 1024 * 1024, 16 * 1024  # read of a whole file, and of the end of a log
 SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")  # colours and moves
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

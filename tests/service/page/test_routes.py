@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import os
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.page.routes import FILES, HEADERS, page_app
 from lowmem_grpo.service.users import OWNER, User
 from tests.support.page_server import GUEST_KEY, KEY, page_of
-from tests.support.programs import program
+from tests.support.programs import owner_of
 from tests.support.written_runs import append, completion, metric, write_hostile, write_run
 
 HERE = "http://127.0.0.1"
@@ -215,21 +214,10 @@ def test_news_end_with_the_cookie_and_with_the_server(page: Page) -> None:
     assert event(page, str(page.sign_in.by_key(KEY)), "first", 3) == [b"retry: 1000\n\n"]
 
 
-OWNS = """
-import sys, threading
-from pathlib import Path
-from lowmem_grpo.runs.lock import owned
-with owned(Path(sys.argv[1])):
-    print("owned", flush=True)
-    threading.Event().wait()
-"""
-
-
 def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
     page: Page, owner: TestClient, folder: Path
 ) -> None:
-    with program(sys.executable, "-c", OWNS, folder / "first") as process:
-        assert process.stdout is not None and process.stdout.readline()
+    with owner_of(folder / "first") as process:
         guest = signed_in(page, GUEST_KEY)
         assert owner.get("/page/data?run=first").json()["actions"] == [["first", "stop"]]
         assert guest.get("/page/data?run=first").json()["actions"] == []

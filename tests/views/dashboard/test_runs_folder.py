@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -12,18 +11,10 @@ import pytest
 from lowmem_grpo.runs.lock import boot, is_alive
 from lowmem_grpo.views.dashboard import runs_folder
 from lowmem_grpo.views.dashboard.runs_folder import one_run, runs_below, stop
-from tests.support.programs import program
+from tests.support.programs import owner_of
 from tests.support.written_runs import write_run
 
 HERE = {"host": socket.gethostname(), "boot": boot()}
-OWNS = """
-import sys, threading
-from pathlib import Path
-from lowmem_grpo.runs.lock import owned
-with owned(Path(sys.argv[1])):
-    print("owned", flush=True)
-    threading.Event().wait()
-"""
 
 
 def owned_by(folder: Path, **owner: object) -> None:
@@ -88,8 +79,7 @@ def test_a_name_never_leads_out_of_the_folder(tmp_path: Path, name: str) -> None
 
 def test_a_run_that_holds_its_folder_can_be_stopped_and_others_cannot(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1)
-    with program(sys.executable, "-c", OWNS, run) as process:
-        assert process.stdout is not None and process.stdout.readline() == "owned\n"
+    with owner_of(run) as process:
         found = one_run(tmp_path, "run")
         assert found is not None and found.state == "running" and found.can_stop
         stop(found)

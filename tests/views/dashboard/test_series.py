@@ -15,19 +15,14 @@ def filled(steps: int, **at: float) -> Series:
     return series
 
 
-def test_as_long_as_there_are_few_steps_each_is_there_as_it_is() -> None:
-    rows = filled(300).rows()
-    assert [row["step"] for row in rows] == list(range(1, 301))
-    assert all(row["reward"] == metric(row["step"])["reward"] for row in rows)
-
-
-@pytest.mark.parametrize("steps", [MOST_ROWS, MOST_ROWS + 1, 12_345])
+@pytest.mark.parametrize("steps", [300, MOST_ROWS, MOST_ROWS + 1, 12_345])
 def test_rows_are_bounded_in_order_and_end_with_the_newest_step(steps: int) -> None:
     series = filled(steps)
     rows = series.rows()
     found = [row["step"] for row in rows]
     assert len(rows) <= 2000 and found == sorted(set(found))
     assert found[0] == 1 and found[-1] == steps and series.steps == steps
+    assert steps > 300 or rows == [{name: row[name] for name in rows[0]} for row in map(metric, found)]
     assert rows[-1]["reward"] == metric(steps)["reward"] and rows[-1]["kl"] == metric(steps)["kl"]
 
 
@@ -43,8 +38,8 @@ def test_a_spike_of_one_step_is_still_there_and_near_its_step() -> None:
 def test_shares_of_the_time_still_add_up() -> None:
     series = Series()
     for step in range(5000):
-        series.add_record(metric(step, **{"time/generate": step % 2 * 0.6 + 0.2, "time/train": 0.6 - step % 2 * 0.6,
-                                   "time/reward": 0.2}))
+        series.add_record(metric(step, **{"time/generate": step % 2 * 0.6 + 0.2,
+                                          "time/train": 0.6 - step % 2 * 0.6, "time/reward": 0.2}))
     for row in series.rows()[:-1]:
         assert row["time/generate"] + row["time/train"] + row["time/reward"] == pytest.approx(1)
 
