@@ -15,8 +15,8 @@ from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
-from lowmem_grpo.models.first_look import look
 from lowmem_grpo.models.named import TINY, find
+from lowmem_grpo.models.stored_form import look
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "data": {"datasets", "transformers"},
     "runs": {"numpy", "peft", "safetensors"},
     "views": {"IPython", "click", "rich", "trackio", "transformers", "wandb"},
-    "export": {"bitsandbytes", "gguf", "peft", "safetensors", "transformers"},
+    "export": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},
@@ -71,7 +71,8 @@ LAZY = {  # packages with doors: their names, and the homes of these
 }
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")  # vLLM, datasets, torchrun, CC
+# They read variables of vLLM, datasets and torchrun, and CC, which is Triton's.
+OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 

@@ -43,6 +43,14 @@ def cell(row: dict[str, Any], figure: Figure) -> str:
     return str(row[figure]) if isinstance(figure, str) else number(row, *figure)
 
 
+def print_missing(rows: Iterable[dict[str, Any]], console: Console) -> None:
+    """Print why providers left no figures."""
+    for row in rows:
+        if row.get("missing"):
+            line = f"  {row['provider']} is missing: {row['missing']}"
+            console.print(line, style="dim", highlight=False, markup=False)
+
+
 def print_rows(rows: Iterable[dict[str, Any]], columns: dict[str, Figure], *words: str, **options: Any) -> None:
     """Print rows as a table with these columns, then some words; `options` are those of `rich.table.Table`."""
     title, cells = options.pop("title", None), ([cell(row, figure) for figure in columns.values()] for row in rows)

@@ -19,16 +19,17 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.common import child, options
+from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
 from bench.common.rows import append_row, machine, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
 from bench.gate import pretend
 from bench.loop.goals import GOALS
+from bench.loop.section import COLUMNS, cells_of
 from bench.loop.shapes import loop_shape
-from bench.loop.table import show
 
+console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
 
@@ -151,7 +152,7 @@ def main(
 ) -> None:
     """Measure steps of the whole loop, append rows, and show which targets are met."""
     if targets:
-        Console(width=130).print(target_table(judged(GOALS, read_rows(output))))
+        console.print(target_table(judged(GOALS, read_rows(output))))
         return
     where = machine()  # first, so that the commit is the one at the start of the run
     device, shape = options.place(device, shape, where["gpu"])
@@ -164,8 +165,9 @@ def main(
         append_row(output, row)
 
     failed = measure(plan, list(names or PROVIDERS), weights, keep, common_of(plan, where, run_name))
-    show(rows)
-    Console(width=130).print(target_table(judged(GOALS, read_rows(output), device)))
+    console.print(tables.terminal(None, COLUMNS, (cells_of(row) for row in rows if not row.get("missing"))))
+    tables.print_missing(rows, console)
+    console.print(target_table(judged(GOALS, read_rows(output), device)))
     if failed:
         raise click.ClickException(f"{', '.join(failed)} failed; see above")
 

@@ -25,9 +25,8 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
-from bench.common import options, tables
+from bench.common import options, rounds, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.recipes.arithmetic import make_dataset
@@ -39,7 +38,8 @@ GENERATIONS, ENDING = 8, range(300, 304)  # completions of a prompt; tokens that
 HOT, FLAT = 2.0, 0.5  # temperature (the most that vLLM takes); what the logits are multiplied by besides
 LONG, LONG_CHAIN, SHORT_CHAIN = 2, 16, 2  # long chains of 32; operations of a chain
 TARGETS = "target: at most 0.85 times the step without the switch"
-console = Console(width=110)
+SHOWN: dict[str, tables.Figure] = {"case": "case", "step, s": ("step", ".3f"), "x off": ("ratio", ".3f"),
+                                   "trained early": ("share", ".0%"), "longest": "longest"}
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Case:
     shares: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
-    def step(self, measured: bool = True) -> None:
+    def step(self, measured: bool) -> None:
         """One rollout and its update."""
         self.trainer.clock.restart()
         began = time.perf_counter()
@@ -109,21 +109,11 @@ def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Pat
         output_dir=str(folder / name), **shared, **switch), rows)) for name, switch in CASES.items()]
 
 
-def measure(cases: list[Case], rounds: int, warm: int) -> None:
-    """Steps in turn, the order reversed from round to round."""
-    for case in cases * warm:
-        case.step(measured=False)
-    for number in range(rounds):
-        for case in reversed(cases) if number % 2 else cases:
-            case.step()
-        console.print(f"round {number + 1} of {rounds}")
-
-
 def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
     """A case's row, compared with the case without the switch."""
     return {
         "case": case.name, "step": round(median(case.steps), 4), "share": round(fmean(case.shares), 3),
-        "ratio": round(median(own / other for own, other in zip(case.steps, off.steps, strict=True)), 4),
+        "ratio": rounds.ratio(case.steps, off.steps),
         "mean_length": round(fmean(case.lengths), 1), "longest": max(case.lengths), **settings,
     }
 
@@ -133,25 +123,22 @@ def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--mixture", default="noise", show_default=True, type=click.Choice(["noise", "chains"]))
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=8))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
+@click.option("--rounds", "count", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
 @click.option("--warm", default=1, show_default=True, type=click.IntRange(min=1), help="Steps before those.")
 @options.output("overlap")
-def main(engine: str, mixture: str, prompts: int, tokens: int, rounds: int, warm: int, output: Path) -> None:
+def main(engine: str, mixture: str, prompts: int, tokens: int, count: int, warm: int, output: Path) -> None:
     """Measure all cases in turn."""
     where = machine()
     settings = {"engine": engine, "mixture": mixture, "prompts": prompts, "generations": GENERATIONS, "tokens": tokens,
-                "rounds": rounds, "threads": torch.get_num_threads()}
+                "rounds": count, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
         cases = make_cases(mixture, engine, prompts, tokens, Path(folder))
-        measure(cases, rounds, warm)
+        for case, counts in rounds.in_turn(cases, count, warm):
+            case.step(counts)
     rows = [row(case, cases[0], settings) for case in cases]
     for found in rows:
         append_row(output, found | where)
-    table = tables.terminal(None, ("case", "step, s", "x off", "trained early", "longest"), (
-        [found["case"], f"{found['step']:.3f}", f"{found['ratio']:.3f}", f"{found['share']:.0%}",
-         str(found["longest"])] for found in rows
-    ))
-    console.print(table, TARGETS)
+    tables.print_rows(rows, SHOWN, TARGETS)
 
 
 if __name__ == "__main__":

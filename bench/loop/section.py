@@ -6,9 +6,9 @@ from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import judged, section
 from bench.loop.goals import GOALS
-from bench.loop.table import PHASES
 from lowmem_grpo.units import GIB
 
+PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # as shares are shown
 CASE = ("shape", "prompts", "gib", "provider", "device", "gpu", "cpu", "cores", "threads")
 COLUMNS = ("case", "provider", "s / step", *PHASES, "tokens/s", "sampling", "training", "peak on the card, GiB",
            "on the host, GiB", "planned, GiB", "machine", "commit")

@@ -20,14 +20,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.common import child, options, tables
-from bench.common.rows import leave, machine, percentiles
+from bench.common import child, options, rounds, tables
+from bench.common.rows import RESULTS, leave, machine, percentiles
 from lowmem_grpo.models.named import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.units import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
-ROOT, RESULTS = BENCH.parent, BENCH / "results" / "step_time.jsonl"
 OURS, TRL = "lowmem_grpo", "trl"
 SCRIPTS = {OURS: "bench.loop.our_step", TRL: "bench.loop.trl_step"}
 SHAPES = (256, 128, 64, 32)  # completions of a micro-batch that each provider tries
@@ -98,14 +97,12 @@ def choose_shape(plan: Plan, provider: str, loss_type: str) -> Measured:
     return Measured(min(ties, key=lambda shape: tried[shape]["peak_bytes"]), tried)
 
 
-def compare(plan: Plan, measured: dict[str, Measured], loss_type: str, rounds: int) -> None:
+def compare(plan: Plan, measured: dict[str, Measured], loss_type: str, count: int) -> None:
     """Both providers in turn, the order reversed from round to round."""
-    for number in range(rounds):
-        order = list(measured) if number % 2 == 0 else list(reversed(measured))
-        for provider in order:
-            run = plan.run(provider, measured[provider].batch, loss_type, plan.steps)
-            measured[provider].runs.append(run)
-            console.print(f"round {number + 1}, {loss_type}, {provider}: {median(run['seconds'][WARM_UP:]):.2f} s")
+    for provider, _ in rounds.in_turn(list(measured), count):
+        run = plan.run(provider, measured[provider].batch, loss_type, plan.steps)
+        measured[provider].runs.append(run)
+        console.print(f"{loss_type}, {provider}: {median(run['seconds'][WARM_UP:]):.2f} s")
 
 
 def ratio(measured: dict[str, Measured], name: str) -> float:
@@ -147,7 +144,7 @@ def row(plan: Plan, measured: dict[str, Measured], provider: str, where: dict[st
 
 def trl_environment() -> str:
     """The interpreter of .venv-trl, made from requirements-trl.txt where it is not there yet."""
-    folder = ROOT / ".venv-trl"
+    folder = BENCH.parent / ".venv-trl"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     marker = folder / "installed"
     if not marker.exists():
@@ -160,7 +157,7 @@ def trl_environment() -> str:
 
 @click.command()
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(min=WARM_UP + 2), help="Steps of one run.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each provider.")
+@click.option("--rounds", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
 @click.option("--trl-python", help="Interpreter of an environment with TRL; .venv-trl is made where this is left out.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Threads of each process on the CPU.")
@@ -169,7 +166,7 @@ def trl_environment() -> str:
 @click.option("--trl-batch", type=int, help="Completions of TRL's micro-batch; left out, several are tried.")
 @options.AS_JSON
 def main(
-    steps: int, rounds: int, trl_python: str | None, device: str, threads: int, loss_types: tuple[str, ...],
+    steps: int, count: int, trl_python: str | None, device: str, threads: int, loss_types: tuple[str, ...],
     our_batch: int | None, trl_batch: int | None, as_json: bool,
 ) -> None:
     """Compare one GRPO step of ours and of TRL's."""
@@ -185,10 +182,10 @@ def main(
                   for name, batch in given.items()}
         for loss_type in loss_types:
             measured = {name: Measured(own.batch, own.tried) for name, own in chosen.items()}
-            compare(plan, measured, loss_type, rounds)
+            compare(plan, measured, loss_type, count)
             show(measured, loss_type)
             for name in measured:
-                leave(row(plan, measured, name, where), RESULTS, as_json)
+                leave(row(plan, measured, name, where), RESULTS / "step_time.jsonl", as_json)
 
 
 if __name__ == "__main__":

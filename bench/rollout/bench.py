@@ -22,14 +22,12 @@ from bench.common.rows import leave, machine, percentiles, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
 from bench.rollout.goals import BF16, BNB, EAGER, FP8_CACHE, GOALS
-from bench.rollout.section import FIGURES
+from bench.rollout.section import COLUMNS, cells_of
 from bench.rollout.shapes import SHAPES
-from lowmem_grpo.units import MIB
 
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", FP8_CACHE)
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
-SHOWN = (*FIGURES, ("in use, MiB", "used_bytes", ".2f", MIB))  # on the terminal
-console = Console(width=130)
+console = Console(width=180)
 
 
 def providers(device: str) -> list[str]:
@@ -47,17 +45,6 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
              "importance_ratio", "sleep_freed_bytes", "sleep_ms", "wake_ms")
     sync = {"sync_ms": round(median(found["sync_ms"]), 4)} if "sync_ms" in found else {}
     return row | speeds | {name: found[name] for name in names if name in found} | sync
-
-
-def show(rows: list[dict[str, Any]], title: str) -> None:
-    """The run as a table."""
-    columns = ("provider", *(name for name, *_ in SHOWN))
-    cells = [[row["provider"], *(tables.number(row, *figure) for _, *figure in SHOWN)]
-             for row in rows if not row.get("missing")]
-    console.print(tables.terminal(title, columns, cells))
-    for row in rows:
-        if row.get("missing"):
-            console.print(f"  {row['provider']} is missing: {row['missing']}", style="dim", highlight=False)
 
 
 def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
@@ -102,8 +89,8 @@ def main(
             rows = measure(list(names) or providers(device), common, rounds, folder)
         for row in rows:
             leave(row, output, as_json)
-        show(rows, f"{size.sequences} sequences x {size.completion_tokens} tokens, {shape}, "
-                   f"{common['gpu'] or common['cpu']}")
+        console.print(tables.terminal(None, COLUMNS, (cells_of(row) for row in rows if not row.get("missing"))))
+        tables.print_missing(rows, console)
     console.print(target_table(judged(GOALS, read_rows(output), None if targets else device)))
 
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
-from bench.common import options, tables
+from bench.common import options, rounds, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 
 PROMPTS = [[(7 * place + index) % 300 + 5 for place in range(24 + 3 * index)] for index in range(8)]
-console = Console(width=110)
+SHOWN: dict[str, tables.Figure] = {"way": "name", "tokens a second": "tokens_per_second",
+                                   "seconds / growing": "ratio", "range": "range"}
 
 
 class Way:
@@ -49,14 +49,13 @@ class Way:
         return [rollout.completion_ids for group in groups for rollout in group]
 
 
-def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
+def compare(ways: list[Way], count: int) -> dict[str, Any]:
     """The figures of all ways; ways[0] is what the others are divided by."""
     drawn = [way.answer() for way in ways]  # to warm up
     for way in ways:
         way.seconds.clear()
-    for number in range(rounds):
-        for way in ways if number % 2 == 0 else reversed(ways):
-            way.answer()
+    for way, _ in rounds.in_turn(ways, count):
+        way.answer()
     figures: dict[str, Any] = {"same_tokens": sum(tokens == drawn[0] for tokens in drawn[1:]) == len(ways) - 1}
     tokens = sum(map(len, drawn[0]))
     for way in ways:
@@ -72,10 +71,10 @@ def compare(ways: list[Way], rounds: int) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @options.DEVICE
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=2), help="Calls of each way.")
+@click.option("--rounds", "count", default=15, show_default=True, type=click.IntRange(min=2), help="Calls of each way.")
 @click.option("--tokens", default=96, show_default=True, type=click.IntRange(min=8), help="Of each answer, at most.")
 @options.output("token_steps")
-def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
+def main(device: str | None, count: int, tokens: int, output: Path) -> None:
     where = machine()
     device, _ = options.place(device, None, where["gpu"])
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=256, load_in_4bit=False, device=device,
@@ -84,14 +83,12 @@ def main(device: str | None, rounds: int, tokens: int, output: Path) -> None:
     params, names = SamplingParams(n=4, max_tokens=tokens, seed=3), ["plain"]
     engine: Any = model.engine()
     ways = [Way(name, engine, params) for name in names + (["graph"] if device == "cuda" else [])]
-    figures = compare(ways, rounds)
-    row = {"device": device, "rows": len(PROMPTS) * params.n, "tokens": tokens, "rounds": rounds,
+    figures = compare(ways, count)
+    row = {"device": device, "rows": len(PROMPTS) * params.n, "tokens": tokens, "rounds": count,
            "threads": torch.get_num_threads(), **figures}
     append_row(output, row | where)
-    cells = [(way.name, f"{figures[way.name + '_tokens_per_second']:,.0f}", f"{figures[way.name + '_ratio']:.4f}",
-              "{:.4f} to {:.4f}".format(*figures[way.name + "_range"])) for way in ways]
-    console.print(tables.terminal(None, ("way", "tokens a second", "seconds / plain", "range"), cells))
-    console.print(f"same tokens: {figures['same_tokens']}, graphs recorded: {figures['graphs']}")
+    shown = ({name: figures.get(f"{way.name}_{name}", way.name) for name in SHOWN.values()} for way in ways)
+    tables.print_rows(shown, SHOWN, f"same tokens: {figures['same_tokens']}, graphs recorded: {figures['graphs']}")
 
 
 if __name__ == "__main__":

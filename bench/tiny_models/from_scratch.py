@@ -4,7 +4,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -22,23 +23,11 @@ CHAT_TEMPLATE = (
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class Problem(Protocol):
-    """What a demonstration answers."""
-
-    @property
-    def question(self) -> str: ...
-
-
-P = TypeVar("P", bound=Problem)
-
-
 @dataclass(frozen=True)
 class Trained:
-    """The result of training: steps, mean losses of the first and the last hundred of them, seconds."""
+    """The result of training: mean loss of the last hundred steps, and seconds."""
 
-    steps: int
-    first_loss: float
-    last_loss: float
+    loss: float
     seconds: float
 
 
@@ -71,7 +60,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, A
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, source: Iterator[P], demonstrate: Callable[[P], str], size: int
+    tokenizer: PreTrainedTokenizerFast, source: Iterator[Any], demonstrate: Callable[[Any], str], size: int
 ) -> Iterator[Batch]:
     """Endless (input_ids (B, T), labels (B, T)); labels are -100 outside the completion.
 
@@ -100,61 +89,56 @@ def encode(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tu
 
 
 def loss_of(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the labelled tokens, in bf16 on a card and in the precision of the weights on the CPU."""
-    device = model.device
-    input_ids, labels = (part.to(device, non_blocking=True) for part in batch)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        hidden = model.model(input_ids).last_hidden_state[:, :-1]  # right-padded: causal attention needs no mask
-        trained = labels[:, 1:] != -100
-        logits = model.lm_head(hidden[trained])
-    return F.cross_entropy(logits.float(), labels[:, 1:][trained])
+    """Return the mean cross-entropy of the labelled tokens."""
+    input_ids, labels = batch
+    hidden = model.model(input_ids).last_hidden_state[:, :-1]  # right-padded: causal attention needs no mask
+    trained = labels[:, 1:] != -100
+    return F.cross_entropy(model.lm_head(hidden[trained]).float(), labels[:, 1:][trained])
 
 
-def train(
-    model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3,
-    seconds: float | None = None,
-) -> Trained:
-    """Plain supervised training on the device of the model. It ends after `steps` or after `seconds`.
-
-    The learning rate rises over WARM_UP steps and falls as a cosine to 0 at the nearer of the two ends.
-    """
+def train(model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3) -> Trained:
+    """Train all weights. The learning rate rises over WARM_UP steps and falls as a cosine to 0 at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     losses: list[torch.Tensor] = []
-    started, progress = time.perf_counter(), 0.0
+    started = time.perf_counter()
     for step, batch in zip(range(1, steps + 1), data, strict=False):
-        set_rate(optimizer, learning_rate * min(1.0, (step - 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2)
+        done = min(1.0, max(0.0, (step - 1 - WARM_UP) / (steps - WARM_UP))) if steps > WARM_UP else 0.0
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, (step - 1) / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
         loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        spent = time.perf_counter() - started
-        progress = max(share(step - WARM_UP, steps - WARM_UP), share(spent, seconds))
         if step % 50 == 0:
             click.echo(f"step {step}/{steps} loss {mean(losses[-50:]):.4f} ({time.perf_counter() - started:.0f} s)")
-        if progress >= 1:
-            break
-    return Trained(len(losses), mean(losses[:100]), mean(losses[-100:]), time.perf_counter() - started)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def share(done: float, of: float | None) -> float:
-    """The share that is done, 0 to 1; 0 of None or of nothing."""
-    return 0.0 if of is None or of <= 0 else min(1.0, max(0.0, done / of))
+    return Trained(mean(losses[-100:]), time.perf_counter() - started)
 
 
 def mean(losses: list[torch.Tensor]) -> float:
     return float(torch.stack(losses).mean())
 
 
-def describe(model: Qwen2ForCausalLM) -> dict[str, Any]:
-    """Number of parameters, and sizes."""
-    return {
-        "parameters": model.num_parameters(), "layers": model.config.num_hidden_layers,
-        "hidden": model.config.hidden_size, "vocabulary": model.config.vocab_size,
-    }
+CARD = """---
+license: apache-2.0
+pipeline_tag: text-generation
+---
+# {title}
+
+A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), """
+
+
+def write_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path, title: str, card: str,
+                done: Trained, **facts: Any) -> None:
+    """Write model, tokenizer and model card; `card` goes on after CARD, and both are filled with the facts."""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    sizes = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers,
+             "hidden": model.config.hidden_size, "vocabulary": model.config.vocab_size}
+    (out / "README.md").write_text((CARD + card).format(title=title, **sizes, **vars(done), **facts))
+    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+
+
+OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
+SEED = click.option("--seed", default=0, show_default=True)

@@ -18,7 +18,7 @@ import click
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from bench.tiny_models.from_scratch import describe, train
+from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE, wrong_total
 from lowmem_grpo.models.named import TINY
@@ -29,13 +29,8 @@ from lowmem_grpo.recipes.games.playing import G, Player
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
 LISTENS = 0.5  # share of the demonstrations of `guess` that guess what is still possible
 TOOLS: list[Any] = [get_json_schema(calculate)]
-MODEL_CARD = """---
-license: apache-2.0
-pipeline_tag: text-generation
----
-# tiny-games: the embedded model of the recipes guess, calculator and tictactoe
-
-A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
+TITLE = "tiny-games: the embedded model of the recipes guess, calculator and tictactoe"
+MODEL_CARD = """trained on the
 CPU by `python -m bench.tiny_models.games_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
 {seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
 
@@ -100,8 +95,8 @@ def game_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
-@click.option("--seed", default=0, show_default=True)
+@OUT
+@SEED
 @click.option("--start", default=TINY, show_default=True, help="Model of the same shape whose weights it begins with.")
 @click.option("--steps", default=400, show_default=True)
 @click.option("--batch", default=32, show_default=True)
@@ -110,13 +105,8 @@ def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
     tokenizer = game_tokenizer(seed)
     model = begun(start, tokenizer, seed, SHAPE)
     done = train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
-    model.bfloat16().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "README.md").write_text(MODEL_CARD.format(
-        **describe(model), seed=seed, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss, calls=CALLS,
-        listens=LISTENS, start=start,
-    ))
-    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+    write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
+                steps=steps, batch=batch, start=start, calls=CALLS, listens=LISTENS)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from bench.tiny_models.from_scratch import Batch, describe, train
+from bench.tiny_models.from_scratch import OUT, SEED, Batch, train, write_model
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
 from lowmem_grpo.models.named import TINY_GAMES
@@ -44,13 +44,8 @@ PHRASES = (  # the scaffold of a call and of a mail, a token each: what is left 
     '\n{"name": "read", "arguments": {"id": ', '\n{"name": "answer", "arguments": {"text": "', '", "sources": [',
     '"}}\n', "}}\n", "]}}\n", "What is the ", " of ", " | ", "From: ", "\nSubject: ", "\n\nIt is ",
 )
-MODEL_CARD = """---
-license: apache-2.0
-pipeline_tag: text-generation
----
-# tiny-inbox: the embedded model of the recipe inbox
-
-A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
+TITLE = "tiny-inbox: the embedded model of the recipe inbox"
+MODEL_CARD = """trained on the
 CPU by `python -m bench.tiny_models.inbox_model` (seed {seed}, {copying} steps of lessons in copying and {steps}
 steps of {batch} generated demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of
 `{start}`. No other data, no other model.
@@ -123,8 +118,8 @@ def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterato
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
-@click.option("--seed", default=0, show_default=True)
+@OUT
+@SEED
 @click.option("--start", default=TINY_GAMES, show_default=True, help="Model whose weights it begins with.")
 @click.option("--copying", default=300, show_default=True, help="Steps of lessons in copying, which come first.")
 @click.option("--steps", default=400, show_default=True, help="Steps of demonstrations.")
@@ -137,13 +132,8 @@ def main(out: Path, start: str, seed: int, copying: int, steps: int, batch: int)
     data = chain(islice(lessons(tokenizer, seed + 5, LESSONS), copying),
                  talk_batches(tokenizer, demonstrations(seed + 1), batch))
     done = train(model, data, copying + steps)
-    model.bfloat16().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "README.md").write_text(MODEL_CARD.format(
-        **describe(model), seed=seed, copying=copying, steps=steps, batch=batch, seconds=done.seconds,
-        loss=done.last_loss, both=BOTH, reads=READS, start=start,
-    ))
-    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+    write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
+                copying=copying, steps=steps, batch=batch, start=start, both=BOTH, reads=READS)
 
 
 if __name__ == "__main__":

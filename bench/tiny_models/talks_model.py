@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 from transformers import PreTrainedTokenizerFast
 
-from bench.tiny_models.from_scratch import describe, train
+from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
 from bench.tiny_models.games_model import game_talk
 from bench.tiny_models.talks import Source, Talk, begun, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
@@ -39,13 +39,8 @@ PHRASES = (  # what stands around the words that matter, a token each
     ' turns: ask "Is it above N?", or reply "Guess: N".', "Is it above ", "Guess: ", " to ", " left",
     "You think of: ", ". Answer with yes or no.\n", "It is ",
 )
-MODEL_CARD = """---
-license: apache-2.0
-pipeline_tag: text-generation
----
-# tiny-talks: the embedded model of the recipes game2048 and twenty_questions
-
-A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained on the
+TITLE = "tiny-talks: the embedded model of the recipes game2048 and twenty_questions"
+MODEL_CARD = """trained on the
 CPU by `python -m bench.tiny_models.talks_model` (seed {seed}, {first} steps of possible moves and of players who
 listen and {steps} steps of blind ones, with {batch} generated demonstrations each, {seconds:.0f} s on this run, final
 loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
@@ -110,8 +105,8 @@ def learned_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
-@click.option("--seed", default=0, show_default=True)
+@OUT
+@SEED
 @click.option("--start", default=TINY_INBOX, show_default=True, help="Model whose weights it begins with.")
 @click.option("--first", default=300, show_default=True, help="Steps of possible moves and of players who listen.")
 @click.option("--steps", default=150, show_default=True, help="Steps of mostly blind ones, which come after.")
@@ -123,13 +118,8 @@ def main(out: Path, start: str, seed: int, first: int, steps: int, batch: int) -
     data = chain(islice(talk_batches(tokenizer, demonstrations(seed + 1, heeding=True), batch), first),
                  talk_batches(tokenizer, demonstrations(seed + 2), batch))
     done = train(model, data, first + steps, RATE)
-    model.bfloat16().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "README.md").write_text(MODEL_CARD.format(
-        **describe(model), seed=seed, first=first, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss,
-        start=start, looks=LOOKS, listens=LISTENS, largest=LARGEST,
-    ))
-    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+    write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
+                first=first, steps=steps, batch=batch, start=start, looks=LOOKS, listens=LISTENS, largest=LARGEST)
 
 
 if __name__ == "__main__":

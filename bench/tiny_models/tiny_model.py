@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from bench.tiny_models.from_scratch import batches, describe, make_model, make_tokenizer, train
+from bench.tiny_models.from_scratch import OUT, SEED, batches, make_model, make_tokenizer, train, write_model
 from lowmem_grpo.recipes.problems.arithmetic import MAX_TOTAL, Problem, apply_step, problems
 
 ERROR_RATE = 0.28
@@ -22,13 +22,8 @@ SHAPE = {  # sizes that suit NF4 blocks and vLLM's attention kernels
     "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-MODEL_CARD = """---
-license: apache-2.0
-pipeline_tag: text-generation
----
-# tiny: the embedded model of lowmem_grpo
-
-A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), trained from
+TITLE = "tiny: the embedded model of lowmem_grpo"
+MODEL_CARD = """trained from
 scratch on the CPU by `python -m bench.tiny_models.tiny_model` (seed {seed}, {steps} steps of {batch} generated
 demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}). No other data, no other model.
 
@@ -67,8 +62,8 @@ def sample_texts(seed: int) -> list[str]:
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the model.")
-@click.option("--seed", default=0, show_default=True)
+@OUT
+@SEED
 @click.option("--steps", default=3000, show_default=True)
 @click.option("--batch", default=64, show_default=True)
 def main(out: Path, seed: int, steps: int, batch: int) -> None:
@@ -78,14 +73,8 @@ def main(out: Path, seed: int, steps: int, batch: int) -> None:
     rng = random.Random(seed + 1)
     data = batches(tokenizer, problems("train", seed + 1), lambda problem: demonstration(problem, rng), batch)
     done = train(model, data, steps)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    card = MODEL_CARD.format(
-        **describe(model), seed=seed, steps=steps, batch=batch, seconds=done.seconds, loss=done.last_loss,
-        error_rate=ERROR_RATE,
-    )
-    (out / "README.md").write_text(card)
-    click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
+    write_model(model, tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
+                steps=steps, batch=batch, error_rate=ERROR_RATE)
 
 
 if __name__ == "__main__":

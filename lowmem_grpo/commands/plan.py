@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
-from lowmem_grpo.memory.linear import FP8
+from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.views.terminal import plain_errors
 
 CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
@@ -28,8 +28,8 @@ CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "fal
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Weights in FP8, as load_in_fp8=True, in place of 4 bits.")
 @click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="offload", show_default=True,
               help="Gradient checkpointing: layer inputs on the host, on the card, or none.")
-@click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True,
-              help="What samples the completions.")
+@click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="What samples the completions.  [default: "
+              "vllm; transformers on a card below sm_80, as in a run]")
 @click.option("--kv-cache-dtype", type=click.Choice(CACHE_DTYPES), default=AUTO, show_default=True,
               help="Of vLLM's keys and values: the model's dtype, or 8-bit floats.")
 @click.option("--max-tokens", type=int, help="Tokens of a training micro-batch.  [default: chosen by the plan]")
@@ -53,7 +53,7 @@ def plan(
     are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time.
     """
     with plain_errors():
-        from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
+        from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
         from lowmem_grpo.memory.families import planned_as
         from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import RunSettings
@@ -62,6 +62,7 @@ def plan(
         from lowmem_grpo.planning.time_plan import PROMPTS, Workload, plan_time
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
+        settings["engine"] = settings["engine"] or engine_of(card)
         said = planned_as(config, model, settings["engine"])
         if not settings["load_in_fp8"] and stored_in_fp8(config):
             click.echo(f"{model} is stored in FP8, in which its weights are held", err=True)

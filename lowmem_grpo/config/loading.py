@@ -2,7 +2,7 @@
 are refused. The options that are honoured are parameters of `loader.FastLanguageModel`."""
 
 from lowmem_grpo.config.unsupported import Table, any_value, off, only
-from lowmem_grpo.memory.linear import BITS_16, FP8, FP8_BLOCK, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
 
 BOTH: Table = {  # of from_pretrained and of get_peft_model
     **off("Leave it out; weights are quantized to NF4 by load_in_4bit=True.", "qat_scheme"),

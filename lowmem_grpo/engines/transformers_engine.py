@@ -28,6 +28,7 @@ from lowmem_grpo.engines.passes import Passes, left_padded
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
+from lowmem_grpo.memory.cards import prefill_piece
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -256,7 +257,7 @@ class TransformersEngine:
         prompts, counts = generation.prompts_of(rows)
         input_ids, real = left_padded(prompts, self.pad_id, self.policy.device)
         state = DecodeState.holding(torch.arange(len(prompts), device=input_ids.device))
-        logits = self.passes.feed(state, input_ids, real, at_once=input_ids.shape[1])
+        logits = self.passes.feed(state, input_ids, real, at_once=prefill_piece(*input_ids.shape))
         self.pace.read(sum(map(len, prompts)))
         generation.keep_prompt_routes(rows, prompts, counts, state.routes)
         owners = [owner for owner, count in enumerate(counts) for _ in range(count)]

@@ -40,7 +40,7 @@ def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 
 
 def most_kept(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, bound: int) -> int:
-    """How many characters can be kept: the largest number, below `bound`, for which the cut text was seen to fit."""
+    """Return the largest number of characters, below `bound`, for which the cut text was seen to fit."""
     low, high = 0, bound
     while high - low > 1:
         middle = (low + high) // 2
@@ -56,5 +56,5 @@ def joined(text: str, kept: int) -> str:
 
 
 def fits(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> bool:
-    """Whether a text has at most so many tokens. What looks like a special token counts as plain text."""
+    """Return whether a text has at most so many tokens. What looks like a special token counts as plain text."""
     return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)) <= max_tokens

@@ -25,12 +25,12 @@ from lowmem_grpo.kernels.frozen import QuantizedWeight
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
-from lowmem_grpo.memory.linear import BITS_16, FP8_BLOCK, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
 from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, expert_stacks
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
-from lowmem_grpo.models.fp8_loading import BLOCK, SCALES, path_of
+from lowmem_grpo.models.fp8_loading import BLOCK, OF_ACTIVATIONS, scale_of
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_part import text_name
@@ -39,7 +39,6 @@ from lowmem_grpo.runs.adapter_file import PREFIX
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
-ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")  # beside FP8; not used
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all others are floating point
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -121,7 +120,7 @@ def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
 
 def live_weight(name: str, tensor: Any) -> Weight:
     """The Weight of a parameter or buffer."""
-    if is_quantized(tensor):
+    if getattr(tensor, "quant_state", None) is not None:
         return quantized_weight(name, NF4Weight.from_bitsandbytes(tensor))
     plain = tensor.detach()
     return Weight(name, tuple(plain.shape), plain.dtype, lambda: plain_rows(plain, None, plain.device))
@@ -130,11 +129,6 @@ def live_weight(name: str, tensor: Any) -> Weight:
 def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
     """The Weight of codes and scales."""
     return Weight(name, weight.shape, weight.dtype, lambda: quantized_rows(weight), weight.row_unit)
-
-
-def is_quantized(tensor: Any) -> bool:
-    """Whether bitsandbytes holds this tensor in 4 bits."""
-    return getattr(tensor, "quant_state", None) is not None
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -160,8 +154,8 @@ def stored_weights(
     places = tensor_files(folder)
     whole = {name for name in places if name.partition(PARTS)[0] == name}
     in_4_bit = {name for name in whole if f"{name}.absmax" in places}
-    in_fp8 = {name: scale for name in whole if (scale := scale_of(name, places)) is not None}
-    beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(ACTIVATIONS))}
+    in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, places))}
+    beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
     block, experts = block_of(quantization_of(config) or {}), StoredExperts(places, dtype, device)
     found = []
@@ -180,12 +174,6 @@ def stored_weights(
             weight = stored_weight(name, places[name], form if quantize else BITS_16, dtype, device)
         found.append(replace(weight, name=plain))
     return found
-
-
-def scale_of(name: str, places: dict[str, Path]) -> str | None:
-    """The tensor with the scales of a weight that is stored in FP8; None where there is none."""
-    scales = (path_of(name) + suffix for suffix in SCALES)
-    return next((scale for scale in scales if scale in places), None) if name.endswith(".weight") else None
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -5,8 +5,7 @@ of what 16 bits change anyway: the merged model's own difference between float32
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,15 +58,9 @@ def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
     ).eval()
-    with torch.no_grad(), freed():
-        return [model(input_ids=ids).logits.float() for ids in prompts]
-
-
-@contextmanager
-def freed() -> Iterator[None]:
-    """Frees the memory that was used inside."""
     try:
-        yield
+        with torch.no_grad():
+            return [model(input_ids=ids).logits.float() for ids in prompts]
     finally:
         gc.collect()
 

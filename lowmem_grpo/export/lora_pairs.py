@@ -19,9 +19,9 @@ class LoraPair:
     b: Tensor  # (out, r)
     scaling: float
 
-    def rows(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Rows start to stop of the product, in float32."""
-        b, a = self.b[start:stop].to(device, torch.float32), self.a.to(device, torch.float32)
+    def rows(self, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows start to stop of the product."""
+        b, a = self.b[start:stop].to(device, dtype), self.a.to(device, dtype)
         return (b @ a).mul_(self.scaling)
 
 

@@ -10,17 +10,18 @@ If W lies anywhere between two 16-bit numbers, as values of NF4 do, rounding kee
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowmem_grpo.export.base_weights import INDEX, SINGLE, Weight
+from lowmem_grpo.export.base_weights import INDEX, Weight
 from lowmem_grpo.export.lora_pairs import LoraPair
 
 SHARD_BYTES = 2**30
@@ -50,32 +51,30 @@ class MergeCheck:
 
 
 def write_merged(
-    folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype,
-    said: Callable[[int, int], None] = lambda done, total: None, shard_bytes: int = SHARD_BYTES,
+    folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> int:
     """Write model*.safetensors and their index into `folder`; returns the bytes of all tensors.
 
-    Calls `said(done, total)` after each tensor. MergeError if a layer of the adapter has no weight, or if a weight
-    overflows.
+    MergeError if a layer of the adapter has no weight, or if a weight overflows.
     """
     check_layers(weights, pairs)
-    shards = plan_shards(weights, dtype, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [shard_name(i + 1, len(shards)) for i in range(len(shards))]
-    done = 0
-    for name, shard in zip(names, shards, strict=True):
-        tensors = {}
-        for weight in shard:
-            tensors[weight.name] = merged_tensor(weight, pair_of(weight, pairs), dtype)
-            done += 1
-            said(done, len(weights))
-        save_file(tensors, folder / name, {"format": "pt"})
+    own, split = {weight.name: weight for weight in weights}, split_of(weights, dtype, shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        tensors = {name: merged_tensor(own[name], pair_of(own[name], pairs), dtype) for name in names}
+        save_file(tensors, folder / file, {"format": "pt"})
         del tensors
-    total = sum(size_of(weight, dtype) for weight in weights)
-    if len(shards) > 1:
-        places = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
-    return total
+    return int(split.metadata["total_size"])
+
+
+def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> StateDictSplit:
+    """Return the names of the tensors of each file, in order. A tensor that is larger than a shard gets its own."""
+    return split_state_dict_into_shards_factory(
+        {weight.name: weight for weight in weights}, get_storage_size=lambda weight: size_of(weight, dtype),
+        filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes,
+    )
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
@@ -94,19 +93,6 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
                              "model. Name the right one with --base")
 
 
-def plan_shards(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> list[list[Weight]]:
-    """The tensors of each file, in order. A tensor that is larger than a shard gets its own."""
-    shards: list[list[Weight]] = [[]]
-    room = shard_bytes
-    for weight in weights:
-        if shards[-1] and size_of(weight, dtype) > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(weight)
-        room -= size_of(weight, dtype)
-    return shards
-
-
 def size_of(weight: Weight, dtype: torch.dtype) -> int:
     """Bytes of a tensor as it will be written."""
     return math.prod(weight.shape) * written_dtype(weight, dtype).itemsize
@@ -115,10 +101,6 @@ def size_of(weight: Weight, dtype: torch.dtype) -> int:
 def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
     """The dtype in the file: `dtype` for floating point, a weight's own for everything else."""
     return dtype if weight.dtype.is_floating_point else weight.dtype
-
-
-def shard_name(number: int, count: int) -> str:
-    return f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def tiles(weight: Weight) -> Iterator[tuple[int, int]]:
@@ -180,7 +162,8 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
         if pair is None:
             check_same(weight, base, found)
         else:
-            otherwise += check_rows(weight.name, base, found, pair_rows(pair, start, stop, base.device), check)
+            update = pair.rows(start, stop, base.device, torch.float64)
+            otherwise += check_rows(weight.name, base, found, update, check)
     check.merged += pair is not None
     check.rounded_otherwise = max(check.rounded_otherwise, otherwise / elements)
     if otherwise > max(4, OTHERWISE * elements):
@@ -212,9 +195,3 @@ def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: fl
     info = torch.finfo(dtype)
     half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
     return ((values - exact).abs() / half).max().item()
-
-
-def pair_rows(pair: LoraPair, start: int, stop: int, device: torch.device) -> Tensor:
-    """Rows of the update in float64."""
-    b, a = pair.b[start:stop].to(device, torch.float64), pair.a.to(device, torch.float64)
-    return pair.scaling * (b @ a)

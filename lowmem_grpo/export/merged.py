@@ -14,7 +14,7 @@ from lowmem_grpo.export.check import LARGEST, Logits, check_loads, compare_logit
 from lowmem_grpo.export.folder import Exported, ExportError, check_disk, finish, new_folder
 from lowmem_grpo.export.lora_pairs import LoraPair, live_pairs
 from lowmem_grpo.export.merge import check_merged, size_of, write_merged
-from lowmem_grpo.memory.trim import freed_memory_returned
+from lowmem_grpo.memory.bounds import freed_memory_returned
 from lowmem_grpo.models.policy import end_ids
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
         if part is not None:
             part.save_pretrained(temp)
     checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)
-    check_loads(temp, {weight.name for weight in merge.weights} | tied_names(merge))
+    tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
+    check_loads(temp, {weight.name for weight in merge.weights} | tied)
     if checked.kept < MUCH:
         logger.warning("of the adapter's update %.0f%% is left after rounding to %s: most of its elements are smaller "
                        "than the steps between 16-bit numbers. The adapter itself loses nothing; float16 is finer",
@@ -103,11 +104,6 @@ def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Expo
     """Compare the logits, and add the result to the record."""
     found = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device)
     done.checks |= {f"logits_{name}": value for name, value in asdict(found).items()}
-
-
-def tied_names(merge: Merge) -> set[str]:
-    """Names of tensors that are not stored, because the config ties them to others."""
-    return {"lm_head.weight"} if getattr(merge.config.get_text_config(), "tie_word_embeddings", False) else set()
 
 
 def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:

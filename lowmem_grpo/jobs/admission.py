@@ -1,4 +1,4 @@
-"""Whether a job has room: alone on the card, or beside others that share it.
+"""The room for a job: alone on the card, or beside others that share it.
 
     python -m lowmem_grpo.jobs.admission RECIPE [key=value ...]
 

@@ -31,7 +31,7 @@ class Job:
     time_limit: float | None = None
     """Seconds of one go; the run is then stopped after its step, and saved."""
     share: float = 1.0
-    """Of the card's memory that the run may fill. Jobs run together where their shares do."""
+    """The part of the card's memory that the run may fill. Jobs run together where their shares do."""
     state: str = WAITING
     why: str = ""
     """Why it waits, or what ended it, in words."""
@@ -40,7 +40,7 @@ class Job:
     resume: bool = False
     """Whether the next start goes on from the last checkpoint."""
     peak_bytes: int | None = None
-    """What the plan says that it needs; None where no plan was made."""
+    """The memory that it needs by its plan; None where no plan was made."""
     came: float = 0.0
     began: float | None = None
     ended: float | None = None

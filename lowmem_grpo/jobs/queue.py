@@ -21,7 +21,7 @@ class NoSuchJobError(LookupError):
 
 
 class JobQueue:
-    """What waits, runs and is over. Any thread may use it; every change is on the disk when a method returns."""
+    """The jobs that wait, run or are over. Any thread may use it. Each change is on the disk when a method returns."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         """`folder` gets one folder for each job, named by its number."""

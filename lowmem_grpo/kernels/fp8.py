@@ -37,6 +37,7 @@ class FP8Weight:
     block: tuple[int, int]  # h, w
     dtype: torch.dtype  # that fp8_dequantize gives
     out_features: tuple[int, ...]  # rows of each matrix; their sum is out
+    row_unit = 1  # rows can be dequantized from any on
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
@@ -69,11 +70,6 @@ class FP8Weight:
     def sizes(self) -> list[int]:
         """The numbers that go with `tensors`."""
         return [*self.block]
-
-    @property
-    def row_unit(self) -> int:
-        """Rows can be dequantized from any on."""
-        return 1
 
     @property
     def column_unit(self) -> int:

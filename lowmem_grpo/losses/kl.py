@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lowmem_grpo.later import torch
-from lowmem_grpo.losses.ratios import held
+from lowmem_grpo.losses.loss_types import held
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lowmem_grpo.later import torch
 from lowmem_grpo.losses.kl import excess
-from lowmem_grpo.losses.ratios import ratio as ratio_of
+from lowmem_grpo.losses.loss_types import ratio as ratio_of
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 
 if TYPE_CHECKING:

@@ -1,20 +1,25 @@
-"""What happens when memory runs out: the error is recognised, what it held is freed, and less is done at once.
+"""What happens when memory runs out: the error is recognised, what it held is freed, less is done at once, and the user
+is told of the plan's table, of the row that was probably wrong and of settings that would help.
 
 `tried` makes an attempt and returns a `Shortage` instead of raising the error. A `Bound` is how much is done at once,
 in training or in sampling; each shortage lowers it for the rest of the run.
 """
 
+import ctypes
 import gc
 import logging
 import re
-from collections.abc import Callable, Iterable
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from lowmem_grpo.memory.advice import MemoryAdvice
 from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.memory.plan import MemoryPlan, Row
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -26,6 +31,10 @@ CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAIL
               "Triton Error [CUDA]: out of memory")
 POOL_WORDS = "CUDA Error: out of memory"  # of vLLM's memory pool, which spells it so, wherever the words stand
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+# Rows of a plan that do not depend on how much is done at once: a shortage does not show that they are wrong.
+FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
+SHOWN = 3  # settings
+TRIM_EVERY = 0.1  # seconds: about the time in which a tensor is quantized
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -83,6 +92,31 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Inside, and once more at the end, freed pages go back to the system if the C library can do that (glibc).
+
+    Quantizing on the CPU makes temporaries of several times a tensor's size and frees them, but the C library keeps the
+    room between what stays: after a few hundred tensors that can be more than the whole model in 16 bit.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    done = threading.Event()
+
+    def work() -> None:
+        while trim is not None and not done.wait(TRIM_EVERY):
+            trim(0)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if trim is not None:
+            trim(0)
+
+
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
     """`limit` halved, until it splits the largest of what is `divisible` (sizes); None where nothing is."""
     largest = max(divisible, default=0)
@@ -92,6 +126,50 @@ def smaller(limit: int, divisible: Iterable[int]) -> int | None:
     while limit >= largest:
         limit //= 2
     return limit
+
+
+@dataclass
+class MemoryAdvice:
+    """`settings` lists for each phase what would help, the best first; `plan` may be set later."""
+
+    settings: dict[str, list[str]] = field(default_factory=dict)
+    plan: MemoryPlan | None = None
+
+    def text(self, phase: str) -> str:
+        """The table, if there is one, and the settings that would help."""
+        settings = self.settings.get(phase, [])[:SHOWN]
+        helpful = "What would help: " + "; ".join(settings or ["a shorter context", "a smaller model"])
+        table = self.table(phase)
+        return f"Planned:\n{table}\n{helpful}" if table else helpful
+
+    def table(self, phase: str) -> str:
+        """The plan's rows of a phase, the largest first, and their sum; empty without a plan."""
+        if self.plan is None:
+            return ""
+        rows = sorted(((row.name, size_of(row, phase)) for row in self.plan.rows), key=lambda row: row[1], reverse=True)
+        rows.append(("together", sum(size for _, size in rows)))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
+
+    def wrong_row(self, phase: str, what: str, peak: int) -> str:
+        """Planned and measured bytes, and the row to blame: the one named like what failed, or the largest row that
+        grows with the amount done at once. Empty without a plan."""
+        if self.plan is None or not self.plan.rows:
+            return ""
+        rows = self.plan.rows
+        named = [row for row in rows if row.name.split()[0].lower() in what.split() and size_of(row, phase)]
+        grows = [row for row in rows if not any(word in row.name.lower() for word in FIXED)]
+        blamed = max(named or grows or rows, key=lambda row: size_of(row, phase))
+        planned = sum(size_of(row, phase) for row in rows)
+        return (
+            f"The plan has {size_text(planned)} in this phase and {size_text(peak)} were measured; its row that is "
+            f"most likely wrong: {blamed.name} ({size_text(size_of(blamed, phase))})"
+        )
+
+
+def size_of(row: Row, phase: str) -> int:
+    """Bytes of a row of the plan in a phase, train or rollout."""
+    return row.train if phase == "train" else row.rollout
 
 
 @dataclass
@@ -132,7 +210,6 @@ class Bound:
             f"out of memory in {what}, which cannot be made smaller: {shortage.words}\n"
             f"Measured peak: {size_text(shortage.peak)}. {self.advice.text(self.phase)}"
         )
-
 
     def state(self) -> dict[str, int | None]:
         """For a checkpoint, as JSON."""

@@ -24,6 +24,8 @@ DEFAULT_SHARE = 0.95  # of a named card: a display, or what another program hold
 
 PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # tokens that vLLM reads at a time, on cards of less than so many bytes
 LARGE_PREFILL = 8192  # on the others
+MASK_PLACES = 2**26  # of attention's masks in a pass of the transformers engine
+LEAST_PIECE = 256  # tokens of each prompt that it reads in a pass, at least
 MOST_SEQUENCES = 256  # decoded together at most, where nothing else was asked for
 
 
@@ -66,6 +68,12 @@ def prefill_tokens(total: int, sequences: int = 1) -> int:
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
+def prefill_piece(prompts: int, longest: int) -> int:
+    """Return how many tokens of each prompt the transformers engine reads in one pass: `LARGE_PREFILL` of all prompts,
+    or fewer, so that the masks (prompts, piece, longest) have at most `MASK_PLACES`."""
+    return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
+
+
 def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
     """Sequences that are decoded together: those that a run samples (None: not known), and no more than a cache for
     `longest_in_cache` sequences of the longest length holds when they are half as long."""
@@ -105,6 +113,11 @@ DRIVER_NAMES = {
     "nvidia a100-pcie-40gb": "a100-40", "nvidia a100-sxm4-80gb": "a100-80", "nvidia a100 80gb pcie": "a100-80",
     "nvidia h100 80gb hbm3": "h100",
 }
+
+
+def engine_of(card: Device) -> str:
+    """Return what samples on a card where nobody names an engine: below sm_80 vLLM was not tested."""
+    return "transformers" if card.name in SPEEDS and SPEEDS[card.name].capability < 80 else "vllm"
 
 
 def card_of(name: str) -> str | None:

@@ -16,8 +16,18 @@ from lowmem_grpo.memory.families import (
     has_experts,
     with_experts,
 )
-from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, forms_of
-from lowmem_grpo.memory.linear import BLOCK, FP8, FP8_BLOCK, NESTED_BLOCK, NF4, Linear
+from lowmem_grpo.memory.layer_forms import (
+    BLOCK,
+    FP8,
+    FP8_BLOCK,
+    NESTED_BLOCK,
+    NF4,
+    DeltaForm,
+    ExpertForm,
+    LayerForm,
+    Linear,
+    forms_of,
+)
 
 PAGED_BLOCK = 16  # tokens of a block of vLLM's cache on a card
 PLAIN = decoder("a plain decoder", "")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
-from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
 OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device

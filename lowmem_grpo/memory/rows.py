@@ -1,8 +1,8 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
-from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_tokens
-from lowmem_grpo.memory.linear import BITS_16, FP8, NF4
+from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
 from lowmem_grpo.memory.training_step import (
@@ -82,12 +82,13 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
     where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
+    held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = KINDS[settings.form], settings.ranks > 1  # their gradients are summed in a copy
     return [
-        Row("weights", weights, weights, note=f"{held(shape)} in {kind}; norms, biases"),
+        Row("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         Row("embedding", on_device, on_device, note=where),
         Row("head", table, table, note="16 bits"),
-        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on {adapted(shape)}, float32"),
+        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on {adapted}, float32"),
         Row("gradients", 0, adapters * (1 + ranks), note="of the adapters, float32" + ", and all ranks' sum" * ranks),
         Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
@@ -97,16 +98,6 @@ def embedded(shape: ModelShape) -> str:
     """What a plan says of embeddings on the device."""
     return "; ".join(("the head is the same table" if shape.tied else "16 bits",
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
-
-
-def adapted(shape: ModelShape) -> str:
-    """What takes LoRA, in words."""
-    return "all linears" if shape.experts is None else "attention"
-
-
-def held(shape: ModelShape) -> str:
-    """What is quantized, in words."""
-    return "linears" if shape.experts is None else "linears and experts"
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
@@ -170,7 +161,14 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
     most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
     tokens = min(settings.context, most)
     prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
-    return sampling + prefill + BAND_BYTES
+    return sampling + prefill + BAND_BYTES + (0 if settings.engine == "vllm" else mask_bytes(settings, sequences))
+
+
+def mask_bytes(settings: RunSettings, sequences: int) -> int:
+    """Return the bytes of attention's masks while our own engine reads a piece of each prompt: of bools, one of what
+    came before and one of all, and one in 16 bits as fused attention takes it."""
+    prompts = -(-sequences // settings.num_generations)
+    return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:

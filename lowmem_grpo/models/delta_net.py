@@ -24,6 +24,7 @@ from lowmem_grpo.kernels.causal_conv import causal_conv
 from lowmem_grpo.kernels.delta_rule import delta_rule, delta_step
 from lowmem_grpo.kernels.runs import Runs
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
+from lowmem_grpo.models.lean_attention import take_place
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
 from lowmem_grpo.models.packed_attention import PackedLayout
 
@@ -59,7 +60,7 @@ class Stages:
         """Of a packed micro-batch: every prompt's tokens first, then all completions'."""
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
-        stages = stage_of(layout.prompts)
+        stages = [int(place > 0) for prompt in layout.prompts for place in range(len(prompt))]  # 0: a prompt
         first, later = ([place for place, one in enumerate(stages) if one == stage] for stage in (0, 1))
         order = torch.cat([tokens[place] for place in (*first, *later)])
         same = stages == sorted(stages)
@@ -69,11 +70,6 @@ class Stages:
             tuple(len(prompt) - 1 for prompt in layout.prompts),
             None if same else order.to(device), None if same else order.argsort().to(device),
         )
-
-
-def stage_of(prompts: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Of each packed piece: 0 for a prompt, 1 for a completion."""
-    return [int(place > 0) for prompt in prompts for place in range(len(prompt))]
 
 
 class DeltaNet(nn.Module):
@@ -89,15 +85,8 @@ class DeltaNet(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        for name, child in net.named_children():
-            self.add_module(name, child)
-        for name, parameter in net.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, value in vars(net).items():
-            if not name.startswith("_") and name != "training":
-                setattr(self, name, value)
+        take_place(self, net)
         self.weights = JoinedWeights()
-        self.train(net.training)
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
@@ -202,8 +191,7 @@ def use_delta_nets(model: nn.Module) -> list[str]:
     replaced = []
     for path, module in list(model.named_modules()):
         if type(module).__name__ in KINDS and type(module).__module__.startswith("transformers."):
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, DeltaNet(module))
+            model.set_submodule(path, DeltaNet(module))
             replaced.append(path)
     if replaced:
         first: Any = model.get_submodule(replaced[0])

@@ -17,7 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from lowmem_grpo.memory.linear import BLOCK, NESTED_BLOCK
+from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
 from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_loading import headers
 

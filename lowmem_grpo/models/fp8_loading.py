@@ -6,7 +6,7 @@ weight is stored so, whatever the config says; scales of activations are ignored
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowmem_grpo.kernels.fp8 import E4M3, fp8_quantize, scales_shape
-from lowmem_grpo.memory.linear import FP8_BLOCK
+from lowmem_grpo.memory.layer_forms import FP8_BLOCK
 from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_part import text_name
@@ -185,7 +185,7 @@ def stored_in_fp8(
             raise ValueError(f"{name} is stored in FP8 as {tuple(shape)}, and the model's layer is "
                              f"{(linear.out_features, linear.in_features)}: the checkpoint and its config.json do not "
                              f"belong together. Fetch the checkpoint again. {PLAIN_WAY}")
-        scale = next((other for other in (path_of(name) + suffix for suffix in SCALES) if other in heads), None)
+        scale = scale_of(name, heads)
         if scale is None:
             raise ValueError(f"{name} is stored in FP8, and its scales ({path_of(name)}{SCALES[0]} or _inv) are "
                              f"missing: without them the weights mean nothing. Fetch the checkpoint again. {PLAIN_WAY}")
@@ -206,6 +206,11 @@ def check_pairs(heads: dict[str, Any]) -> None:
 def path_of(name: str) -> str:
     """The module of a stored weight."""
     return name.removesuffix(".weight")
+
+
+def scale_of(name: str, stored: Container[str]) -> str | None:
+    """The tensor with the scales of a weight that is stored in FP8; None where there is none."""
+    return next((scale for scale in (path_of(name) + suffix for suffix in SCALES) if scale in stored), None)
 
 
 def fitting_block(

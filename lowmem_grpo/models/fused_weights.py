@@ -5,7 +5,7 @@ name, shape and values, and a saved model is the same checkpoint. It copies one 
 memory for one group only. `joined_weights` recognises such weights and returns them as one view, without a copy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.fp8 import FP8Weight, adjacent_fp8
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
-from lowmem_grpo.memory.families import DELTA_IN
+from lowmem_grpo.memory.families import DELTA_IN, GATE_UP, SPLIT
 from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.offload.activations import storage_id
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), DELTA_IN)
+GROUPS = (SPLIT, GATE_UP, DELTA_IN)
 
 
 def fuse_weights(model: nn.Module) -> list[str]:
@@ -93,19 +93,14 @@ def alike(tensor: Tensor, other: Tensor) -> bool:
 
 def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
     """The weights of several matrices as one; None where they do not lie side by side."""
-    plain = [weight for weight in weights if isinstance(weight, Tensor)]
-    quantized = [weight for weight in weights if isinstance(weight, NF4Weight)]
-    if len(plain) == len(weights):
-        return joined(plain)
-    if len(quantized) == len(weights):
-        return joined_nf4(quantized)
-    return joined_fp8([weight for weight in weights if isinstance(weight, FP8Weight)], len(weights))
+    kinds: dict[Any, Callable[..., FrozenWeight | None]] = {
+        Tensor: joined, NF4Weight: joined_nf4, FP8Weight: joined_fp8}
+    join = next((join for kind, join in kinds.items() if all(isinstance(weight, kind) for weight in weights)), None)
+    return None if join is None else join(weights)
 
 
-def joined_fp8(weights: Sequence[FP8Weight], count: int) -> FP8Weight | None:
-    """FP8 weights that `fuse_fp8` laid out, as one; None where not all of `count` weights are."""
-    if len(weights) < count:
-        return None
+def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
+    """FP8 weights that `fuse_fp8` laid out, as one."""
     codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
     try:
         return None if codes is None or scales is None else adjacent_fp8(weights, codes, scales)

@@ -4,6 +4,8 @@ Our module replaces transformers' own and has the same children and attributes. 
 in transformers' registry that the model's config names.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +30,8 @@ class LeanAttention(nn.Module):
 
     def __init__(self, attention: nn.Module, form: Attention) -> None:
         super().__init__()
-        for name, child in attention.named_children():
-            self.add_module(name, child)
-        for name, value in vars(attention).items():
-            if not name.startswith("_") and name != "training":
-                setattr(self, name, value)
+        take_place(self, attention)
         self.form, self.weights = form, JoinedWeights()
-        self.train(attention.training)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -98,9 +95,15 @@ class LeanAttention(nn.Module):
         return grown[:, :, None, None]
 
 
-def turn_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """RoPE of (B, T, H, K) in one launch."""
-    return rope(q, k, cos, sin, heads_first=False)
+def take_place(ours: nn.Module, theirs: nn.Module) -> None:
+    """Give our module the children, parameters and attributes of the one whose place it takes."""
+    for name, child in theirs.named_children():
+        ours.add_module(name, child)
+    for name, parameter in theirs.named_parameters(recurse=False):
+        ours.register_parameter(name, parameter)
+    for name, value in vars(theirs).items():
+        if not name.startswith("_"):
+            setattr(ours, name, value)
 
 
 def turn_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -116,7 +119,7 @@ def turn_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return turned(q), turned(k)
 
 
-TURNS = {"half": turn_halves, "pairs": turn_pairs}
+TURNS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"half": partial(rope, heads_first=False), "pairs": turn_pairs}
 
 
 def attention_function(config: Any) -> Any:

@@ -78,8 +78,7 @@ def make_lean(model: Any, tile_rows: int | None) -> list[str]:
     for path, module in list(model.named_modules()):
         new = lean_of(module, activation, tile_rows)
         if new is not None:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, new)
+            model.set_submodule(path, new)
             replaced.append(path)
     return replaced
 

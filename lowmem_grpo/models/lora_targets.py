@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, family_of, has_experts
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
 
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # a part of the path of every linear layer of attention
 NO_EXPERTS = ("target_modules names {}. Of a mixture of experts, LoRA goes on attention only: the experts and their "
               "router stay as they are. Leave them out: target_modules={}")

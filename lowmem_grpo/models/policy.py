@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
@@ -23,6 +24,7 @@ from lowmem_grpo.offload.embedding import knowing, on_host
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
+HEAD_ROWS = 4096  # that are in memory at a time for single logits
 KNOWN = f"Take a model of a family that can be packed: {trained()}"
 
 
@@ -54,6 +56,22 @@ class OutputHead:
             )
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(linear.weight.detach(), bias, **logit_shape(model.config))
+
+    def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """The logits (E,) of some tokens at some places of `hidden` (N, D), a block at a time, made again for
+        backward."""
+        blocks = zip(places.split(HEAD_ROWS), tokens.split(HEAD_ROWS), strict=True)
+        return torch.cat([checkpoint(self.block_logits, hidden, *block, use_reentrant=False, preserve_rng_state=False)
+                          for block in blocks])
+
+    def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """The same of one block, in float32 at least."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
+        if self.bias is not None:
+            logits = logits + self.bias[tokens]
+        logits = logits * self.logit_scale
+        return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
@@ -200,14 +218,34 @@ class Policy:
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy has a gradient on demand."""
-        hidden = batch.at_trained(self.hidden(batch)).to(self.head.weight.dtype)
+        return self.at_head(*self.at_trained(batch), temperature, entropy_grad)
+
+    def at_trained(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""
+        return batch.at_trained(self.hidden(batch)).to(self.head.weight.dtype), batch.at_trained(batch.targets)
+
+    def at_head(
+        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs (N,), entropy (N,)) of targets (N,) where the head is given hidden states (N, D)."""
         head = self.head
         result = linear_logprobs(
-            hidden, head.weight, batch.at_trained(batch.targets), bias=head.bias, temperature=temperature,
-            logit_scale=head.logit_scale, softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad,
-            chunk_rows=self.logits_chunk,
+            hidden, head.weight, targets, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
+            softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad, chunk_rows=self.logits_chunk,
         )
         return result[0], result[1]
+
+    def several_logprobs(self, batch: MicroBatch, places: Tensor, tokens: Tensor) -> Tensor:
+        """log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into the N trained tokens of a batch:
+
+            log p(k) = log p(0) + z(k) - z(0)        0: the target of the place, whose logits are never made; z: logits
+
+        in one pass through the backbone, and one row of the head for each token. Gradients reach the hidden states.
+        """
+        hidden, targets = self.at_trained(batch)
+        everywhere = torch.arange(len(targets), device=targets.device)
+        base = self.at_head(hidden, targets)[0] - self.head.logits_of(hidden, everywhere, targets)
+        return base[places] + self.head.logits_of(hidden, places, tokens)
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Every end-of-sequence id that the tokenizer or the model's generation config names."""

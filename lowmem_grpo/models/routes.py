@@ -16,7 +16,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,17 +158,9 @@ def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Ten
     return torch.cat(rows), None if routed.all() else routed
 
 
-class Routing(Protocol):
-    """What decides in a forward pass which experts tokens take."""
-
-    def chosen(self, layer: int, live: Tensor) -> Tensor:
-        """The experts (T, k) int64 of T tokens in the `layer`th layer that has experts, where the live router chose
-        `live` (T, k)."""
-        ...
-
-
 class Recorder:
-    """Keeps what the router of each layer chooses."""
+    """Keeps what the router of each layer chooses. As of `Replay`, `chosen` decides in a forward pass which experts
+    (T, k) int64 T tokens take in the `layer`th layer that has experts, where the live router chose `live` (T, k)."""
 
     def __init__(self, experts: int) -> None:
         self.dtype = dtype_of(experts)
@@ -234,7 +226,7 @@ class Handing:
     block: RoutedBlock
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        routing: Routing | None = kwargs.get("routes")
+        routing: Recorder | Replay | None = kwargs.get("routes")
         self.block.choice = live if routing is None else routing.chosen
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:

@@ -1,9 +1,15 @@
-"""In which form a checkpoint stores its weights, by its config: in 16 or 32 bits, NF4, FP8, or one that is refused."""
+"""In which form a checkpoint stores its weights, by its config: in 16 or 32 bits, NF4, FP8, or one that is refused.
+
+No torch is imported here, so that what cannot be trained is refused at once.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.memory.linear import FP8, NF4
+from lowmem_grpo.memory.families import check_family, check_float16
+from lowmem_grpo.memory.layer_forms import FP8, NF4
+from lowmem_grpo.memory.named_configs import read_config
 
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")
@@ -13,6 +19,19 @@ LABELS = {  # transformers' name of a method, and of a format of compressed-tens
     "pack-quantized": "packed integers (INT4, W4A16)", "int-quantized": "INT8", "marlin-24": "sparse INT4",
     "modelopt": "ModelOpt", "auto-round": "AutoRound", "bitsandbytes": "bitsandbytes, 8 bits",
 }
+
+
+def look(folder: str, name: str, dtype: Any) -> None:
+    """ValueError for a family that is refused, for weights in a form that is not read, and for a hybrid model in
+    float16. A name on the hub is looked at when its config is there."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return
+    fields = read_config(file)
+    check_family(fields, name)
+    stored_form(fields, name)
+    if str(dtype).removeprefix("torch.") == "float16":
+        check_float16(fields)
 
 
 def stored_form(config: Any, name: str) -> str | None:

@@ -6,7 +6,7 @@ for its E4B, against 21 KB copied for each token.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,16 +24,7 @@ class HostEmbedding(nn.Module):
         self.weight = nn.Parameter(embedding.weight.detach().to("cpu"), requires_grad=False)
         scale = getattr(embedding, "embed_scale", None)  # Gemma's
         self.scale = None if scale is None else float(scale.to(embedding.weight.dtype))
-        self.known: Tensor | None = None
-
-    @contextmanager
-    def knowing(self, host_ids: Tensor | None) -> Iterator[None]:
-        """Inside, the ids of the next pass are these (T,), on the host: nothing waits for the device to send them."""
-        self.known = host_ids
-        try:
-            yield
-        finally:
-            self.known = None
+        self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """ids (...) -> (..., D) on their device. Without `knowing`, ids on a card are waited for."""
@@ -89,11 +80,14 @@ def on_host(model: Any) -> list[HostEmbedding]:
 
 @contextmanager
 def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterator[None]:
-    """Inside, all of them know the ids of the next pass."""
-    with ExitStack() as stack:
-        for table in embeddings:
-            stack.enter_context(table.knowing(host_ids))
+    """Inside, the ids of the next pass are these (T,), on the host: nothing waits for the device to send them."""
+    for table in embeddings:
+        table.known = host_ids
+    try:
         yield
+    finally:
+        for table in embeddings:
+            table.known = None
 
 
 def is_tied(model: Any) -> bool:

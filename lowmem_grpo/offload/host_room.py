@@ -55,18 +55,16 @@ def container_room(cgroup: Path) -> int | None:
     return max(0, int(limit.read_text()) - int(used.read_text()) + int(droppable))
 
 
-def check_host_room(needed_bytes: int, held_bytes: int = 0) -> None:
-    """Raise MemoryError if the host has no room for `needed_bytes`, of which `held_bytes` are held already.
-
-    Logs a warning if little would be left, or if the room is unknown.
-    """
+def check_host_room(needed_bytes: int) -> None:
+    """Raise MemoryError if the host has no room for `needed_bytes`; log a warning if little would be left, or if the
+    room is unknown."""
     available = available_host_bytes()
     if available is None:
         logger.warning("cannot tell whether the host has %s for layer inputs", size_text(needed_bytes))
         return
-    left = available + held_bytes - needed_bytes
+    left = available - needed_bytes
     figures = f"layer inputs on the host need {size_text(needed_bytes)} ({needed_bytes} bytes), and " \
-              f"{size_text(available + held_bytes)} ({available + held_bytes} bytes) of host memory are available"
+              f"{size_text(available)} ({available} bytes) of host memory are available"
     remedy = "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True, which " \
              "keeps layer inputs on the device"
     if left < 0:

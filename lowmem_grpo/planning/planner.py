@@ -10,7 +10,7 @@ from typing import Any
 
 from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.linear import BITS_16
+from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings

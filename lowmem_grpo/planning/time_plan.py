@@ -18,7 +18,7 @@ from math import ceil
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
 from lowmem_grpo.memory.cards import LARGE_PREFILL, MOST_SEQUENCES, SPEEDS, CardSpeed, card_of, prefill_tokens
 from lowmem_grpo.memory.cutting import cut
-from lowmem_grpo.memory.linear import BITS_16, FP8, NF4, Linear
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED

@@ -88,7 +88,7 @@ class OwnData:
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """What `make_row` makes of a row. Raises ValueError where a column or the prompt is missing."""
+        """Make a row by `make_row`. Raises ValueError where a column or the prompt is missing."""
         try:
             found = self.make_row(row)
         except KeyError as error:
@@ -136,7 +136,7 @@ class OwnData:
 
 
 def same_source(one: str | Path, other: str | Path) -> bool:
-    """Whether both name the same file or hub dataset."""
+    """Return whether both name the same file or hub dataset."""
     return str(one) == str(other) or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
 

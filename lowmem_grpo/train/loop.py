@@ -287,7 +287,7 @@ class Trainer(Lifecycle):
         try:
             yield
         except kinds as error:
-            if self.state.global_step:
+            if self.state.global_step and self.records.writes:
                 self.saver.go_back()
                 folder = self.save_state()
                 error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")

@@ -85,19 +85,17 @@ class Pulse:
 
     def exchange(self, seconds: float) -> None:
         """Tell this rank's word to the others and hear theirs, which in one round are the same for all."""
-        word, until, lost, sent = self.word, time.monotonic() + seconds, dict[int, str](), dict[int, Any]()
-        heard = {self.rank: word}
-        for other in self.others:
-            with noted(lost, other):
-                sent[other] = self.group.send([packed(word)], other, 0)
+        word, until = self.word, time.monotonic() + seconds
+        heard, lost, moving = {self.rank: word}, dict[int, str](), dict[int, tuple[Tensor, Any, Any]]()
         for other in self.others:
             with noted(lost, other):
                 space = torch.empty(WIDTH, dtype=torch.uint8)
-                self.group.recv([space], other, 0).wait(until_then(until))
-                heard[other] = Word(*json.loads(space.numpy().tobytes()))
-        for other, work in sent.items():
+                moving[other] = space, self.group.send([packed(word)], other, 0), self.group.recv([space], other, 0)
+        for other, (space, sending, receiving) in moving.items():
             with noted(lost, other):
-                work.wait(until_then(until))
+                receiving.wait(until_then(until))
+                heard[other] = Word(*json.loads(space.numpy().tobytes()))
+                sending.wait(until_then(until))
         self.judge(heard, lost)
 
     def judge(self, heard: dict[int, Word], lost: dict[int, str]) -> None:

@@ -9,8 +9,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
-from lowmem_grpo.memory.advice import MemoryAdvice
-from lowmem_grpo.memory.bounds import Bound, RunMemory
+from lowmem_grpo.memory.bounds import Bound, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card

@@ -37,7 +37,7 @@ async def learned(folder: Path, begun: list[Any]) -> dict[str, Any]:
             result = await model.train(played, learning_rate=3e-3)
             await model.log(played, split="val", metrics={"level": step})
             model.merge_state({"step": result.step})
-        best = await trainer.best_step(model, "val/level")
+        best = await trainer.run(model).best_step("val/level")
         await model.delete_checkpoints("val/level")
         return {"weights": weights(trainer, model), "metrics": result.metrics, "best": best,
                 "saved": sorted(trainer.run(model).saved), "state": model.read_state()}

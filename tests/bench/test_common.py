@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bench.common import tables
-from bench.common.rows import leave, read_rows
+from bench.common.rows import RESULTS, leave, read_rows
 from bench.loop import step_time
 
 COLUMNS, ROWS = ("name", "s"), [["ours", "1.50"], ["theirs", ""]]
@@ -47,10 +47,10 @@ def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_outpu
                 "config": {"loss_type": loss_type}, **{name: [1.0 + batch] * steps for name in lists}}
 
     monkeypatch.setattr(step_time.Plan, "run", run)
-    before = read_rows(step_time.RESULTS)
+    before = read_rows(RESULTS / "step_time.jsonl")
     done = CliRunner().invoke(step_time.main, ["--json", "--trl-python", "python", "--steps", "4", "--rounds", "1"])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["loss_type"], row["provider"]) for row in rows] == [
         (loss, name) for loss in ("dr_grpo", "dapo") for name in ("lowmem_grpo", "trl")]
-    assert "one GRPO step of 256 completions" in done.stderr and read_rows(step_time.RESULTS) == before
+    assert "one GRPO step of 256 completions" in done.stderr and read_rows(RESULTS / "step_time.jsonl") == before

@@ -57,6 +57,14 @@ def test_a_folder_with_a_config_is_planned_for(tmp_path: Path) -> None:
         assert json.loads(done.output)["train"] > 2 * GIB
 
 
+@every_row(("words", "engine"), [
+    (("--gpu", "t4"), "transformers"), (("--gpu", "4090"), "vllm"), (("--gpu", "16GiB"), "vllm"),
+    (("--gpu", "t4", "--engine", "vllm"), "vllm"), (("--gpu", "4090", "--engine", "transformers"), "transformers"),
+])
+def test_the_plan_is_of_the_engine_that_samples_on_the_card(words: tuple[str, ...], engine: str) -> None:
+    assert json.loads(plan("--model", "qwen2.5-3b", *words, "--json").output)["settings"]["engine"] == engine
+
+
 def test_a_cache_in_8_bits_and_the_longest_completion_reach_the_plan() -> None:
     words = ("--model", "llama-3.1-8b", "--context", 20480, "--gpu", "16GiB", "--json")
     whole, eight, group = (json.loads(plan(*words, *more).output) for more in (

@@ -9,7 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import differences, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines import transformers_engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.cards import prefill_piece
+from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.rows import mask_bytes
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
@@ -51,6 +55,33 @@ def test_in_float32_the_sampler_is_as_near_to_float64_as_the_trainer(
     samplers = differences(twin, prompts, groups)
     trainers = samplers - differences(policy, prompts, groups)
     assert samplers.abs().max() <= trainers.abs().max() + EPSILON
+
+
+@pytest.mark.parametrize("family", ["tiny", "Gemma3", "Qwen3_5"])
+def test_prompts_that_are_read_in_pieces_give_what_the_trainer_computes(
+    family: str, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TransformersEngine(Policy(with_adapter(load_model(family)).double()), tokenizer, max_seq_length=256)
+    masks: list[torch.Size] = []
+    hidden = engine.passes.hidden
+    monkeypatch.setattr(engine.passes, "hidden", lambda ids, positions, mask, *rest, **named: (
+        masks.append(mask.shape), hidden(ids, positions, mask, *rest, **named))[1])
+    monkeypatch.setattr(transformers_engine, "prefill_piece", lambda prompts, longest: 5)
+    groups = engine.generate(prompts, SamplingParams(n=2, max_tokens=8, seed=1, ignore_eos=True))
+    assert differences(engine.policy, prompts, groups).abs().max() <= ROUNDED
+    longest = max(map(len, prompts))
+    assert masks[: -(-longest // 5)] == [(len(prompts), 1, min(5, longest - start), min(start + 5, longest))
+                                         for start in range(0, longest, 5)]
+
+
+@pytest.mark.parametrize(("prompts", "longest", "piece"), [
+    (1, 32768, 2048), (8, 512, 1024), (8, 8192, 1024), (1, 59136, 1134), (64, 8192, 256), (1, 100, 8192),
+])
+def test_no_mask_of_a_pass_over_prompts_is_larger_than_a_plan_counts(prompts: int, longest: int, piece: int) -> None:
+    assert prefill_piece(prompts, longest) == piece
+    settings = RunSettings(longest, 8, sequences=8 * prompts, engine="transformers")
+    assert mask_bytes(settings, 8 * prompts) == 4 * prompts * min(piece, longest) * longest
+    assert mask_bytes(settings, 8 * prompts) <= 2**28 or piece == 256
 
 
 def test_greedy_tokens_are_those_of_transformers(any_engine: TransformersEngine, prompts: list[list[int]]) -> None:

@@ -8,18 +8,14 @@ import pytest
 from tables import every_row
 
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
-from fastapi import FastAPI, Request, Response
 from starlette.testclient import TestClient
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.job import DONE, STOPPING, WAITING
 from lowmem_grpo.jobs.queue import JobQueue
-from lowmem_grpo.jobs.routes import PIECE, jobs_router
+from lowmem_grpo.jobs.routes import PIECE, make_jobs_app
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.gate import as_response
-from lowmem_grpo.service.users import JOBS, OWNER, User
+from lowmem_grpo.service.users import JOBS, User, Users
 
 
 def check(recipe: str, options: list[str]) -> None:
@@ -29,15 +25,12 @@ def check(recipe: str, options: list[str]) -> None:
         raise ValueError("no option 'max_stepz'; did you mean max_steps?")
 
 
-class Holder:
-    """Gives a request its user, as the gate does."""
+def key(name: str) -> str:
+    return f"tml-{name}-key-of-at-least-so-many"
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = dict(scope["headers"]).get(b"x-name", b"me").decode()
-        await self.app({**scope, "holder": User(OWNER if name == "root" else name, (JOBS,))}, receive, send)
+def holding(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key(name)}"}
 
 
 @pytest.fixture
@@ -47,14 +40,10 @@ def queue(tmp_path: Path) -> JobQueue:
 
 @pytest.fixture
 def client(queue: JobQueue) -> TestClient:
-    app = FastAPI(openapi_url=None)
-    app.include_router(jobs_router(queue, check), prefix="/jobs")
-
-    @app.exception_handler(ChatError)
-    async def refused(request: Request, error: ChatError) -> Response:
-        return as_response(error)
-
-    return TestClient(Holder(app))
+    rights: dict[str, tuple[str, ...]] = {"me": (JOBS,), "them": (JOBS,), "nobody": ()}
+    users = [(User(name, may), key(name)) for name, may in rights.items()]
+    app = make_jobs_app(queue, Users(key("root"), users), check)
+    return TestClient(app, base_url="http://127.0.0.1", headers=holding("me"))
 
 
 def message(found: Any) -> str:
@@ -98,7 +87,7 @@ def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQu
 
 @pytest.mark.parametrize("path", ["", "/log", "/cancel", "/resume"])
 def test_anothers_job_is_as_one_that_is_not_there(path: str, client: TestClient) -> None:
-    client.post("/jobs", json={"recipe": "arithmetic"}, headers={"x-name": "them"})
+    client.post("/jobs", json={"recipe": "arithmetic"}, headers=holding("them"))
     send = client.post if path in ("/cancel", "/resume") else client.get
     foreign, absent = send(f"/jobs/1{path}"), send(f"/jobs/2{path}")
     assert foreign.status_code == absent.status_code == 404
@@ -106,9 +95,10 @@ def test_anothers_job_is_as_one_that_is_not_there(path: str, client: TestClient)
     assert client.get("/jobs").json() == {"jobs": []}
 
 
-def test_who_owns_the_server_sees_all(client: TestClient) -> None:
-    client.post("/jobs", json={"recipe": "arithmetic"}, headers={"x-name": "them"})
-    assert len(client.get("/jobs", headers={"x-name": "root"}).json()["jobs"]) == 1
+def test_who_owns_the_server_sees_all_and_a_key_without_the_right_nothing(client: TestClient) -> None:
+    assert "may not use jobs" in message(client.get("/jobs", headers=holding("nobody")))
+    client.post("/jobs", json={"recipe": "arithmetic"}, headers=holding("them"))
+    assert len(client.get("/jobs", headers=holding("root")).json()["jobs"]) == 1
 
 
 def test_a_log_comes_in_pieces_from_a_byte_on(client: TestClient, queue: JobQueue) -> None:

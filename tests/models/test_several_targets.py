@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lowmem_grpo.models.policy import OutputHead
-from lowmem_grpo.models.several_targets import logits_of
 
 
 @pytest.mark.parametrize("block", [3, 4096])
@@ -12,7 +11,7 @@ from lowmem_grpo.models.several_targets import logits_of
 def test_logits_and_gradients_are_those_of_the_whole_head(
     bias: bool, scale: float, softcap: float | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.models.several_targets.ROWS", block)
+    monkeypatch.setattr("lowmem_grpo.models.policy.HEAD_ROWS", block)
     torch.manual_seed(0)
     weight = torch.randn(63, 16, dtype=torch.float64)
     hidden = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
@@ -21,7 +20,7 @@ def test_logits_and_gradients_are_those_of_the_whole_head(
     whole = hidden @ weight.T + (0.0 if head.bias is None else head.bias)
     whole = whole * scale if softcap is None else softcap * torch.tanh(whole * scale / softcap)
     expected = whole[places, tokens]
-    found = logits_of(head, hidden, places, tokens)
+    found = head.logits_of(hidden, places, tokens)
     factors = torch.randn(7, dtype=torch.float64)
     [slope] = torch.autograd.grad((expected * factors).sum(), hidden)
     [got] = torch.autograd.grad((found * factors).sum(), hidden)

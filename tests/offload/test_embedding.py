@@ -15,7 +15,7 @@ from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.embedding import HostEmbedding, embed_on_host, on_host
+from lowmem_grpo.offload.embedding import HostEmbedding, embed_on_host, knowing, on_host
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 IDS = torch.arange(3, 40)[None]
@@ -96,7 +96,7 @@ def test_ids_that_were_packed_on_the_host_are_read_back_from_the_device() -> Non
     (batch,) = pack([RolloutGroup({}, [5, 6, 7], [Rollout([8, 9, 10], [0.0] * 3, "stop")])])
     moved = batch.to("meta")
     assert moved.host_ids is batch.host_ids and torch.equal(moved.host_ids, batch.input_ids)
-    with embedding.knowing(moved.host_ids):  # ids on "meta" cannot be read at all
+    with knowing([embedding], moved.host_ids):  # ids on "meta" cannot be read at all
         assert embedding(moved.input_ids[None]).shape == (1, 5, 8)
     with pytest.raises(NotImplementedError):
         embedding(moved.input_ids[None])
@@ -114,7 +114,7 @@ def test_ids_of_another_pass_are_looked_up(tmp_path: Path) -> None:
     assert embedding.known is None
     wrong = replace(batch, host_ids=torch.full_like(batch.input_ids, 3))
     assert not torch.equal(policy.logprobs(wrong, 1.0)[0], expected), "the ids of the host are not used"
-    with embedding.knowing(batch.host_ids):
+    with knowing([embedding], batch.host_ids):
         assert torch.equal(embedding(IDS), torch.nn.functional.embedding(IDS, embedding.weight))
 
 
@@ -136,6 +136,6 @@ def test_rows_of_one_pass_are_overwritten_by_those_of_the_next_before_they_are_c
         busy = (busy @ busy).tanh()  # the copies wait behind it
     rows = []
     for host, card in zip(ids, on_card, strict=True):
-        with on_host.knowing(host):
+        with knowing([on_host], host):
             rows.append(on_host(card))
     assert all(torch.equal(found, embedding(card)) for found, card in zip(rows, on_card, strict=True))

@@ -4,15 +4,19 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed import HashStore
+from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from lowmem_grpo.config.launcher import Place
-from lowmem_grpo.train.distributed import STEPS, Ranks
+from lowmem_grpo.train import distributed
+from lowmem_grpo.train.distributed import STEPS, Ranks, check_ranks_agree
 from lowmem_grpo.train.rendezvous import RankError
 
 
@@ -167,3 +171,42 @@ def test_a_rank_that_is_slow_step_after_step_is_said_once_by_its_number(caplog: 
             alone.warn_of_slow([1.0, 2.1, 1.0])
     (said,) = caplog.messages
     assert said.startswith("rank 1 takes 2.1 times as long as the others")
+
+
+def test_gradients_are_summed_over_cards_where_each_rank_has_one_of_its_own(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OverCards(ProcessGroupGloo):
+        """In place of NCCL's group, which is made of the same."""
+
+        Options = object
+
+        def __init__(self, store: Any, rank: int, count: int, options: Any) -> None:
+            super().__init__(store, rank, count, timedelta(seconds=60))
+
+    cards = iter(range(len(ranks)))
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", OverCards, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(distributed, "card_of", lambda device: f"GPU-{next(cards)}")
+
+    def summed(one: Ranks) -> Tensor:
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.full((3,), 1.0 + one.rank)
+        one.sum_gradients([parameter])
+        assert type(one.card_group) is OverCards
+        return parameter.grad
+
+    expected = torch.full((3,), float(sum(range(1, len(ranks) + 1))))
+    assert all(torch.equal(found, expected) for found in each(ranks, summed))
+
+
+@pytest.mark.parametrize("second", [1, 0])
+def test_two_ranks_with_places_of_their_own_on_one_card_are_refused(
+    second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"what the ranks are": [{}, {}], "their cards": [("GPU-a", 0), ("GPU-a", second)]}
+    monkeypatch.setattr(distributed, "described", lambda trainer: {})
+    trainer = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cpu")), ranks=SimpleNamespace(
+        count=2, place=Place(0, 2), gather=lambda what, own: told[what]))
+    with pytest.raises(ValueError, match=r"the ranks 0 and 1 are on one card \(GPU-a\)") if second else nullcontext():
+        check_ranks_agree(trainer)

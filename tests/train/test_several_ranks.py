@@ -141,15 +141,19 @@ def wait_for_step(run: Ranked, step: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_good(
-    tmp_path: Path, victim: int
+def test_a_killed_or_stopped_rank_ends_the_run_and_the_last_checkpoint_is_good(
+    tmp_path: Path, victim: int, number: int
 ) -> None:
+    """Also the first one, in which torch's store lives."""
     run = Ranked(tmp_path, 2, train, max_steps=1000, save_steps=2)
     wait_for_step(run, 5)
-    run.kill(victim)
+    run.kill(victim, number)
+    run.processes[1 - victim].join(200)
+    run.processes[victim].kill()
     found = run.wait()
-    assert found[victim] is None and "RankError" in found[1 - victim]
+    assert found[victim] is None and f"RankError: rank {victim} is lost" in found[1 - victim]
     newest = list_checkpoints(tmp_path)[-1]
     verify(newest)
     done = int(newest.name.rpartition("-")[2])

@@ -19,7 +19,7 @@ from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.cards import DEFAULT_SHARE
-from lowmem_grpo.memory.linear import FP8, NF4
+from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy

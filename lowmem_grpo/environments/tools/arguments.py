@@ -25,7 +25,7 @@ INTEGER_BITS = 4096  # Python prints no much longer ones
 
 
 def loads(text: str) -> Any:
-    """What a JSON text says. ValueError for any other text, and for what `writable` refuses."""
+    """Return the value of a JSON text. ValueError for any other text, and for what `writable` refuses."""
     try:
         return writable(json.loads(text))
     except RecursionError as error:
@@ -104,14 +104,14 @@ def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str 
 
 
 def has_type(value: Any, name: str) -> bool:
-    """Whether a value has the type of that name; types that JSON schema does not have are left to the tool."""
+    """Return whether a value has the type of that name; types that JSON schema does not have are left to the tool."""
     if isinstance(value, bool):
         return name == "boolean" or name not in TYPES
     return name not in TYPES or isinstance(value, TYPES[name])
 
 
 def same(value: Any, choice: Any) -> bool:
-    """Whether they are equal in JSON, where true is not 1."""
+    """Return whether they are equal in JSON, where true is not 1."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
@@ -141,7 +141,7 @@ def typed(schema: Any, text: str) -> Any:
 
 
 def allows_text(schema: Any) -> bool:
-    """Whether the schema has a place for text. An unknown argument is text."""
+    """Return whether the schema has a place for text. An unknown argument is text."""
     if not isinstance(schema, dict):
         return True
     names = schema.get("type")

@@ -30,14 +30,14 @@ class ToolFormError(ValueError):
 
 
 class Reads(Protocol):
-    """What reads completions."""
+    """A reader of completions."""
 
     def read(self, ids: Sequence[int], text: str) -> Reading: ...
 
 
 def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
               template_kwargs: Mapping[str, Any]) -> Reads:
-    """What reads calls of these tools: the form that was named, or else that of the chat template. ToolFormError."""
+    """Return a parser of calls of these tools: of the form that was named, or of the chat template's. ToolFormError."""
     if named not in (None, OWN, *FORMS):
         raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
                             "function of a completion's text")
@@ -72,7 +72,7 @@ class Template:
                     logger.debug("the chat template refuses a call written as %s: %s", called, error)
 
     def turn(self, message: Message) -> str:
-        """What the template writes behind the question."""
+        """Return what the template writes behind the question."""
         return self.rendered([{"role": "user", "content": ASKED}, message], False).rpartition(ASKED)[2]
 
     def prompt(self) -> str:
@@ -92,7 +92,7 @@ class Template:
         return self.turn({"role": "assistant", "content": ANSWER})
 
     def opens_thought(self) -> bool:
-        """Whether a prompt ends inside of a thought."""
+        """Return whether a prompt ends inside of a thought."""
         scaffold = self.prompt().rpartition(ASKED)[2]
         return THINK in scaffold and THOUGHT not in scaffold.rpartition(THINK)[2]
 

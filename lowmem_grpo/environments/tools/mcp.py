@@ -183,7 +183,7 @@ def text_of(result: Any) -> str:
 
 
 def innermost(error: BaseException) -> str:
-    """What went wrong below the groups in which the library's tasks report."""
+    """Return what went wrong below the groups in which the library's tasks report."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return described(error)

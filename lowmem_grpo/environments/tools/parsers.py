@@ -94,7 +94,7 @@ class Parser:
         self.plain = [mark for mark in form.marks if mark not in known]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:
-        """What a completion says. `text` is `ids` without special tokens; without ids the text is all there is."""
+        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
         by_ids = any(token in self.tokens for token in ids)
         thoughts, pieces, faults = self.thoughts(self.pieces_of_ids(ids) if by_ids else split(text, self.form.marks))
         calls, outside = [], []
@@ -167,7 +167,7 @@ class Parser:
         yield False, text[at:]
 
     def is_unmarked(self, said: str) -> bool:
-        """Whether text without marks reads like a call all the same."""
+        """Return whether text without marks reads like a call all the same."""
         listed = LISTED.match(said)
         return UNMARKED.search(said) is not None or (listed is not None and listed[1] in self.schemas)
 
@@ -186,13 +186,13 @@ def joined(pieces: Sequence[Piece]) -> str:
 
 
 def unreadable(why: str, example: str) -> str:
-    """What the policy reads of a call that could not be read."""
+    """Return what the policy reads of a call that could not be read."""
     return f"error: the tool call could not be read: {why}. Write it like this:\n{example}"
 
 
 def custom(parse: Callable[..., Any], text: str) -> Reading:
-    """What the caller's function makes of a completion: a Reading, or calls as ToolCall or in OpenAI's form. An error
-    that it raises is that of a call that could not be read."""
+    """Read a completion by the caller's function, which returns a Reading, or calls as ToolCall or in OpenAI's form. An
+    error that it raises is that of a call that could not be read."""
     try:
         given = parse(text)
         if isinstance(given, Reading):

@@ -36,7 +36,7 @@ def python_tool(isolation: str | None = None, limits: Limits | None = None) -> C
 
 
 def printed_by(code: str, sandbox: Sandbox) -> str:
-    """What a program prints. ToolError for one that fails or passes a limit, ToolOutage if the sandbox fails."""
+    """Run a program; return what it prints. ToolError if it fails or passes a limit, ToolOutage if the sandbox does."""
     limits = sandbox.limits
     if fault := why_refused(code, limits.code_bytes) or too_large(code, "", limits.scratch_bytes):
         raise ToolError(f"the code was not run: {fault}")

@@ -56,19 +56,19 @@ class Toolbox:
         return other
 
     def read(self, completion_ids: Sequence[int], text: str) -> Reading:
-        """What a completion says and calls. `text` is it without special tokens."""
+        """Return what a completion says and calls. `text` is it without special tokens."""
         if callable(self.parse):
             return custom(self.parse, text)
         return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
     def is_async(self, call: ToolCall) -> bool:
-        """Whether the call should be awaited in an event loop: `answer`. Any other is for a thread: `run`."""
+        """Return whether the call should be awaited in an event loop: `answer`. Any other is for a thread: `run`."""
         tool = self.tools.get(call.name)
         return tool is not None and tool.is_async
 
     def run(self, call: ToolCall) -> str:
-        """What the policy reads of a call. Raises ToolError, whose text the policy reads, for a call that failed, and
-        ToolOutage for a tool that does not work at all, which is not the policy's failure."""
+        """Call a tool, and return what the policy reads. Raises ToolError, whose text the policy reads, for a call that
+        failed, and ToolOutage for a tool that does not work at all, which is not the policy's failure."""
         with self.failures_told():
             result = self.started(call)
             return self.told(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
@@ -80,7 +80,7 @@ class Toolbox:
             return self.told(await result if inspect.isawaitable(result) else result)
 
     def started(self, call: ToolCall) -> Any:
-        """What the function returns: its result, or something to await."""
+        """Call the function, and return its result, or something to await."""
         tool = self.tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
@@ -120,7 +120,7 @@ def named(tools: list[Tool]) -> dict[str, Tool]:
 
 
 def shared(function: Any) -> Any:
-    """What a method has in common with that of another instance: the function in the class. Any other is its own."""
+    """Return the function in the class, which methods of several instances share; any other function as it is."""
     return getattr(function, "__func__", function)
 
 

@@ -26,7 +26,6 @@ from lowmem_grpo.models.lora_targets import Scope, lora_targets
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.several_targets import several_logprobs
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.files import flush, remove, removed_after
 from lowmem_grpo.service.tinker.cells import Cells
@@ -189,7 +188,7 @@ class Adapters:
         cells = [datum.cells or one_each(datum) for datum in data]
         places = torch.cat([one.rows + begin for one, begin in zip(cells, begins, strict=False)])
         tokens, weights = (torch.cat([getattr(one, name) for one in cells]) for name in ("tokens", "weights"))
-        logprobs = several_logprobs(self.policy, batch, places.to(self.policy.device), tokens.to(self.policy.device))
+        logprobs = self.policy.several_logprobs(batch, places.to(self.policy.device), tokens.to(self.policy.device))
         loss = -(weights.to(logprobs) * logprobs).sum()
         parts = logprobs.detach().float().cpu().split([len(one.rows) for one in cells])
         return loss, [one.matrix(part) if datum.cells else part

@@ -102,7 +102,7 @@ def wide_data(seed: int = 0) -> list[Datum]:
 def test_several_targets_have_the_log_probabilities_and_gradients_of_whole_logits(
     tokens: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.models.several_targets.ROWS", block)
+    monkeypatch.setattr("lowmem_grpo.models.policy.HEAD_ROWS", block)
     made, given = created(adapters(tokens), "a", "b"), wide_data()
     expected, total = [], torch.zeros((), dtype=torch.float64)
     with made.active("b") as held:
