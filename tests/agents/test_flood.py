@@ -46,7 +46,7 @@ WORD = re.compile(r"w\d+-\d+-[0-9a-f]{8}")  # what each request has of its own
 class Echo:
     """Answers with the last word of the prompt that is like WORD, whatever the weights are."""
 
-    name, slots, kv_bytes = "transformers", 64, 0
+    name, slots, kv_bytes, capabilities = "transformers", 64, 0, frozenset({"on_group", "converse"})
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
