@@ -291,13 +291,15 @@ class VLLMEngine:
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
-        """Map the cache again. torch first gives back what it has cached of the training step, because vLLM's pool
-        cannot take that. If memory still has no room, the error says so, and all of the cache stays asleep."""
+        """Map the cache again, and the room for dequantized weights. torch first gives back what it has cached of the
+        training step, because vLLM's pool cannot take that. If memory still has no room, the error says so, and all of
+        it stays asleep."""
         self.check_open()
         if not self.asleep:
             return
         free(self.policy.device)
-        vllm_capacity.check_room(self.policy.device, self.cache)
+        wide = 0 if self.loan.wide is None else self.loan.wide.nbytes
+        vllm_capacity.check_room(self.policy.device, self.cache + wide)
         try:
             self.llm.wake_up()
         except BaseException:

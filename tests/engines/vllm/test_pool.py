@@ -135,6 +135,19 @@ def test_a_cache_that_cannot_wake_is_made_smaller_and_the_run_goes_on(
     assert resumed.rollout.kv_bytes == left * unit
 
 
+@pytest.mark.parametrize(("wide", "form"), [(12, "16bit"), (13, "4bit")])
+def test_waking_asks_for_the_room_of_dequantized_weights_too(
+    engine: VLLMEngine, machine: Machine, unit: int, wide: int, form: str
+) -> None:
+    engine.sleep()
+    engine.sampling_weights = "16bit"
+    engine.loan.wide = SimpleNamespace(nbytes=wide * unit, drop=lambda: None, fill=lambda: None)  # type: ignore[assignment]
+    assert all_sampled(engine.generate(PROMPTS, PARAMS))
+    assert engine.sampling_weights == form
+    assert machine.caches == [8 * unit] * len(machine.made), "the cache stays as it was, as the weights made room"
+    assert len(machine.made) == (1 if form == "16bit" else 2)
+
+
 @pytest.mark.parametrize("seen", SEEN)
 def test_a_card_without_room_for_one_sequence_is_an_error_with_advice(
     engine: VLLMEngine, machine: Machine, unit: int, seen: bool, monkeypatch: pytest.MonkeyPatch
