@@ -31,7 +31,7 @@ def opaque(
     """
     LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     written = [list(inspect.signature(kernel).parameters).index(argument) for argument in mutates]
-    kernels = {"CompositeExplicitAutograd": kernel} if cuda is None else {"CPU": kernel, "CUDA": cuda}
+    kernels = {"CompositeExplicitAutograd": kernel} if cuda is None else {"CPU": kernel, "CUDA": on_its_card(cuda)}
     for key, function in kernels.items():
         LIBRARY.impl(name, raising_versions(function, written), key)
     made = raising_versions(nothing if fake is None else fake, written)
@@ -48,6 +48,19 @@ def raising_versions(function: Callable[..., Any], written: list[int]) -> Callab
         result = function(*arguments)
         increment_version([argument for place in written if isinstance(argument := arguments[place], Tensor)])
         return result
+
+    return run
+
+
+def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as called on the card of its first tensor: Triton launches on the current one."""
+
+    def run(*arguments: Any) -> Any:
+        index = next(argument for argument in arguments if isinstance(argument, Tensor)).get_device()
+        if index == torch.cuda.current_device():
+            return function(*arguments)
+        with torch.cuda.device(index):
+            return function(*arguments)
 
     return run
 

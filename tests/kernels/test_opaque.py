@@ -1,7 +1,8 @@
 """Operations of ours as the dispatcher sees them: what they write to is known, and little runs around their body."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowmem_grpo.kernels.glu import glu_bwd_all, glu_bwd_reuse
 from lowmem_grpo.kernels.logprob_rows import logprob_rows
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.opaque import on_its_card, opaque
 from lowmem_grpo.kernels.rope import rope_in_place
 
 LIMIT = 5  # Python functions around a body; 20 with torch.library.custom_op
@@ -48,6 +49,24 @@ def test_what_an_operation_writes_to_gets_a_new_version_and_what_it_reads_does_n
     with torch.inference_mode():
         FILL(inference := torch.zeros(3), torch.ones(3), None, 2.0)
     assert inference.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_kernel_is_launched_on_the_card_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launch = on_its_card(lambda number, x: (current[0], number))
+    with FakeTensorMode():
+        for index in (1, 0):
+            assert launch(5, torch.empty(3, device=f"cuda:{index}")) == (index, 5)
+    assert current == [0]
 
 
 def test_autograd_refuses_a_saved_tensor_that_an_operation_has_overwritten() -> None:
