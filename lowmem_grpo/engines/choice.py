@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.token_step import first_line
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import (
@@ -21,8 +22,8 @@ from lowmem_grpo.engines.vllm.installed import (
     why_not_beside,
     why_unavailable,
 )
-from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
+from lowmem_grpo.engines.vllm.settings import is_of_start
 from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.models.policy import Policy
@@ -136,10 +137,10 @@ class EngineKeeper:
         self.make_room()
         try:
             return self.start(policy, tokenizer)
-        except (EngineUnavailableError, BorrowError) as error:
-            if self.choice.forced or self.settings.in_8_bits:
+        except Exception as error:
+            if self.choice.forced or self.settings.in_8_bits or not is_of_start(error):
                 raise
-            self.choice = EngineChoice(TRANSFORMERS, f"vLLM cannot sample with this model: {error}")
+            self.choice = EngineChoice(TRANSFORMERS, f"vLLM cannot sample with this model: {first_line(error)}")
             logger.warning("engine: %s (%s)", self.choice.name, self.choice.why)
         return self.engine(policy, tokenizer)
 

@@ -25,6 +25,7 @@ from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, wh
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.settings import explain
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
@@ -277,6 +278,22 @@ def test_true_falls_back_with_a_warning_where_vllm_cannot_take_this_model_and_vl
     assert str(error) in caplog.text
     assert (model.engine_choice.name, str(error) in model.engine_choice.why) == ("transformers", True)
     assert first == load("transformers").fast_generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("error", [AssertionError("no kernel image\nfor this card"), KeyError("a part of vLLM moved")])
+def test_true_falls_back_with_the_first_line_of_whatever_vllm_raises_at_its_start(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Refusing.stand_in(monkeypatch, error)
+    model = load(True)
+    with pytest.raises(type(error)):  # not of its start
+        model.fast_generate("Start", GREEDY)
+    explain(error, Policy(adapt(load("transformers"))))
+    assert model.fast_generate("Start", GREEDY)
+    assert str(error).splitlines()[0] in caplog.text and "for this card" not in caplog.text
+    assert model.engine_choice.name == "transformers"
+    with pytest.raises(type(error)):
+        load("vllm").fast_generate("Start", GREEDY)
 
 
 def test_true_does_not_hide_a_setting_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.vllm.capacity import Capacity
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.lent_layers import NO_ROUTES, BorrowError
 from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.cards import prefill_tokens
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 
+NOT_STARTED = "vLLM did not start"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # no compilation; decoding replays CUDA graphs
 BLOCK_ON_CPU = 32  # tokens of a block of the cache, the fewest that vLLM's attention for CPUs takes; its default is 128
 SHORT = 2048  # tokens of a context up to which these are used: at 1,000 tokens attention is a tenth slower with them
@@ -122,5 +124,11 @@ def why_no_routes(error: BaseException) -> str:
 def explain(error: BaseException, policy: Policy) -> None:
     """Where vLLM does not start, add to its message what was tried and what to do; our own errors say it already."""
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
-        error.add_note(f"vLLM did not start with {type(policy.base).__name__} and these settings. Change them, or "
+        error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')
+
+
+def is_of_start(error: Exception) -> bool:
+    """Return whether vLLM could not be used, or did not start: whatever it raised then has a note of `explain`."""
+    noted = any(note.startswith(NOT_STARTED) for note in getattr(error, "__notes__", ()))
+    return noted or isinstance(error, EngineUnavailableError | BorrowError)
