@@ -113,7 +113,7 @@ def test_the_first_test_that_fails_for_the_fault_alone_has_found_it(tmp_path: Pa
         """
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     done = subprocess.run([sys.executable, "-c", dedent(code)], cwd=ROOT, env=env, capture_output=True, text=True,
-                          check=True, timeout=120)
+                          check=True, timeout=500)
     found, missed = json.loads(done.stdout.splitlines()[-1])
     assert found == {"test": "tests/test_a.py::test_of_three", "slow": False, "how": "failed", "whole": True}
     assert missed == {"test": "", "slow": False, "how": "", "whole": True}
