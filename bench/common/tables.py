@@ -40,7 +40,7 @@ def number(row: dict[str, Any], name: str, form: str, divisor: int = 1) -> str:
 
 def cell(row: dict[str, Any], figure: Figure) -> str:
     """Return a field of a row as it is, or as a number in its form."""
-    return str(row[figure]) if isinstance(figure, str) else number(row, *figure)
+    return str(row.get(figure, "")) if isinstance(figure, str) else number(row, *figure)
 
 
 def print_missing(rows: Iterable[dict[str, Any]], console: Console) -> None:

@@ -21,7 +21,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: its
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from bench.common import options, tables
 from bench.common.rows import append_row, machine, percentiles, read_rows, run_now
@@ -40,7 +39,10 @@ WRONG = 0.1  # a provider with a larger error, relative to the largest value, is
 PROBLEMS = kernel_logprobs.PROBLEMS | kernel_quantized.PROBLEMS | kernel_layers.PROBLEMS
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
-RATES = (("error", ".1e"), ("gbps", ".1f"), ("roofline", ".0%"), ("tflops", ".3g"), ("gemm_ratio", ".2f"))
+SHOWN: dict[str, tables.Figure] = {
+    "provider": "provider", "p20 ms": ("p20", ".3f"), "p50 ms": ("p50", ".3f"), "p80 ms": ("p80", ".3f"),
+    "peak MiB": ("peak_bytes", ".2f", MIB), "error": ("error", ".1e"), "GB/s": ("gbps", ".1f"),
+    "of copy": ("roofline", ".0%"), "TFLOP/s": ("tflops", ".3g"), "x GEMMs": ("gemm_ratio", ".2f")}
 PACKAGES = ("lowmem-grpo", "torch", "triton")
 Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
 DECODED: list[tuple[tuple[str, ...], dict[str, int]]] = [  # few rows of the layers below, and a training step's
@@ -121,7 +123,7 @@ class Bench:
         ]
         for row in rows:
             append_row(self.output, row)
-        console.print(case_table(case, rows))
+        tables.print_rows(rows, SHOWN, title=case.label, title_justify="left")
         for name, reason in missing.items():
             console.print(f"  {name}: {reason}", style="dim", highlight=False)
 
@@ -159,15 +161,6 @@ def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]
         reason = "not installed" if isinstance(error, ImportError) else f"failed: {type(error).__name__}: {error}"
         raise UnsupportedError(reason.strip()[:300]) from error
     return run, found
-
-
-def case_table(case: Case, rows: list[dict[str, Any]]) -> Table:
-    """One case as a table for the terminal."""
-    columns = ("p20 ms", "p50 ms", "p80 ms", "peak MiB", "error", "GB/s", "of copy", "TFLOP/s", "x GEMMs")
-    return tables.terminal(case.label, ("provider", *columns), (
-        [row["provider"], *(f"{row[name]:.3f}" for name in ("p20", "p50", "p80")), f"{row['peak_bytes'] / MIB:.2f}",
-         *(tables.number(row, *rate) for rate in RATES)] for row in rows
-    ), title_justify="left")
 
 
 def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[Case]:

@@ -28,6 +28,9 @@ STAGE = "+ 8-bit optimizer"
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
 CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not
 FILLED, NEARLY = 0.93, 0.97  # of the limit: planned for the first trial, and the aim of later ones
+SHOWN: dict[str, tables.Figure] = {
+    "context": ("context", ","), "fits": "fits", "device GiB": ("device_bytes", ".2f", GIB),
+    "host GiB": ("host_bytes", ".2f", GIB), "": "error"}
 console = Console(width=120)
 Trial = Callable[[int], dict[str, Any]]
 
@@ -84,14 +87,6 @@ def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
             "device": device, "gib": gib, "fits": fits, **found}
 
 
-def show(rows: list[dict[str, Any]], planned: int) -> None:
-    """The trials, and what the planner had said."""
-    console.print(tables.terminal(f"planned: {planned:,} tokens", ("context", "fits", "device GiB", "host GiB", ""), (
-        [f"{row['context']:,}", "yes" if row["fits"] else "no", tables.number(row, "device_bytes", ".2f", GIB),
-         tables.number(row, "host_bytes", ".2f", GIB), str(row.get("error", ""))[:60]] for row in rows
-    )))
-
-
 @click.command()
 @click.option("--shape", default="llama-3.1-8b", show_default=True, type=click.Choice(sorted({c.shape for c in CASES})))
 @click.option("--device", type=click.Choice(["fake", "cuda"]), default="fake", show_default=True)
@@ -117,7 +112,7 @@ def main(shape: str, device: str, gib: float, generations: int, trials: int, sta
         return row
 
     rows = search(trial, start or first, trials, longest)
-    show(rows, first)
+    tables.print_rows(rows, SHOWN, title=f"planned: {first:,} tokens")
     if not any(row["fits"] for row in rows):
         sys.exit(1)
 
