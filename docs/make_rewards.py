@@ -78,8 +78,9 @@ tokenizer alone.
 - `trainer_state` is as it was when sampling began.
 - A function that draws random numbers needs its own generator (`random.Random(0)`). vLLM's engine restores the random
   states of the process after sampling, so the module `random` would give the same numbers in every step.
-- You can use an engine of your own whose `generate` takes no `on_group`. All rewards then come after sampling, and a
-  warning says so once.
+- An engine of your own says what it can do beside `generate(prompts, params)` in `capabilities`, a frozenset of
+  `"on_group"`, `"meanwhile"` and `"converse"`. Without `"on_group"` all rewards come after sampling, and a warning says so
+  once.
 
 A class of your own (a subclass of `rewards.Reward`) can say more by attributes:
 

@@ -18,6 +18,7 @@ TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")
 PLACEHOLDER = "NAME"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_YET = {"environments/", "rewards/ready/politeness.py"}  # to come, and of an example
 FUNCTION, ENTRY, SHORT, POLITE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
@@ -32,10 +33,10 @@ def names_in(file: Path) -> set[str]:
     """What a Python file defines: functions, classes, `Class.method`, and names assigned at the top or imported."""
     found: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if isinstance(node, ast.ClassDef | FUNCTIONS):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, FUNCTIONS)}
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {target.id for target in targets if isinstance(target, ast.Name)}

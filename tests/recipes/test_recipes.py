@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from datasets import Dataset
+from report_page import Page
 from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -350,8 +351,9 @@ def test_a_run_that_failed_or_was_stopped_tells_its_recipe_and_what_was_measured
     found = tuple(summary[name] for name in ("status", "recipe", "eval_problems", "right", "digits"))
     assert found == (status, "sums", 4, "correct_answer", 2)
     assert summary["accuracy_before"] in [count / 4 for count in range(5)] and summary["accuracy_after"] is None
-    page = (tmp_path / "report.html").read_text()
-    assert "<h1>sums " in page and f"{summary['accuracy_before']:.1%} \u2192 not measured" in page
+    page = Page(tmp_path / "report.html")
+    assert page.data["title"] == "sums" and f"{summary['accuracy_before']:.1%}" in page.prose
+    assert "not measured" in page.prose
 
 
 @pytest.mark.parametrize(("name", "words", "message"), [

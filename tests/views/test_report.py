@@ -2,13 +2,13 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from report_page import Page
 
 from lowmem_grpo.runs.accuracy import KINDS, changed_first
 from lowmem_grpo.views.palette import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
@@ -17,52 +17,6 @@ from lowmem_grpo.views.samples import spread
 
 ENDS = {"done": 0.75, "max_turns": 0.25, "parse_error": 0.0}
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
-
-
-class Page(HTMLParser):
-    """The elements of a page, the text of its scripts, and what these show, parsed as a browser does."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.source = path.read_text(encoding="utf-8")
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.inside = ""
-        self.feed(self.source)
-        self.data = json.loads(self.scripts[0])
-        self.prose = "\n".join(texts_of(self.data))
-        self.samples = self.data["samples"]["rows"]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self.inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self.inside == "script":
-            self.scripts[-1] += data
-
-    def titles(self) -> list[str]:
-        return [chart["title"] for chart in self.data["charts"]]
-
-    def chart(self, title: str) -> dict[str, Any]:
-        return next(chart for chart in self.data["charts"] if chart["title"] == title)
-
-    def lines(self, title: str) -> dict[str, dict[int, float]]:
-        """The lines of a chart by their names, each as values by step."""
-        return {line["name"]: dict(zip(line["steps"], line["values"], strict=True))
-                for line in self.chart(title)["lines"]}
-
-
-def texts_of(value: Any) -> list[str]:
-    """Every text that a page shows."""
-    if isinstance(value, dict):
-        return [text for name, inner in value.items() for text in (name, *texts_of(inner))]
-    return [text for inner in value for text in texts_of(inner)] if isinstance(value, list) else [str(value)]
 
 
 SIGHTS = [np.eye(3), *(np.array(rows).reshape(3, 3) for rows in (  # usual, without red, green, or blue cones
