@@ -132,7 +132,7 @@ class TransformersEngine:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
         waiting, most, device = deque([Part(self.order(generation))]), len(generation.budgets), self.policy.device
         while waiting:
-            size = min(self.bound.under(most) or 1, most)
+            size = min(self.bound.under(None) or most, most)
             batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
             with self.passes.evaluating():
                 failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
@@ -146,7 +146,7 @@ class TransformersEngine:
         """Return the rows as they are begun: where not all have room at once, those whose prompts had the longest
         answers first."""
         rows, n = len(generation.budgets), generation.params.n
-        if (self.bound.under(rows) or rows) >= rows:
+        if (self.bound.under(None) or rows) >= rows:
             return list(range(rows))
         return [prompt * n + row for prompt in self.expected.order(generation.prompts) for row in range(n)]
 

@@ -36,7 +36,8 @@ NOTES = {
 
 
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
-    """The plan of complete settings; the cache takes what is left, up to what a group of the longest length needs."""
+    """The plan of complete settings. The cache takes what is left, up to what sequences of the longest length need: a
+    group in vLLM, which lets the others wait, and all that are sampled together in our own engine."""
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
@@ -50,13 +51,16 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     first, each = cache_bytes(shape, settings)
-    wanted = first + (settings.num_generations - 1) * each
+    sequences = settings.num_generations
+    if settings.engine != "vllm":
+        sequences = settings.sequences or sequences
+    wanted = first + (sequences - 1) * each
     kv_bytes = settings.kv_bytes or max(first, min(wanted, device.budget - taken))
     stays = 0 if settings.sleeps else kv_bytes
     after = "stays" if stays else "freed"
     held_in = cache_text(settings.kv_cache_dtype)
     cache = Row(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
-    concurrent = min(settings.num_generations, max(0, 1 + (kv_bytes - first) // each))
+    concurrent = min(sequences, max(0, 1 + (kv_bytes - first) // each))
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
 

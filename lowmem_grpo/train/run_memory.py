@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.config.engine import VLLM
+from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
@@ -81,8 +81,9 @@ def plan_memory(
     own: dict[str, Any] = {"ranks": ranks.count, "host_bytes": host_bytes_to_fill(ranks.here)}
     if engine is not None:
         memory.watch(engine)
-        own |= {  # vLLM's
-            "sleeps": getattr(engine, "sleeps", True), "sequences": getattr(engine, "max_num_seqs", None),
+        own |= {  # vLLM's, but for the sequences of our own
+            "sleeps": getattr(engine, "sleeps", True),
+            "sequences": getattr(engine, "max_num_seqs", None if name == VLLM else config.completions_per_step),
             "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
         }
     if policy.device.type != "cuda":
@@ -105,6 +106,8 @@ def plan_training(
     memory.advice.plan = found = plan_run(settings, model, this_card(policy.device))
     if found is not None:
         bind(memory.train, found, config)
+        if engine == TRANSFORMERS:
+            memory.rollout.planned = max(1, found.concurrent_sequences)
         policy.head_groups = found.settings.head_groups or 1
         check_room(policy, found)
     return found

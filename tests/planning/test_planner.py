@@ -592,6 +592,8 @@ def test_a_hybrid_models_cache_is_planned_in_pages_as_vllm_divides_it() -> None:
              for engine in ("vllm", "transformers")}
     assert found["vllm"].kv_bytes == 8 * shape.paged_bytes(640)
     assert found["transformers"].kv_bytes == 8 * shape.kv_bytes(640)
+    together = plan(named_config("qwen3.5-4b"), settings_of(640, engine="transformers", sequences=64), device("24GiB"))
+    assert (together.kv_bytes, together.concurrent_sequences) == (64 * shape.kv_bytes(640), 64), "all that are decoded"
     (note,) = [row.note for row in found["vllm"].rows if row.name == "KV cache"]
     assert "of 8 layers; states of 24, 49 MiB a sequence" in note
     dense = ModelShape.of(named_config("qwen3-4b"))

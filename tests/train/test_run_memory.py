@@ -75,6 +75,20 @@ def test_the_groups_of_heads_that_a_plan_chose_are_those_of_the_runs_attention(m
     assert policy.head_groups == 2
 
 
+@pytest.mark.parametrize(("gib", "engine", "rows"), [(16, "transformers", 64), (16, "vllm", None)])
+def test_the_rows_of_our_own_engine_are_bounded_by_the_plan_before_memory_runs_out(
+    gib: int, engine: str, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, memory = loaded(), RunMemory()
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device(f"{gib}GiB"))
+    found = plan_training(memory, model, GRPOConfig(), Policy(model), engine, 128, sequences=64)
+    assert found is not None and memory.rollout.planned == rows
+    full = replace(found, concurrent_sequences=3)
+    monkeypatch.setattr(run_memory, "plan_run", lambda *_: full)
+    plan_training(memory, model, GRPOConfig(), Policy(model), engine, 128, sequences=64)
+    assert memory.rollout.planned == (None if rows is None else 3)
+
+
 def test_a_copy_of_the_adapter_as_reference_is_planned_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded()
     policy, numbers = Policy(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
