@@ -7,13 +7,20 @@ from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
 BOTH: Table = {  # of from_pretrained and of get_peft_model
     **off("Leave it out; weights are quantized to NF4 by load_in_4bit=True.", "qat_scheme"),
     **off("LoRA is trained on linear layers; name modules in target_modules.", "target_parameters"),
+    **off("All layers of the base stay on the card: plan with `lowmem-grpo plan`, and make room with load_in_4bit=True "
+          "or a smaller model. Their inputs wait on the host with use_gradient_checkpointing=\"offload\".",
+          "offload_layers", "block_swap_layers", "prefetch_depth"),
 }
 FROM_PRETRAINED: Table = BOTH | {
     **off("Use load_in_4bit=True, load_in_fp8=True, or load_in_16bit=True.", "load_in_8bit", "quantization_config"),
     **off("The base weights stay frozen here; train LoRA with get_peft_model.", "full_finetuning"),
     **off("Code from a model repository is never run; use an architecture that transformers ships.",
           "trust_remote_code"),
-    **off("Set it in the model's config.json and raise max_seq_length.", "rope_scaling"),
+    **off("Set it in the model's config.json and raise max_seq_length.", "rope_scaling", "rope_parameters"),
+    **off("vLLM reads as many tokens of prompts in a pass as the memory plan has room for; leave it out.",
+          "max_num_batched_tokens"),
+    **off("There is one device, and the whole model lies on it; leave it out.", "device_map_planner_kwargs"),
+    **off("The model is resolved by its name alone; look at model.loaded.name afterwards.", "on_model_resolved"),
     **off('Use kv_cache_dtype="fp8", its name in vLLM.', "float8_kv_cache"),
     **off("LoRA's weights are float32 anyway, and the base stays frozen; use dtype for the base.",
           "float32_mixed_precision"),
@@ -39,6 +46,10 @@ GET_PEFT_MODEL: Table = BOTH | {
     **off("Leave it out; LoRA starts at zero.", "loftq_config"),
     **off("LoRA starts at zero, with B = 0; leave it out.", "init_lora_weights", also=(True, "default")),
     **off("Layers are found by the model's own structure; leave it out.", "layers_pattern"),
+    **off("Name the modules that get LoRA in target_modules.", "exclude_modules"),
+    **off("Embeddings stay frozen; train LoRA on linear layers.", "trainable_token_indices"),
+    **off("All layers are checkpointed alike: use_gradient_checkpointing is \"offload\", True or False.",
+          "checkpoint_skip_layers"),
     **off("Only plain LoRA is trained; use_rslora=True scales it by the root of the rank.", "use_dora"),
     **only("Only causal language models are trained; leave it out.", task_type=(None, "CAUSAL_LM")),
     **any_value("finetune_vision_layers", "finetune_audio_layers"),  # nothing but the text layers is trained
