@@ -79,8 +79,8 @@ tokenizer alone.
 - A function that draws random numbers needs its own generator (`random.Random(0)`). vLLM's engine restores the random
   states of the process after sampling, so the module `random` would give the same numbers in every step.
 - An engine of your own says what it can do beside `generate(prompts, params)` in `capabilities`, a frozenset of
-  `"on_group"`, `"meanwhile"` and `"converse"`. Without `"on_group"` all rewards come after sampling, and a warning says so
-  once.
+  `"on_group"`, `"meanwhile"` and `"converse"`. Without `"on_group"` all rewards come after sampling, and a warning says
+  so once.
 
 A class of your own (a subclass of `rewards.Reward`) can say more by attributes:
 

@@ -11,8 +11,8 @@ Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whet
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """A rule for numbers; nothing else satisfies it."""
-    return words, lambda value: isinstance(value, Real) and holds(value)
+    """A rule for numbers; nothing else satisfies it, nor does True."""
+    return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
 
 
 def at_least(least: int, kind: Any = Real) -> Rule:

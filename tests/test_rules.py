@@ -1,4 +1,4 @@
-"""Numbers that YAML takes for text are refused with what to write, as PyYAML itself reads it."""
+"""What is no number is refused; what YAML takes for text with what to write, as PyYAML itself reads it."""
 
 from pathlib import Path
 
@@ -32,6 +32,12 @@ def test_every_option_that_wants_a_number_says_so(option: str, to_write: str) ->
     with pytest.raises(ValueError, match=r"must be a.*\. YAML reads it as text; write |must be.* YAML") as refused:
         GRPOConfig(**yaml.safe_load(option))
     assert str(refused.value).endswith(f"write {to_write}")
+
+
+def test_true_is_no_number() -> None:
+    for name in ("learning_rate", "beta", "temperature", "max_steps", "top_p"):
+        with pytest.raises(ValueError, match=f"{name} is True; it must be"):
+            GRPOConfig(**{name: True})
 
 
 def test_other_texts_are_refused_without_a_word_of_yaml() -> None:
