@@ -17,7 +17,6 @@ from lowmem_grpo.commands.report import report
 from lowmem_grpo.commands.run import run
 from lowmem_grpo.commands.serve import serve
 from lowmem_grpo.commands.watch import watch
-from lowmem_grpo.config.launcher import wait_briefly
 
 
 class InOrder(click.Group):
@@ -34,7 +33,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # text that the terminal's encoding lacks must not end a command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    wait_briefly()
 
 
 for command in (

@@ -8,8 +8,6 @@ from typing import TypeVar
 T = TypeVar("T")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM sets to its own
 CARDS = "CUDA_VISIBLE_DEVICES"
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # how OpenMP's threads wait for each other
-SPINS = "1000"
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,3 @@ def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> lis
         parts[rank].append(place)
         loads[rank] += costs[place]
     return [[things[place] for place in sorted(part)] for part in parts]
-
-
-def wait_briefly() -> None:
-    """Let torch's threads on the CPU sleep soon while they wait for each other, unless the user says how they wait.
-    Else they spin, and beside another program on one of two cores a step takes several times as long (bench/LOG.md).
-    It has to be called before torch is imported."""
-    if not os.environ.keys() & set(WAITING):
-        os.environ["GOMP_SPINCOUNT"] = SPINS

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.config.launcher import take_card, wait_briefly
+from lowmem_grpo.config.launcher import take_card
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
@@ -84,7 +84,6 @@ def start(run: Callable[[Any], None], options: type) -> None:
     try:
         quiet()
         with plain_errors(), own_traceback(Path(sys.argv[0])):
-            wait_briefly()
             take_card()
             run(fill(options, sys.argv[1:]))
     except click.ClickException as error:

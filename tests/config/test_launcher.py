@@ -5,7 +5,7 @@ import os
 import pytest
 from tables import every_row
 
-from lowmem_grpo.config.launcher import WAITING, Place, balanced, one_process, take_card, this_place, wait_briefly
+from lowmem_grpo.config.launcher import Place, balanced, one_process, take_card, this_place
 
 GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
@@ -103,19 +103,3 @@ def test_groups_are_divided_by_their_tokens_and_keep_their_order() -> None:
 
 def test_equal_groups_are_dealt_out_the_same_way_in_every_process() -> None:
     assert balanced(list(range(5)), lambda _: 1.0, 2) == [[0, 2, 4], [1, 3]]
-
-
-@pytest.mark.parametrize(("given", "left"), [
-    ({}, {"GOMP_SPINCOUNT": "1000"}), ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
-    ({"GOMP_SPINCOUNT": "5"}, {"GOMP_SPINCOUNT": "5"}),
-])
-def test_threads_wait_briefly_unless_the_user_says_how_they_wait(
-    given: dict[str, str], left: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in WAITING:
-        monkeypatch.setenv(name, "restored afterwards")
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    wait_briefly()
-    assert {name: os.environ[name] for name in WAITING if name in os.environ} == left
