@@ -107,7 +107,8 @@ class FastLanguageModel:
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
         from lowmem_grpo.offload.embedding import embed_on_host, movable
 
-        device = named or own_device(torch.cuda.device_count())
+        cards = torch.cuda.device_count()
+        device = own_device(cards) if named is None or (named == "cuda" and cards) else named
         use_card(device)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)

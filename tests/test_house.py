@@ -9,10 +9,10 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 62_408, "core lines": 47_030, "package files": 489, "files below 60 lines with one importer": 14,
+    "package lines": 62_409, "core lines": 47_031, "package files": 489, "files below 60 lines with one importer": 14,
     "folders at the top": 24, "files at the top": 13, "arrows between folders": 204, "class names that stand twice": 39,
-    "uses of `found`": 1_112, "uses of `one`": 722, "uses of `given`": 636, "docstrings without a verb": 411,
-    "comments that begin with of": 228, "bench lines": 10_662, "tests lines": 65_265,
+    "uses of `found`": 1_112, "uses of `one`": 722, "uses of `given`": 635, "docstrings without a verb": 411,
+    "comments that begin with of": 228, "bench lines": 10_662, "tests lines": 65_283,
 }
 FILES = {"first rollout()": 71, "second rollout()": 53, "update()": 58, "chat call": 49, "train(groups)": 116}
 MODULE = '''"""A module."""

@@ -77,4 +77,4 @@ def named_device(device: str | None, device_map: Any) -> str | None:
                          "'cpu'")
     if given is not None and not DEVICE.fullmatch(given):
         raise ValueError(f"device is {device!r}; allowed are 'cpu', 'cuda' and one card such as 'cuda:0'")
-    return "cuda:0" if "cuda" in (given, mapped) else given or mapped
+    return given or mapped

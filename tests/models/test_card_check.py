@@ -117,3 +117,21 @@ def test_a_brought_models_card_becomes_the_current_one(monkeypatch: pytest.Monke
                 args=GRPOConfig(output_dir=str(tmp_path), max_steps=1, report_to=[]), peft_config=LoraConfig(r=4),
                 train_dataset=[{"prompt": "1 + 1"}])
     assert seen == [str(model.device)]
+
+
+@pytest.mark.parametrize(("device", "cards", "used"), [
+    ("cuda", 2, "cuda:1"), (None, 2, "cuda:1"), ("cuda", 1, "cuda:0"), ("cuda:0", 2, "cuda:0"), ("cuda", 0, "cuda"),
+])
+def test_any_card_is_the_one_of_this_rank_and_never_the_processor(
+    device: str | None, cards: int, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+
+    def stop(device: str) -> None:
+        raise InterruptedError(device)
+
+    monkeypatch.setattr(card_check, "use_card", stop)
+    with pytest.raises(InterruptedError, match=f"^{used}$"):
+        FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, device=device)
