@@ -35,9 +35,9 @@ FURTHER = {  # where else faults of a folder may be found
     "kernels": "models offload engines train against_trl bench/test_kernels.py",
     "memory": "planning preflight offload models commands engines train bench/test_memory.py",
     "rollout": "train against_trl engines environments recipes views agents",
-    "train": "runs rollout against_trl parallel export preflight service/tinker agents commands data",
+    "train": "runs rollout against_trl export preflight service/tinker agents commands data",
     "rewards": "recipes against_trl rollout train agents commands docs/test_rewards.py docs/test_judge.py",
-    "runs": "train views commands parallel export service jobs rollout",
+    "runs": "train views commands export service jobs rollout",
 }
 LEFT_OUT = ("tests/engines/vllm/", "tests/on_card/")
 SLOW = "slow and not vllm and not gpu"
