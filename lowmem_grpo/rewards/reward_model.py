@@ -30,13 +30,13 @@ KIND = "a model for sequence classification with num_labels=1, such as trl.Rewar
 
 
 class RewardModel(Reward):
-    """The reward of a model, given as an object or by its name, under the last part of its name."""
+    """Pays the score of a model, which is an object or a name, under the last part of its name."""
 
     after_sampling = True  # it is on the card only once the sampler's cache is not
     time_limit = math.inf
 
     def __init__(
-        self, given: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
+        self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """`tokenizer` is by default that of the model's name. `init` holds options of from_pretrained for a name:
@@ -45,26 +45,26 @@ class RewardModel(Reward):
         OSError for a name without a model, TypeError for a model of another kind, ValueError for one with several
         labels, and where no tokenizer fits it.
         """
-        named = isinstance(given, str)
-        self.model: Any = None if named else given
+        named = isinstance(model, str)
+        self.model: Any = None if named else model
         self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
         where = {name: self.init[name] for name in ("revision", "token") if name in self.init} if named else {}
-        config = None if named else getattr(given, "config", None)
-        path = find(given, **where) if named else str(getattr(config, "_name_or_path", ""))
-        self.source = Pretrained(given if named else path, path, where)
-        super().__init__(path.rstrip("/").rpartition("/")[2] or type(given).__name__)
+        config = None if named else getattr(model, "config", None)
+        path = find(model, **where) if named else str(getattr(config, "_name_or_path", ""))
+        self.source = Pretrained(model if named else path, path, where)
+        super().__init__(path.rstrip("/").rpartition("/")[2] or type(model).__name__)
         if named:
             with self.source.naming_the_model():
                 config = AutoConfig.from_pretrained(path, trust_remote_code=False, **where)
         self.check_kind(config)
         self.tokenizer = self.fitting_tokenizer(tokenizer, config)
-        self.home = self.device = torch.device("cpu") if named else given.device
+        self.home = self.device = torch.device("cpu") if named else model.device
         self.bound = Bound("rollout", "rows that a reward model scores at once")
         if not named:
             self.freeze()
 
     def check_kind(self, config: Any) -> None:
-        """TypeError for a model that scores nothing, ValueError for several labels."""
+        """Raise TypeError for a model that scores nothing, and ValueError for several labels."""
         kinds = list(getattr(config, "architectures", None) or []) if self.model is None else [model_class(self.model)]
         if not any("SequenceClassification" in kind for kind in kinds):
             raise TypeError(f"reward_funcs holds {self.__name__}, a {' or '.join(kinds) or 'model of no known class'}; "
@@ -73,12 +73,12 @@ class RewardModel(Reward):
             raise ValueError(f"the reward model {self.__name__} has {config.num_labels} labels, and a reward is one "
                              f"number: take {KIND}, or give a function that calls the model and chooses")
 
-    def fitting_tokenizer(self, given: Any, config: Any) -> Any:
-        """The tokenizer, which pads with its end token where it has no token for padding; ValueError where there is
-        none, or where it has ids that the model does not know."""
+    def fitting_tokenizer(self, tokenizer: Any, config: Any) -> Any:
+        """Return the tokenizer, which pads with its end token where it has no token for padding. ValueError where there
+        is none, or where it has ids that the model does not know."""
         name, text = self.__name__, config.get_text_config()
         try:
-            tokenizer = self.source.tokenizer() if given is None else given
+            tokenizer = self.source.tokenizer() if tokenizer is None else tokenizer
         except (OSError, ValueError) as error:
             raise ValueError(f"the reward model {name} has no tokenizer beside it ({str(error).splitlines()[0]}); "
                              "give one in reward_processing_classes") from error
@@ -98,12 +98,12 @@ class RewardModel(Reward):
         """Read a model that was given by name, and let it score on the policy's device."""
         if self.model is None:
             target = device if "quantization_config" in self.init else torch.device("cpu")
-            self.model, found = AutoModelForSequenceClassification.from_pretrained(
+            self.model, report = AutoModelForSequenceClassification.from_pretrained(
                 self.source.path, num_labels=1, trust_remote_code=False, device_map={"": str(target)},
                 output_loading_info=True, **self.init,
             )
-            if found["missing_keys"]:
-                raise ValueError(f"the reward model {self.__name__} lacks {', '.join(sorted(found['missing_keys']))}, "
+            if report["missing_keys"]:
+                raise ValueError(f"the reward model {self.__name__} lacks {', '.join(sorted(report['missing_keys']))}, "
                                  "which would be random; take a checkpoint that was trained as a reward model")
             self.freeze()
         if device.type == "cuda":
@@ -127,7 +127,7 @@ class RewardModel(Reward):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the model is where it scores."""
+        """Keep the model where it scores, inside of the block."""
         if self.device == self.home:
             yield
             return
@@ -161,7 +161,7 @@ class RewardModel(Reward):
                 "and give it in reward_processing_classes")
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """The completions as they are: a chat is rendered with its prompt."""
+        """Return the completions as they are: a chat is rendered with its prompt."""
         return completions
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
@@ -174,16 +174,17 @@ class RewardModel(Reward):
             return list(self.scores(whole))
 
     def text(self, prompt: Any, completion: Any) -> str:
-        """What the model reads, as in TRL."""
+        """Return what the model reads, as in TRL."""
         if not is_chat(prompt):
             return str(prompt) + str(completion)
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_kwargs))
 
     def scores(self, texts: list[str]) -> list[float]:
-        """The scores (N,) of N texts, the shortest first in batches; fewer at a time where memory runs out."""
+        """Return the scores (N,) of N texts, computed in batches, the shortest first; fewer at a time where memory runs
+        out."""
         lengths = [len(ids) for ids in self.encode(texts)["input_ids"]]
         waiting = sorted(range(len(texts)), key=lengths.__getitem__)
-        found: dict[int, float] = {}
+        done: dict[int, float] = {}
         while waiting:
             batch = self.first(waiting, lengths)
             scores = tried(partial(self.forward, [texts[row] for row in batch]), self.device)
@@ -191,21 +192,21 @@ class RewardModel(Reward):
                 limit = smaller(len(batch), [len(batch)] if len(batch) > 1 else [])
                 self.bound.lower(f"the reward model {self.__name__}", scores, limit)
                 continue
-            found |= dict(zip(batch, scores, strict=True))
+            done |= dict(zip(batch, scores, strict=True))
             waiting = waiting[len(batch) :]
-        return [found[row] for row in range(len(texts))]
+        return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """The rows of the next batch, of those that wait, in the order of their lengths."""
+        """Return the rows of the next batch: the shortest of those that wait, which are sorted by their lengths."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 
     def encode(self, texts: Sequence[str], **options: Any) -> Any:
-        """The ids of texts, which hold their special tokens already."""
+        """Return the ids of texts, which hold their special tokens already."""
         return self.tokenizer(text=list(texts), add_special_tokens=False, **options)
 
     def forward(self, texts: list[str]) -> list[float]:
-        """The scores (B,) of one batch."""
+        """Return the scores (B,) of one batch."""
         inputs = self.encode(texts, return_tensors="pt", padding=True, padding_side="right")
         with torch.inference_mode():
             logits = self.model(**inputs.to(self.device)).logits  # (B, 1)
@@ -213,7 +214,7 @@ class RewardModel(Reward):
 
 
 def model_class(model: nn.Module) -> str:
-    """The name of a model's class; of a compiled one, that of the model inside."""
+    """Return the name of a model's class; of a compiled one, that of the model inside."""
     return type(getattr(model, "_orig_mod", model)).__name__
 
 
@@ -221,15 +222,15 @@ def with_models(
     functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """The reward functions, with a `RewardModel` in the place of each model and each name of one.
+    """Return the reward functions, with a `RewardModel` in the place of each model and each name of one.
 
     `processing_classes` are their tokenizers: one, or a list with one for each function, of which those of functions
     are not looked at. ValueError for a wrong number of them.
     """
-    given = [None] * len(functions) if processing_classes is None else processing_classes
-    given = list(given) if isinstance(given, (list, tuple)) else [given]
-    if len(given) != len(functions):
-        raise ValueError(f"{len(given)} reward_processing_classes and {len(functions)} reward functions: the numbers "
-                         "must match. Give None for a function, or leave them out for the models' own tokenizers")
-    return [RewardModel(one, tokenizer, init, template_kwargs) if is_model(one) else one
-            for one, tokenizer in zip(functions, given, strict=True)]
+    tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
+    tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(tokenizers) != len(functions):
+        raise ValueError(f"{len(tokenizers)} reward_processing_classes and {len(functions)} reward functions: the "
+                         "numbers must match. Give None for a function, or leave them out for the models' own tokenizers")
+    return [RewardModel(function, tokenizer, init, template_kwargs) if is_model(function) else function
+            for function, tokenizer in zip(functions, tokenizers, strict=True)]
