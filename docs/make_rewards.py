@@ -244,7 +244,7 @@ and a label like `10:30` is compared with the last time of day.
 
 **Labels.** A label may state its answer: a solution of GSM8K that ends in `#### 43`, `\boxed{43}`, `The answer is 43.`,
 `Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward here that reads labels. If a label is no answer that
-can be compared (a sentence, a number in words, and for `number_match` anything but a number), then only the same text is
+can be compared (a sentence, a number in words, for `number_match` anything but a number), then only the same text is
 right, and other completions get None: no reward, and one warning with such a label. A label may be a list, as of
 Natural Questions: any of its answers is right."""
 
