@@ -72,7 +72,7 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
-    """What plain PEFT computes in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
+    """Return the logits of plain PEFT in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
     model, _ = base.load(dtype, device, form)
     adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
@@ -96,7 +96,7 @@ def in_float32(model: Any) -> Any:
 
 
 def live_logits(model: Any) -> Logits:
-    """What a loaded model computes now. Its training mode is restored afterwards."""
+    """Return the logits of a loaded model as it is now. Its training mode is restored afterwards."""
     def logits(ids: Tensor) -> Tensor:
         training = model.training
         try:

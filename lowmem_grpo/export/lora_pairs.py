@@ -13,7 +13,7 @@ from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, of_pattern, rank
 
 @dataclass(frozen=True)
 class LoraPair:
-    """What is added to a weight (out, in): scaling * b @ a."""
+    """The change of a weight (out, in): scaling * b @ a."""
 
     a: Tensor  # (r, in)
     b: Tensor  # (out, r)

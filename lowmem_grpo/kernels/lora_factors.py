@@ -118,8 +118,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """What `find` finds for `what`, whose ids are in the key: the first time that it is asked for inside
-    `kept_factors`, and each time outside."""
+    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`, and each time
+    outside."""
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -138,7 +138,7 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Where a tensor has another dtype, its place is made and the copy noted."""
+    """Return the factors of a group; a tensor of another dtype gets a place, and its copy is noted."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None

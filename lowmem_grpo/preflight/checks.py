@@ -101,7 +101,7 @@ class Check:
 
     @property
     def finds(self) -> str:
-        """What it finds, as the first sentence of its function says it."""
+        """The kind of fault that it finds, as the first sentence of its function says it."""
         told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
