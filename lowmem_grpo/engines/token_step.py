@@ -29,7 +29,6 @@ from lowmem_grpo.offload.embedding import on_host
 logger = logging.getLogger(__name__)
 WARM = 2  # steps of one form without a graph, in which kernels are compiled and libraries start
 AGREE = 0.02  # of the largest logit: how far the first run of a graph may be from the same step without one
-ASKS = ("dynamic", "longrope")  # kinds of RoPE that read the positions on the host
 HOST = "its embedding is on the host"
 FIX = "leave enforce_eager out, and token steps run without graphs where they must"
 
@@ -180,8 +179,9 @@ def differs(found: Tensor, logits: Tensor) -> str:
     return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"
 
 
-def other_cache(config: Any) -> str:
-    """Return why a model's rows cannot have their cache at fixed addresses; "" where they can."""
+def not_of_model(config: Any) -> str:
+    """Return why a model's rows cannot have their cache at fixed addresses, so that no step of it can be a CUDA graph;
+    "" where they can."""
     family = family_of(config)
     if family is not None and family.experts is not None and has_experts(config):
         return "its experts' routes are recorded"
@@ -190,13 +190,6 @@ def other_cache(config: Any) -> str:
     if family is not None and family.unlike_layers:
         return "its layers lend each other keys"
     return ""
-
-
-def not_of_model(config: Any) -> str:
-    """Return why steps of a model of this config cannot be CUDA graphs, on whatever card; "" where they can."""
-    if any(kind in ASKS for kind in kinds_of_rope(config.get_text_config())):
-        return f"its RoPE ({', '.join(ASKS)}) looks at the positions on the host"
-    return other_cache(config)
 
 
 def not_recorded(policy: Policy) -> str:
@@ -208,13 +201,6 @@ def not_recorded(policy: Policy) -> str:
     if on_host(policy.base):
         return HOST
     return not_of_model(policy.base.config)
-
-
-def kinds_of_rope(config: object) -> set[str]:
-    """Return the kinds of position embedding that a config names, of all its kinds of layers."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    nested = [part for part in settings.values() if isinstance(part, dict)]
-    return {str(part.get("rope_type", "default")) for part in (nested or [settings])}
 
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
