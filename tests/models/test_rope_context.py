@@ -93,8 +93,8 @@ def test_a_warning_says_that_short_texts_get_long_factors_and_how_to_keep_the_sh
     load(stored, ORIGINAL)
     assert "LongRoPE" not in caplog.text
     load(stored, 100)
-    assert ("max_seq_length is 100, and the model was pretrained on texts of 24 tokens, so texts of every length use the "
-            "long factors, as in vLLM. max_seq_length=24 keeps the short ones") in caplog.text
+    assert ("max_seq_length is 100, and the model was pretrained on texts of 24 tokens, so texts of every length use "
+            "the long factors, as in vLLM. max_seq_length=24 keeps the short ones") in caplog.text
 
 
 def test_a_loaded_model_is_merged_and_compared_with_the_same_factors(stored: Path, tmp_path: Path) -> None:
