@@ -37,7 +37,7 @@ def test_a_card_that_records_nothing_is_named() -> None:
 
 def test_a_card_that_records_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.Tensor] = []
-    monkeypatch.setattr(token_step, "CudaGraph", lambda work: lambda: ran.append(work()))
+    monkeypatch.setattr(token_step, "CudaGraph", lambda work, beside=None: lambda: ran.append(work()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert not_on_card(torch.device("cpu")) == "" and len(ran) == 1
