@@ -54,6 +54,31 @@ Booleans, tensors and arrays are taken as numbers, and a warning says so once. S
 missing column end the run, with an error that names the function, what it returned and what was expected. If a function
 returns NaN or infinity, no step is made on that group.
 
+## Reward models
+
+A reward model, such as `trl.RewardTrainer` makes, stands in `reward_funcs` by its name or as an object, alone or beside
+functions:
+
+    GRPOTrainer(model, ["org/reward-model", short], args, dataset).train()      # rewards/reward-model/mean
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(
+        "org/reward-model", num_labels=1, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    GRPOTrainer(model, scorer, args, dataset, reward_processing_classes=tokenizer).train()
+
+It reads what TRL gives it: the text of its own chat template for prompt and completion (with `chat_template_kwargs`),
+and for a plain prompt both joined; padded on the right. Its tokenizer is that of its name, or the one in
+`reward_processing_classes` (one, or a list with None for each function). A tokenizer without a token for padding pads
+with its end token. As in TRL, a model that is given by name is loaded with `model_init_kwargs`: `dtype`, `revision`,
+`token`, and `quantization_config` for 4 bits.
+
+It is frozen. It computes in its own dtype, where TRL under `bf16=True` computes in bfloat16, and takes at most 8,192
+tokens at a time (fewer where memory runs out). If the policy is on a card, it waits on the host, and is on the card
+only while it scores, when the sampler's cache is not; the memory plan counts both. It has no time limit.
+
+Refused before the run: a causal language model, a model with more than one label, weights without a head, a
+tokenizer with tokens that the model lacks or without a chat template for chats, a model in 8 bits or on several
+devices where the policy is on a card, and code of a model's own repository.
+
 ## Rewards while other groups are still sampled
 
 The ready-made rewards below look at each group by itself (except GSM8K's five plain functions). So they are called on

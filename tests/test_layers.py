@@ -47,7 +47,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},
-    "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy"},
+    "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy", "transformers"},
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "numpy", "peft", "transformers"},

@@ -26,12 +26,14 @@ CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
 GRAPHS = 384 * MIB  # of vLLM's CUDA graphs
 RESERVE = 0.04  # of what is freed and made again: holes between blocks
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
-WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS)
+REWARD_MODEL = "reward model"
+WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS, REWARD_MODEL)
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
     WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
     EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
+    REWARD_MODEL: "weights, and what is inside a layer (estimated)",
 }
 
 
@@ -40,9 +42,12 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     group in vLLM, which lets the others wait, and all that are sampled together in our own engine."""
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
+    if settings.reward_bytes:
+        moments["scoring"] = {REWARD_MODEL: settings.reward_bytes}
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     working = [working_row(component, name, moments, settings.head_groups or 1) for component in WORKING
-               if component != EXPERTS or shape.experts is not None]
+               if (component != EXPERTS or shape.experts is not None)
+               and (component != REWARD_MODEL or settings.reward_bytes)]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
     graphs = GRAPHS if settings.engine == "vllm" else 0
     engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, graphs, card_only=True,
@@ -181,9 +186,11 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
     kept = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.keeps_reference else 0
-    return [Row("host buffers", host=inputs + embedding + states + kept,
+    scorers = settings.reward_host_bytes
+    return [Row("host buffers", host=inputs + embedding + states + kept + scorers,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                + (", optimizer" if states else "") + (", the reference adapter" if kept else ""))]
+                + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
+                + (", reward models" if scorers else ""))]
 
 
 def driver_rows(rollout: int, train: int) -> list[Row]:
