@@ -58,6 +58,7 @@ class TransformersEngine:
         self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
+        self.decoding = False
         self.sleeps = True  # what steps are recorded on is given back while training, and so are the graphs
 
     @property
@@ -74,6 +75,12 @@ class TransformersEngine:
             self.step.drop()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def give_back(self) -> None:
+        """From now on keep nothing while training, where memory ran out."""
+        self.sleeps = True
+        if not self.decoding:
+            self.sleep()
 
     def wake(self) -> None:
         """Nothing to do: each call makes what is not there."""
@@ -141,6 +148,7 @@ class TransformersEngine:
             batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
             if not generation.requests:
                 self.step.prepare(size, min(generation.widest, self.max_seq_length))
+            self.decoding = True
             try:
                 with self.passes.evaluating(self.step.factors()):
                     failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
@@ -148,6 +156,8 @@ class TransformersEngine:
             except BaseException:
                 self.step.drop()  # it may hold NaN
                 raise
+            finally:
+                self.decoding = False
             self.step.release()
             if isinstance(failed, Shortage):
                 waiting.extendleft(part for part in reversed(batch.parts) if part.rows)

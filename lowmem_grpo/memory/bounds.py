@@ -182,6 +182,7 @@ class Bound:
     failures: int = 0
     advice: MemoryAdvice = field(default_factory=MemoryAdvice)
     planned: int | None = None  # what holds where the user gave no bound
+    spare: Callable[[], None] | None = None  # gives back what another phase keeps
     spread: float | None = None  # planned with it: places side by side in attention, as a multiple of the bound
 
     def under(self, given: int | None) -> int | None:
@@ -190,7 +191,12 @@ class Bound:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: Shortage, limit: int | None) -> None:
-        """Count a shortage and remember the new limit; MemoryExhaustedError where that is None."""
+        """Count a shortage and remember the new limit; MemoryExhaustedError where that is None. The first time, what
+        there is to spare goes in place of that."""
+        if self.spare is not None:
+            self.spare()
+            self.spare = None
+            return self.note(what, shortage, "what the sampler kept is given back, and the work is repeated")
         if limit is None:
             self.end(what, shortage)
         self.lowered = limit

@@ -8,6 +8,7 @@ from typing import Any
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.bounds import Bound, MemoryAdvice, RunMemory
@@ -95,7 +96,10 @@ def plan_memory(
         }
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    return memory, PhasePeaks(policy.device, plan_training(memory, model, config, policy, name, context, **own))
+    found = plan_training(memory, model, config, policy, name, context, **own)
+    if found is not None and isinstance(engine, TransformersEngine):
+        engine.sleeps, memory.train.spare = found.settings.sleeps, engine.give_back
+    return memory, PhasePeaks(policy.device, found)
 
 
 def plan_training(

@@ -80,3 +80,13 @@ def test_exhausted_memory_is_not_a_shortage_again() -> None:
     with pytest.raises(MemoryExhaustedError) as caught:
         Bound("train", "tokens").lower("a test", Shortage("DefaultCPUAllocator: can't allocate memory", 1, 1), None)
     assert not is_out_of_memory(caught.value)
+
+
+def test_what_another_phase_keeps_is_given_back_before_less_is_done_at_once() -> None:
+    gone: list[int] = []
+    bound = Bound("train", "tokens", spare=lambda: gone.append(1))
+    shortage = Shortage("CUDA out of memory", None, 0)
+    bound.lower("a micro-batch", shortage, None)
+    assert (gone, bound.lowered, bound.failures) == ([1], None, 1)
+    bound.lower("a micro-batch", shortage, 512)
+    assert (gone, bound.lowered, bound.failures) == ([1], 512, 2)

@@ -412,6 +412,21 @@ def test_the_samplers_copy_of_the_adapter_is_planned_at_2_bytes_a_number_in_trai
     assert (own["adapter copy"].rollout, own["adapter copy"].train) == (2 * shape.lora_weights(32), 0)
 
 
+def test_our_own_engine_keeps_cache_graphs_and_adapters_while_training_only_where_they_have_room() -> None:
+    shape, config = ModelShape.of(named_config("llama-3.1-8b")), named_config("llama-3.1-8b")
+    asked = RunSettings(640, engine="transformers", sequences=64)
+    kept = [plan(config, asked, device(gib)) for gib in ("14GiB", "40GiB")]
+    assert [found.settings.sleeps for found in kept] == [True, False] and all(found.fits for found in kept)
+    tight, roomy = ({row.name: row for row in found.rows} for found in kept)
+    for name in ("KV cache", "adapter copy"):
+        assert tight[name].train == 0 < roomy[name].train == roomy[name].rollout
+    assert roomy["KV cache"].train == 64 * shape.kv_bytes(640)
+    assert (tight["engine workspace"].train, roomy["engine workspace"].train) == (0, 384 * 2**20)
+    assert kept[1].train <= 0.9 * kept[1].device.budget
+    hybrid = plan(named_config("qwen3.5-4b"), RunSettings(640, engine="transformers"), device("40GiB"))
+    assert hybrid.settings.sleeps, "steps of it are not recorded"
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-3b", "llama-3.1-8b"])
 @pytest.mark.parametrize("context", [640, 20480])
 def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_room_beside_them(
