@@ -76,7 +76,8 @@ def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict
         "gradient_accumulation_steps": size.sequences // batch, "num_generations": size.n,
         "max_completion_length": size.completion_tokens, "learning_rate": work.learning_rate, "beta": 0.0,
         "loss_type": options.loss_type, "temperature": 1.0, "seed": 0, "report_to": "none", "save_strategy": "no",
-        "logging_strategy": "no", "disable_tqdm": True, "shuffle_dataset": False, "optim": "adamw_torch",
+        "logging_strategy": "no", "disable_tqdm": True, "shuffle_dataset": False,
+        "optim": "adamw_torch_fused",
         "gradient_checkpointing": work.checkpointing, "bf16": work.dtype == "bfloat16",
         "use_cpu": options.device == "cpu", "dataloader_pin_memory": options.device != "cpu",
     }

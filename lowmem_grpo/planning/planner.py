@@ -131,7 +131,7 @@ def generous(asked: RunSettings, device: Device) -> RunSettings:
     """The fastest setting in the place of each that was left open."""
     defaults: dict[str, Any] = {
         "max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked), "mlp_tile": TILES[0],
-        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch", "head_groups": 1,
+        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch_fused", "head_groups": 1,
     }
     return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 

@@ -132,6 +132,7 @@ CHECKS = (
     Check("output_dir", "error", room.unwritable),
     Check("disk", "error", room.full_disk),
     Check("host memory", "warning", room.little_host_memory),
+    Check("managed memory", "error", room.unshared_memory),
     Check("plan", "warning", room.over_plan),
     Check("cache in 8 bits", "warning", room.cache_in_8_bits, with_sft=False),
     Check("bfloat16", "warning", room.emulated_dtype),
