@@ -242,7 +242,11 @@ for `[0,1]`, `\sin 30^\circ` for `\frac{1}{2}`, `50\%` for `0.5`, `101_2` for `5
 `number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
 and a label like `10:30` is compared with the last time of day.
 
-A label may be a list, as of Natural Questions: any of its answers is right."""
+**Labels.** A label may state its answer: a solution of GSM8K that ends in `#### 43`, `\boxed{43}`, `The answer is 43.`,
+`Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward here that reads labels. If a label is no answer that
+can be compared (a sentence, a number in words, for `number_match` anything but a number), then only the same text is
+right, and other completions get None: no reward, and one warning with such a label. A label may be a list, as of
+Natural Questions: any of its answers is right."""
 
 
 @dataclass(frozen=True)

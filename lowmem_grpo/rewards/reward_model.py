@@ -231,6 +231,6 @@ def with_models(
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(functions):
         raise ValueError(f"{len(tokenizers)} reward_processing_classes and {len(functions)} reward functions: the "
-                         "numbers must match. Give None for a function, or leave them out for the models' own tokenizers")
+                         "numbers must match. Give None for a function, or leave them out for the models' own")
     return [RewardModel(function, tokenizer, init, template_kwargs) if is_model(function) else function
             for function, tokenizer in zip(functions, tokenizers, strict=True)]

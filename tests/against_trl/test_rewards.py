@@ -104,6 +104,15 @@ def test_trls_accuracy_reward_can_be_scored_here() -> None:
     assert ours[:2] == [1.0, 0.0]
 
 
+def test_a_thought_before_the_answer_is_paid_as_by_trl() -> None:
+    texts = ["<think>a</think>b", "<think>\na\n</think>\nb", "<think></think>b", "<think>a<tag>b</think>c", "<think>a",
+             "a</think>b", "a<think>b</think>c", "<think>a<think>b</think></think>c", "a", "",
+             "<think>a</think>\nb\n<think>c</think>"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    ours = rewards.format_match(("<think>", "</think>")).reward()
+    assert ours(completions=chats) == think_format_reward(chats)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_repetition_is_paid_as_by_trl(seed: int) -> None:
     import random
