@@ -51,7 +51,7 @@ def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> 
 
 
 def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, int]:
-    """Return exit status and peak resident bytes of a process. TimeoutError where it was killed after `time_limit` s."""
+    """Return exit status and peak resident bytes of a process, which is killed where time is over: TimeoutError."""
     deadline = time.monotonic() + time_limit
     while time.monotonic() < deadline:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
