@@ -130,6 +130,19 @@ def test_the_lora_of_a_peft_model_moves_to_our_layers_and_the_callers_model_goes
     assert_close(logits(PeftModel.from_pretrained(base(torch.float64), str(tmp_path))), after)
 
 
+@pytest.mark.parametrize("case", ["one", "all-linear without", "layers", "ranks and alphas"])
+def test_gradients_are_pefts_where_layers_lack_lora_or_differ_in_rank(case: str) -> None:
+    theirs = scatter(peft_model(base(torch.float64), settings_of(case)))
+    theirs(input_ids=IDS, labels=IDS).loss.backward()
+    wanted = {name: one.grad for name, one in theirs.named_parameters() if one.requires_grad}
+    theirs.zero_grad(set_to_none=True)
+    ours = brought(theirs).train()
+    ours(input_ids=IDS, labels=IDS).loss.backward()
+    for name, one in ours.named_parameters():
+        if one.requires_grad:
+            assert (one.grad - wanted[name]).abs().max() < 1e-4 * wanted[name].abs().max(), name
+
+
 def test_a_saved_adapter_that_peft_loaded_is_trained_on_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
