@@ -27,6 +27,7 @@ class RunSettings:
     context: int  # tokens of the longest sequence, prompt and completion
     num_generations: int = 8  # completions of a prompt that are sampled at once
     lora_rank: int = 32
+    trained: int | None = None  # numbers of the adapter; None: of this rank on all linears
     load_in_4bit: bool = True
     load_in_fp8: bool = False  # in place of 4 bits
     checkpointing: bool | str = "offload"
@@ -52,8 +53,8 @@ class RunSettings:
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        **dict.fromkeys(("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
-                         "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
+        **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
+                         "sequences", "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "spread": ZERO_OR_MORE,
         **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),

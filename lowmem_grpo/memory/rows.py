@@ -93,7 +93,7 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is there in both phases; gradients only while training."""
-    table, trained = shape.table_bytes, shape.lora_weights(settings.lora_rank)
+    table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
@@ -104,10 +104,22 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
         Row("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         Row("embedding", on_device, on_device, note=where),
         Row("head", table, table, note="16 bits"),
-        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on {adapted}, float32"),
+        Row("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
         Row("gradients", 0, adapters * (1 + ranks), note="of the adapters, float32" + ", and all ranks' sum" * ranks),
         Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
+
+
+def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
+    """Return how many numbers are trained."""
+    return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
+
+
+def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
+    """Return what a plan says of the adapter; usually it lies on these layers."""
+    if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
+        return f"LoRA of rank {settings.lora_rank} on {layers}"
+    return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def embedded(shape: ModelShape) -> str:
@@ -118,7 +130,7 @@ def embedded(shape: ModelShape) -> str:
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the adapters."""
-    copied = WORD * shape.lora_weights(settings.lora_rank)
+    copied = WORD * trained_numbers(shape, settings)
     if settings.engine != "vllm":
         return [Row("adapter copy", copied, 0 if settings.sleeps else copied,
                     note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
@@ -192,8 +204,8 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What the host holds."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
-    states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
-    kept = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.keeps_reference else 0
+    states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
+    kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
     scorers = settings.reward_host_bytes
     return [Row("host buffers", host=inputs + embedding + states + kept + scorers,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")

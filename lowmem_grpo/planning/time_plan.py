@@ -30,7 +30,7 @@ from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
-from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded
+from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
 # What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
 GEMM = 0.80e12  # of 1 TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
@@ -220,7 +220,7 @@ class StepTime:
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
             cached = graph_width(ceil(cached))
-        moved = 2 * shape.lora_weights(settings.lora_rank) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
+        moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
         card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)
         card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)
@@ -305,7 +305,7 @@ class StepTime:
 
     def optimizer(self) -> float:
         """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
-        numbers, optim = self.shape.lora_weights(self.settings.lora_rank), self.settings.optim or PAGED
+        numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
         paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
@@ -376,7 +376,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     passes = step.passes()
     forward, backward = map(max, passes.values())
     sampling, training = calibration(card, "generate"), calibration(card, "train")
-    gradients = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank)
+    gradients = ADAPTER_BYTES * trained_numbers(shape, settings)
     seconds = {
         "prefill": sampling * step.prefill(), "decode": sampling * step.decode(),
         "forward": training * (work.iterations + work.forward_only) * forward,

@@ -44,6 +44,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=highest_rank(vars(model.peft_config[model.active_adapter])),
+        trained=sum(one.numel() for one in model.parameters() if one.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
