@@ -50,10 +50,11 @@ class RunSettings:
     reward_bytes: int = 0  # on the card while the largest reward model scores
     reward_host_bytes: int = 0  # of all reward models, between steps
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
+    trained: int | None = None  # numbers of the adapter; None: of `lora_rank` on all linears
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        **dict.fromkeys(("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
-                         "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
+        **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
+                         "sequences", "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "spread": ZERO_OR_MORE,
         **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),

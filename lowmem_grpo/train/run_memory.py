@@ -8,6 +8,7 @@ from typing import Any
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.bounds import Bound, MemoryAdvice, RunMemory
@@ -43,6 +44,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=highest_rank(vars(model.peft_config[model.active_adapter])),
+        trained=sum(one.numel() for one in model.parameters() if one.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
@@ -95,7 +97,10 @@ def plan_memory(
         }
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    return memory, PhasePeaks(policy.device, plan_training(memory, model, config, policy, name, context, **own))
+    found = plan_training(memory, model, config, policy, name, context, **own)
+    if found is not None and isinstance(engine, TransformersEngine):
+        engine.sleeps, memory.train.spare = found.settings.sleeps, engine.give_back
+    return memory, PhasePeaks(policy.device, found)
 
 
 def plan_training(

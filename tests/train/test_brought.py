@@ -72,13 +72,11 @@ def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("parts", "error", "message"), [
-    ({"peft_config": None}, TypeError, "without LoRA.*pass peft_config=peft.LoraConfig"),
-    ({"peft_config": None, "model": "plain"}, TypeError, "Qwen2ForCausalLM, without LoRA.*peft_config"),
     ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "peft_config: use_dora=True is not supported"),
     ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, ValueError, 'allowed is "CAUSAL_LM"'),
     ({"peft_config": LoraConfig(modules_to_save=["lm_head"])}, ValueError, "modules_to_save"),
     ({"peft_config": {"r": 4}}, TypeError, "peft_config is a dict; allowed is peft.LoraConfig"),
-    ({"model": "peft"}, TypeError, "of peft, whose layers are not ours; pass the model without LoRA"),
+    ({"model": "peft"}, ValueError, "the model has LoRA already"),
     ({"model": 5}, TypeError, "model is a int; load it with FastLanguageModel"),
     ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ValueError, "allowed is transformers.BitsAndB"),
     ({"settings": {"model_init_kwargs": {"max_memory": {}}}}, ValueError, "model_init_kwargs: max_memory"),
@@ -163,7 +161,7 @@ def test_a_resumed_stream_goes_on_with_the_row_at_which_it_stopped(kind: str, tm
 @pytest.mark.parametrize(("rows", "settings", "message"), [
     (DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)), {}, r"'train', 'test'.*\['train'\]"),
     ({"prompt": ["a"], "answer": ["b"]}, {}, r"with the columns 'prompt', 'answer'; pass datasets.Dataset.from_dict"),
-    ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "train_dataset is missing"),
+    ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "`train_dataset` is required"),
     (["a", "b"], {}, "a list of str; each row must be a dict"), ([], {}, "no rows"),
     (generator, {"max_steps": -1}, "no length: set max_steps"), (generator, {"difficulty_pools": True}, "difficulty"),
     (generator, {"replay_buffer_size": 8}, "replay_buffer_size is set, and the rows are a stream"),
