@@ -102,7 +102,7 @@ class FastLanguageModel:
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
-        from lowmem_grpo.models.card_check import use_card
+        from lowmem_grpo.models.card_check import larger_card, use_card
         from lowmem_grpo.models.dtypes import compute_dtype
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
@@ -111,6 +111,8 @@ class FastLanguageModel:
         cards = torch.cuda.device_count()
         device = own_device(cards) if named is None or (named == "cuda" and cards) else named
         use_card(device)
+        if named in (None, "cuda") and (advice := larger_card(device)):
+            logger.warning(advice)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, found, where)

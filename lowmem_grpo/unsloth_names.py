@@ -27,7 +27,7 @@ REFUSED = {
                     "There is no trainer on preferences here: train with GRPOTrainer on rewards, with SFTTrainer, or "
                     "with TRL's own."),
     **dict.fromkeys(("RewardTrainer", "RewardConfig", "PRMTrainer", "PRMConfig"),
-                    "No reward model is trained here: train it with TRL, and call it in a reward function."),
+                    "No reward model is trained here: train it with TRL, and give it in reward_funcs."),
     **dict.fromkeys(("RLOOTrainer", "RLOOConfig"),
                     'RLOO is GRPOTrainer with GRPOConfig(advantage_estimator="rloo") here (docs/algorithms.md).'),
     **dict.fromkeys(("PPOTrainer", "PPOConfig"),

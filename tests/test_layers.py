@@ -48,7 +48,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "loader": {"peft", "transformers"},
     "lora_model": {"peft"},
     "environments": {"mcp", "transformers"},
-    "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy"},
+    "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy", "transformers"},
     "rollout": {"transformers"},
     "preflight": {"packaging"},
     "train": {"bitsandbytes", "numpy", "peft", "transformers"},

@@ -28,7 +28,7 @@ from lowmem_grpo.units import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 OURS, TRL = "lowmem_grpo", "trl"
-SCRIPTS = {OURS: "bench.loop.our_step", TRL: "bench.loop.trl_step"}
+PROVIDERS = {OURS: "lowmem_grpo_transformers", TRL: "trl_transformers"}  # of bench/loop/provider.py
 SHAPES = (256, 128, 64, 32)  # completions of a micro-batch that each provider tries
 WARM_UP, TRIAL_STEPS = 2, 4  # steps left out, and steps of a trial (those left out among them)
 TIE = 1.03  # times within this factor count as equal
@@ -52,15 +52,16 @@ class Plan:
         return "cpu_seconds" if self.device == "cpu" else "seconds"
 
     def run(self, provider: str, batch: int, loss_type: str, steps: int) -> dict[str, Any]:
-        """One fresh process; its JSON object."""
-        found = child.run(
-            SCRIPTS[provider], "--model", resolve(TINY), "--prompts", str(self.prompts), "--steps", str(steps),
-            "--batch", str(batch), "--loss-type", loss_type, "--device", self.device, python=self.python[provider],
-            settings={"OMP_NUM_THREADS": str(self.threads)},
-        )
-        if found.get("failed"):
-            raise click.ClickException(f"{found['log']}\n{provider}: {found['missing']}")
-        return found
+        """Return the measures of a fresh process; the lists have an entry for each step but the first ones."""
+        words = child.words(folder=resolve(TINY), problems=self.prompts, steps=steps - WARM_UP, warm_up=WARM_UP,
+                            batch=batch, loss_type=loss_type, device=self.device)
+        found = child.run("bench.loop.provider", PROVIDERS[provider], *words, python=self.python[provider],
+                          settings={"OMP_NUM_THREADS": str(self.threads)})
+        if "missing" in found:
+            raise click.ClickException(f"{found.get('log', '')}\n{provider}: {found['missing']}")
+        timed = {name: [sum(step[name].values()) for step in found["steps"]] for name in ("seconds", "cpu_seconds")}
+        generate = [step["seconds"]["generate"] for step in found["steps"]]
+        return found | timed | {"generate_seconds": generate, "tokens": found["tokens"][WARM_UP:]}
 
 
 @dataclass
@@ -72,8 +73,8 @@ class Measured:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def kept(self, name: str) -> list[float]:
-        """A per-step measure over all rounds, warm-up left out."""
-        return [value for run in self.runs for value in run[name][WARM_UP:]]
+        """Return a measure of each step, over all rounds."""
+        return [value for run in self.runs for value in run[name]]
 
     def tokens_per_second(self) -> float:
         return sum(self.kept("tokens")) / sum(self.kept("seconds"))
@@ -87,7 +88,7 @@ def choose_shape(plan: Plan, provider: str, loss_type: str) -> Measured:
     tried: dict[int, dict[str, float]] = {}
     for shape in (*SHAPES, *reversed(SHAPES)):
         run = plan.run(provider, shape, loss_type, TRIAL_STEPS)
-        seconds = median(run[plan.clock][WARM_UP:])
+        seconds = median(run[plan.clock])
         if shape not in tried or seconds < tried[shape][plan.clock]:
             tried[shape] = {plan.clock: round(seconds, 4), "peak_bytes": run["peak_bytes"]}
         peak = run["peak_bytes"] / MIB
@@ -102,13 +103,13 @@ def compare(plan: Plan, measured: dict[str, Measured], loss_type: str, count: in
     for provider, _ in rounds.in_turn(list(measured), count):
         run = plan.run(provider, measured[provider].batch, loss_type, plan.steps)
         measured[provider].runs.append(run)
-        console.print(f"{loss_type}, {provider}: {median(run['seconds'][WARM_UP:]):.2f} s")
+        console.print(f"{loss_type}, {provider}: {median(run['seconds']):.2f} s")
 
 
 def ratio(measured: dict[str, Measured], name: str) -> float:
     """How many times as long TRL takes: the median over rounds of the ratio within a round."""
     pairs = zip(measured[TRL].runs, measured[OURS].runs, strict=True)
-    return median(median(theirs[name][WARM_UP:]) / median(ours[name][WARM_UP:]) for theirs, ours in pairs)
+    return median(median(theirs[name]) / median(ours[name]) for theirs, ours in pairs)
 
 
 def show(measured: dict[str, Measured], loss_type: str) -> None:
@@ -130,7 +131,7 @@ def row(plan: Plan, measured: dict[str, Measured], provider: str, where: dict[st
     last = own.runs[-1]
     return {
         "provider": provider, **where, "versions": last["versions"], "device": plan.device,
-        "threads": last["threads"], "loss_type": last["config"]["loss_type"], **percentiles(own.kept("seconds")),
+        "threads": plan.threads, "loss_type": last["config"]["loss_type"], **percentiles(own.kept("seconds")),
         "cpu_seconds": percentiles(own.kept("cpu_seconds")), "ratio": round(ratio(measured, "seconds"), 3),
         "cpu_ratio": round(ratio(measured, "cpu_seconds"), 3),
         "generate_seconds": percentiles(own.kept("generate_seconds")), "tokens_per_step": median(own.kept("tokens")),

@@ -12,7 +12,7 @@ from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, rank_of, read_ad
 
 @dataclass(frozen=True)
 class LoraPair:
-    """What is added to a weight (out, in): scaling * b @ a."""
+    """The change of a weight (out, in): scaling * b @ a."""
 
     a: Tensor  # (r, in)
     b: Tensor  # (out, r)

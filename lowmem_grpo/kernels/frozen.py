@@ -28,7 +28,7 @@ FrozenWeight = Tensor | QuantizedWeight
 
 
 def can_decode(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
+    """Return whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
     return can_decode_nf4(x, weight) if isinstance(weight, NF4Weight) else can_decode_fp8(x, weight)
 
 
@@ -160,7 +160,8 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """How many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal size."""
+    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal
+    size."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 

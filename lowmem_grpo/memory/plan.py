@@ -48,12 +48,15 @@ class RunSettings:
     completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
     host_bytes: int | None = None  # of the host's memory that the run may fill; None is not known
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, on the host
+    reward_bytes: int = 0  # on the card while the largest reward model scores
+    reward_host_bytes: int = 0  # of all reward models, between steps
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
                          "sequences", "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
-        "mlp_tile": at_least(0), "spread": ZERO_OR_MORE, "host_bytes": ZERO_OR_MORE, "engine": one_of(*ENGINES),
+        "mlp_tile": at_least(0), "spread": ZERO_OR_MORE,
+        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),
     }

@@ -16,12 +16,21 @@ from itertools import pairwise
 from math import ceil
 
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
-from lowmem_grpo.memory.cards import LARGE_PREFILL, MOST_SEQUENCES, SPEEDS, CardSpeed, card_of, prefill_tokens
+from lowmem_grpo.memory.cards import (
+    LARGE_PREFILL,
+    MOST_SEQUENCES,
+    SPEEDS,
+    CardSpeed,
+    card_of,
+    graph_rows,
+    graph_width,
+    prefill_tokens,
+)
 from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
-from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, trained_numbers
+from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
 # What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
 GEMM = 0.80e12  # of 1 TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
@@ -37,7 +46,6 @@ LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA 
 HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms of 9,612, an assumption, and 3.1 of an opaque op, counted
 GRAPH_US_PER_LAUNCH = 1.9  # of the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
 RECORD_SECONDS = 0.15  # for a graph of the transformers engine; an assumption, 0.35 on slow hosts
-RECORD_TOKENS, COMPACT_BELOW = 128, 0.5  # a new one after so many tokens, and once less than so many of its rows run
 EAGER_LAYER_US = 1200.0  # of a pass of the transformers engine without a graph; an assumption
 SAMPLER_LAUNCHES = 30  # of a token step outside of the graph: sampler, positions, block tables; an assumption
 SAMPLER_PASSES = 10  # over the float32 logits of a token step: softmax, log-probabilities, drawing; an assumption
@@ -166,7 +174,7 @@ class StepTime:
     @property
     def eager(self) -> bool:
         """Whether token steps are no CUDA graphs: our own engine has none of a cache that changes its place."""
-        return self.settings.engine != "vllm" and bool(self.shape.delta or self.shape.experts or self.shape.forms)
+        return self.settings.engine != "vllm" and not recorded(self.shape)
 
     def multiply(self, weights: float, rows: float) -> float:
         """Return the seconds of 16-bit weights times M rows: as slow as the FLOP or as the weights' bytes."""
@@ -183,23 +191,25 @@ class StepTime:
 
     def stretches(self) -> list[Stretch]:
         """Return the token steps by what they compute. A free row goes to the next sequence; once none waits, rows end:
-        they leave vLLM at once, and our own engine when less than `COMPACT_BELOW` of them is left."""
+        they leave vLLM at once, and our own engine when the graph of so many rows is another (`graph_rows`)."""
         work = self.work
-        rows = held = min(self.together, work.sequences)
+        rows = min(self.together, work.sequences)
         waiting = (work.sequences - rows) * work.completion_length / rows
         stretches: list[Stretch] = [(waiting, rows, rows, work.prompt_length + work.completion_length / 2)]
         ends = [0.0, *reversed(work.lengths(rows)[1:]), float(work.longest)]
         for running, (begin, end) in zip(range(rows, 0, -1), pairwise(ends), strict=True):
-            held = running if self.settings.engine == "vllm" or running < COMPACT_BELOW * held else held
+            held = running if self.settings.engine == "vllm" else min(graph_rows(running), rows)
             stretches.append((end - begin, running, held, work.prompt_length + (begin + end) / 2))
         return [stretch for stretch in stretches if stretch[0]]
 
     def decode(self) -> float:
-        """Return the seconds of all token steps, and of the graphs that our own engine records for them."""
-        stretches = self.stretches()
-        graphs = len({rows for _, _, rows, _ in stretches}) + ceil(self.work.longest / RECORD_TOKENS) - 1
-        records = 0.0 if self.settings.engine == "vllm" or self.eager else graphs * RECORD_SECONDS
-        return self.token_steps(stretches) + records
+        """Return the seconds of all token steps, and of the graphs that our own engine records for them, where it gives
+        them back while training; else only a run's first steps record some."""
+        stretches, work = self.stretches(), self.work
+        widths = {graph_width(round(work.prompt_length) + place) for place in range(work.longest)}
+        graphs = len({rows for _, _, rows, _ in stretches}) + len(widths) - 1
+        lasts = self.settings.engine == "vllm" or self.eager or not self.settings.sleeps
+        return self.token_steps(stretches) + (0.0 if lasts else graphs * RECORD_SECONDS)
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
         """Return the seconds of these token steps."""
@@ -208,6 +218,8 @@ class StepTime:
     def token_step(self, rows: int, cached: float) -> float:
         """Return the seconds of a step of M rows with so many tokens each in the cache."""
         shape, settings = self.shape, self.settings
+        if settings.engine != "vllm" and not self.eager:
+            cached = graph_width(ceil(cached))
         moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
         card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)

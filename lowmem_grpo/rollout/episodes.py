@@ -177,7 +177,7 @@ class Batch:
                 self.settle(job, self.live[job.key])
 
     def settle(self, job: Job, episode: Episode) -> None:
-        """What a worker did for an episode becomes its next turn, or its end."""
+        """Make a worker's result for an episode its next turn, or its end."""
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
             self.fail(episode, job.error)

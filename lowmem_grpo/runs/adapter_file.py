@@ -162,7 +162,7 @@ def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
 
 
 def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:
-    """What is wrong with the tensors of a layer, which has this rank by the settings."""
+    """Return what is wrong with the tensors of a layer, which has this rank by the settings."""
     a, b, magnitude = (parts.get(name) for name in SIDES.values())
     if a is None or b is None:
         yield f"has no {SIDES['A' if a is None else 'B']}; the file is not whole: use an older checkpoint"

@@ -90,7 +90,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `encode` was given."""
+    """Undo `encode`."""
     if isinstance(value, list):
         return [decode(inner, tensors) for inner in value]
     if not isinstance(value, dict):

@@ -42,7 +42,7 @@ def error_text(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """What `train` returns."""
+    """The result of `train`."""
 
     global_step: int
     metrics: dict[str, Any]

@@ -128,7 +128,7 @@ class NoReward:
 
 @pytest.mark.parametrize(("given", "error", "said"), [
     ({"factory": NoReward, "reward_funcs": []}, ValueError, "NoReward has neither step nor get_reward: nothing pays"),
-    ({"factory": None}, TypeError, "GRPOTrainer needs reward_funcs"),
+    ({"factory": None}, ValueError, "No reward source provided: GRPOTrainer needs reward_funcs"),
     ({"factory": 3}, TypeError, "environment_factory is 3; pass a class"),
     ({"factory": {"a": Digits}}, ValueError, "must say in its column `environment`"),
     ({"max_steps": -1}, ValueError, "there is no train_dataset, so nothing says how long to train; set max_steps"),
