@@ -198,6 +198,17 @@ def test_a_pattern_that_changes_nothing_is_named(caplog: pytest.LogCaptureFixtur
     assert "rank_pattern: 'up_proj' is the pattern of no layer" in caplog.text and "'q_proj'" not in caplog.text
 
 
+def test_the_same_peft_model_may_go_to_a_second_trainer() -> None:
+    theirs = scatter(peft_model(base(torch.float64), settings_of("ranks")))
+    first = brought(theirs)
+    scatter(first, seed=7)
+    wanted = logits(theirs)
+    second = brought(theirs)
+    for model in (theirs, first, second):
+        assert_close(logits(model), wanted)
+    assert [id(one) for one in first.parameters()] == [id(one) for one in second.parameters()]
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda model: model.add_adapter("second", LoraConfig(target_modules=["q_proj"])), r"\['default', 'second'\]; one"),
     (lambda model: model.merge_adapter(), "the adapter is merged"),

@@ -8,7 +8,8 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from small_models import TINY
 from trainer_runs import ROWS, SMALL, adapter, digit_sum, load, make, same
 from transformers import (
@@ -50,14 +51,32 @@ def test_a_name_and_a_plain_model_train_as_the_loaders_own_does(tmp_path: Path) 
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
     own = FastLanguageModel.get_peft_model(bare, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
                                            random_state=42)
+    torch.manual_seed(42)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), LORA)
     ends = []
     for name, parts in (("own", {"model": own, "peft_config": None}), ("name", {}), (
         "plain", {"model": AutoModelForCausalLM.from_pretrained(TINY)}
-    )):
+    ), ("peft", {"model": theirs, "peft_config": None})):
         trainer = brought(tmp_path / name, **parts)
         trainer.train()
         ends.append(adapter(trainer))
-    assert same(ends[0], ends[1]) and same(ends[0], ends[2])
+    assert all(same(ends[0], end) for end in ends[1:])
+    trainer.save_model(str(tmp_path / "saved"))
+    theirs.save_pretrained(str(tmp_path / "callers"))  # the model that the caller holds is the trained one
+    files = [load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("saved", "callers")]
+    assert same(*files) and any(value.any() for name, value in files[0].items() if "lora_B" in name)
+
+
+def test_without_peft_config_a_run_trains_a_lora_that_plain_peft_loads(tmp_path: Path) -> None:
+    trainer = taught(tmp_path / "run", peft_config=None)
+    assert trainer.train().global_step == 2
+    trainer.save_model(str(tmp_path / "saved"))
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "saved"))
+    ids = torch.tensor([[5, 9, 11, 200, 31]])
+    with torch.no_grad():
+        wanted, got = (model.eval()(input_ids=ids).logits for model in (trainer.model, plain))
+    assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (plain.peft_config["default"].r, plain.peft_config["default"].lora_alpha) == (16, 16)
 
 
 def test_a_name_is_quantized_where_the_caller_says_so(tmp_path: Path) -> None:
@@ -114,6 +133,9 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
     trainer.train()
     assert trainer.optimizer is optimizer and trainer.lr_scheduler is schedule
     assert same(adapter(trainer), before)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), LORA)
+    own = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=0.5)
+    assert brought(tmp_path / "peft", model=theirs, peft_config=None, optimizers=(own, None)).optimizer is own
     with pytest.raises(ValueError, match="of another optimizer"):
         brought(tmp_path / "other", model=model, peft_config=None, optimizers=(torch.optim.SGD(
             model.parameters(), lr=1.0), schedule))
