@@ -176,8 +176,8 @@ class Saver:
             logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
         threads, before = torch.get_num_threads(), saved.get("threads")  # older checkpoints do not say
         if before not in (None, threads) and self.learner.policy.device.type == "cpu":
-            logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d, so that samples may be "
-                           "rounded otherwise; set it as it was to go on bit for bit", before, threads)
+            logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d: samples may be rounded "
+                           "otherwise; set it as it was to go on bit for bit", before, threads)
         for name, value in saved["trainer"].items():
             if name != "max_steps":
                 setattr(self.state, name, value)
