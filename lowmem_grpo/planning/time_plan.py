@@ -216,11 +216,19 @@ class StepTime:
     def decode(self) -> float:
         """Return the seconds of all token steps, and of the graphs that our own engine records for them, where it gives
         them back while training; else only a run's first steps record some."""
-        stretches, work = self.stretches(), self.work
-        widths = {graph_width(round(work.prompt_length) + place) for place in range(work.longest)}
-        graphs = len({rows for _, _, rows, _ in stretches}) + len(widths) - 1
-        lasts = self.settings.engine == "vllm" or self.eager or not self.settings.sleeps
-        return self.token_steps(stretches) + (0.0 if lasts else graphs * RECORD_SECONDS)
+        stretches = self.stretches()
+        graphs = 0 if self.settings.engine == "vllm" or self.eager else len(self.graphs(stretches))
+        return self.token_steps(stretches) + graphs * RECORD_SECONDS
+
+    def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
+        """Return the rows and places of the graphs that our own engine records in each step: of what is given back
+        while training, the cache or weights in 16 bits."""
+        place, found = round(self.work.prompt_length), set[tuple[int, int]]()
+        for steps, _, rows, _ in stretches:
+            if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
+                found |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+            place += round(steps)
+        return found
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
         """Return the seconds of these token steps."""
@@ -350,10 +358,10 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
                      ) -> bool:
     """Return whether a card decodes M sequences of at most so many tokens sooner, by a share of `WORTH`, with
     dequantized weights beside the codes, which steps of few rows read, than with codes alone. It is an estimate from
-    the data sheet, and True for a card without one."""
-    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8, engine=engine)
+    the data sheet, and True for a card without one, but for our own engine, which would record graphs anew."""
+    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
     if name is None:
-        return True
+        return engine == "vllm"
     codes = StepTime(shape, settings, SPEEDS[name], Workload.within(tokens, 1, rows), rows)
     return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() < (1 - WORTH) * codes.decode()
 
