@@ -76,7 +76,7 @@ def test_an_environment_that_makes_its_tasks_and_pays_needs_no_rows_and_no_rewar
     assert sum("eval_rewards/Digits/mean" in line for line in measured) == 2
     episodes = lines(tmp_path, "completions.jsonl")
     assert len(episodes) == 16 and {one["ending"] for one in episodes} <= {"done", "context", "max_tokens"}
-    sampled = 16 + 3 * 2
+    sampled = 16 + 3 * 2 * trainer.args.num_generations
     assert Digits.closed == sampled + 1, "each environment is closed once, that which was tried at the start too"
     assert all(len(one["turns"]) == one["num_turns"] for one in episodes)
 

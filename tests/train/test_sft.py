@@ -338,7 +338,7 @@ def test_ctrl_c_ends_the_step_and_saves_the_adapter_and_a_checkpoint(tmp_path: P
     stop = Stop(2)
     trainer = stop.trainer = make(tmp_path, max_steps=9, save_strategy="no", callbacks=[stop])
     output = trainer.train()
-    assert (output.finished, output.global_step, stop.logs) == (False, 2, [1, 2])
+    assert (output.finished, output.global_step, stop.logs) == (False, 2, [1, 2, 2])
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     plain = AutoModelForCausalLM.from_pretrained(TINY)
