@@ -3,8 +3,8 @@
     python -m bench.loop.step_time                  makes TRL's environment (.venv-trl) where it is not there yet
     python -m bench.loop.step_time --trl-python PATH  uses the environment of that interpreter
 
-Both run in turn, each time in a fresh process, with micro-batches of 32 completions, which are as fast as larger ones on
-a CPU and need the least memory (LOG.md). bench/README.md says how to read the rows.
+Both run in turn, each time in a fresh process, with micro-batches of 32 completions, which are as fast as larger ones
+on a CPU and need the least memory (LOG.md). bench/README.md says how to read the rows.
 """
 
 import json
