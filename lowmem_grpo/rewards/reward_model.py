@@ -48,7 +48,8 @@ class RewardModel(Reward):
         named = isinstance(model, str)
         self.model: Any = None if named else model
         self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
-        where = {name: self.init[name] for name in ("revision", "token") if name in self.init} if named else {}
+        told: dict[str, Any] = self.init if named else {}
+        where = {name: value for name, value in told.items() if name in ("revision", "token")}
         config = None if named else getattr(model, "config", None)
         path = find(model, **where) if named else str(getattr(config, "_name_or_path", ""))
         self.source = Pretrained(model if named else path, path, where)
