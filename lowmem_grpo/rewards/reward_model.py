@@ -108,7 +108,8 @@ class RewardModel(Reward):
                                  "which would be random; take a checkpoint that was trained as a reward model")
             self.freeze()
         if device.type == "cuda":
-            if getattr(self.model, "is_loaded_in_8bit", False) or len(getattr(self.model, "hf_device_map", {})) > 1:
+            devices = {*getattr(self.model, "hf_device_map", {}).values()}
+            if getattr(self.model, "is_loaded_in_8bit", False) or len(devices) > 1:
                 raise ValueError(f"the reward model {self.__name__} is in 8 bits or on several devices, and cannot be "
                                  "moved between host and card: load it on one device, in 16 or in 4 bits")
             self.device, self.home = device, torch.device("cpu")
