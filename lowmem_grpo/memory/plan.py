@@ -27,7 +27,6 @@ class RunSettings:
     context: int  # tokens of the longest sequence, prompt and completion
     num_generations: int = 8  # completions of a prompt that are sampled at once
     lora_rank: int = 32
-    trained: int | None = None  # numbers of the adapter; None: of this rank on all linears
     load_in_4bit: bool = True
     load_in_fp8: bool = False  # in place of 4 bits
     checkpointing: bool | str = "offload"
@@ -51,6 +50,7 @@ class RunSettings:
     reward_bytes: int = 0  # on the card while the largest reward model scores
     reward_host_bytes: int = 0  # of all reward models, between steps
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
+    trained: int | None = None  # numbers of the adapter; None: of `lora_rank` on all linears
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
