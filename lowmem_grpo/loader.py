@@ -64,10 +64,11 @@ class FastLanguageModel:
         whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
         `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and of these five it takes
         `enforce_eager` only.
-        `sampling_weights="16bit"` lets vLLM dequantize 4-bit or FP8 weights once for each phase of sampling. That is
-        faster when many sequences are decoded together, and takes 2 bytes a weight until training begins; "4bit" never
-        does it. None does it on a card if the key-value cache of the sequences that are decoded together still fits
-        beside the weights, and never on the CPU.
+        `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once for each phase of sampling. That is faster when
+        many sequences are decoded together (fewer read the codes all the same), and takes 2 bytes a weight until
+        training begins; "4bit" never does it. None does it on a card where it is faster by its data sheet, if the
+        key-value cache of the sequences that are decoded together still fits beside the weights, and never on the CPU;
+        the transformers engine does it so in runs, whose memory is planned.
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
         tokens fit, and what it samples differs a little more from what is trained, which the parity gate measures.
 

@@ -85,31 +85,26 @@ def take_card() -> None:
     os.environ[CARDS] = listed[place.local] if listed else str(place.local)
 
 
-class BusyCores:
-    """What other programs take of this process's cores, from the moment it is made."""
+def used_by_others() -> tuple[float, float]:
+    """Return the time, and the seconds that other programs have computed on this process's cores so far."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if STAT.is_file() else set[str]()
+    lines = [line.split() for line in STAT.read_text().splitlines()] if cores else []
+    ticks = sum(int(line[field]) for line in lines if line[0] in cores for field in BUSY)
+    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
-    def __init__(self) -> None:
-        self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if STAT.is_file() else set[str]()
-        self.began, self.busy = time.monotonic(), self.by_others()
 
-    def by_others(self) -> float:
-        """Return the seconds that other programs have computed on these cores so far."""
-        lines = [line.split() for line in STAT.read_text().splitlines()] if self.cores else []
-        ticks = sum(int(line[field]) for line in lines if line[0] in self.cores for field in BUSY)
-        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-
-    def leave(self) -> None:
-        """Compute with fewer threads where other programs keep cores busy, as threads wait for each other at every
-        operation. Nothing changes on a card, and where the user chose."""
-        if not self.cores or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
-            return
-        taken, threads = (self.by_others() - self.busy) / (time.monotonic() - self.began), torch.get_num_threads()
-        free = max(1, len(self.cores) - round(taken))
-        if free < threads:
-            torch.set_num_threads(free)
-            logger.warning("other programs keep %.1f of %d cores busy: this run computes with OMP_NUM_THREADS=%d, as "
-                           "more threads would wait for each other; set it to %d to take all cores", taken,
-                           len(self.cores), free, threads)
+def leave_busy_cores(before: tuple[float, float]) -> None:
+    """Compute with fewer threads where other programs kept cores busy since `before`, as threads wait for each other at
+    every operation. Nothing changes on a card, and where the user chose."""
+    if not STAT.is_file() or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
+        return
+    seconds, computed = (now - then for now, then in zip(used_by_others(), before, strict=True))
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if (free := max(1, cores - round(computed / seconds))) < threads:
+        torch.set_num_threads(free)
+        logger.warning("other programs keep %.1f of %d cores busy: this run computes with OMP_NUM_THREADS=%d, as more "
+                       "threads would wait for each other; set it to %d to take all cores", computed / seconds, cores,
+                       free, threads)
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lowmem_grpo.engines.generation_state import DecodeState
+from lowmem_grpo.kernels.frozen import WIDE, WideWeights
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
 from lowmem_grpo.kernels.matmul import matmul_fp32
@@ -22,6 +23,7 @@ class Passes:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.wide: WideWeights | None = None  # quantized weights in 16 bits
 
     def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
         """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
@@ -53,10 +55,12 @@ class Passes:
         products take them, in `lasting` for longer; the mode of the model comes back."""
         was_training = self.policy.model.training
         self.policy.model.eval()
+        token = WIDE.set(self.wide)
         try:
             with torch.no_grad(), kept_factors(lasting):
                 yield
         finally:
+            WIDE.reset(token)
             self.policy.model.train(was_training)
 
     def hidden(

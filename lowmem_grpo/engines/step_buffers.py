@@ -75,6 +75,10 @@ class StepBuffers:
             del self.graphs[next(iter(self.graphs))]
         self.graphs[key] = run
 
+    def forget_above(self, rows: int) -> None:
+        """Let go of the graphs of more rows, which read what is given back."""
+        self.graphs = {key: run for key, run in self.graphs.items() if key[0] <= rows}
+
     def forget_graphs(self) -> None:
         """Let go of the graphs, and of the adapters that they read."""
         self.graphs.clear()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, FinishedPrompts, Meanwhile, OnGroup
 from lowmem_grpo.engines.batch import Batch
@@ -27,6 +28,8 @@ from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.passes import Passes, left_padded
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
+from lowmem_grpo.engines.vllm.sampling_weights import few_rows
+from lowmem_grpo.kernels.frozen import WideWeights
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cards import graph_rows, prefill_piece
 from lowmem_grpo.models.policy import Policy
@@ -45,9 +48,11 @@ class TransformersEngine:
     capabilities = EVERYTHING
 
     def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, enforce_eager: bool | None = None
+        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
+        enforce_eager: bool | None = None, sampling_weights: str | None = None,
     ) -> None:
-        """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be."""
+        """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be.
+        `sampling_weights="16bit"` dequantizes quantized weights while sampling; None leaves that to a run's plan."""
         self.policy, self.passes = policy, Passes(policy)
         self.tokenizer, self.pad_id = tokenizer, tokenizer.pad_token_id or 0
         self.max_seq_length = max_seq_length
@@ -58,6 +63,7 @@ class TransformersEngine:
         self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
+        self.use_weights(sampling_weights)
         self.decoding = False
         self.sleeps = True  # what steps are recorded on is given back while training, and so are the graphs
 
@@ -71,10 +77,23 @@ class TransformersEngine:
 
     def sleep(self) -> None:
         self.forget()
+        self.free_weights()
         if self.sleeps:
             self.step.drop()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def use_weights(self, form: str | None) -> None:
+        """Sample with weights in 16 bits where rows are more than few, or in the form in which they are held."""
+        self.sampling_weights = form
+        self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
+
+    def free_weights(self) -> None:
+        """Free the weights in 16 bits, and the graphs that read them."""
+        if self.passes.wide is not None:
+            self.passes.wide.held.clear()
+            if self.step.lasting is not None:
+                self.step.lasting.forget_above(self.passes.wide.few)
 
     def give_back(self) -> None:
         """From now on keep nothing while training, where memory ran out."""
@@ -88,6 +107,7 @@ class TransformersEngine:
     def close(self) -> None:
         """Free what was kept; the weights are the trainer's."""
         self.forget()
+        self.free_weights()
         self.step.drop()
 
     def forget(self) -> None:
@@ -177,6 +197,11 @@ class TransformersEngine:
         if generation.finished.failed_outside is not None:
             raise generation.finished.failed_outside  # memory ran out elsewhere, so that the call ends
         what = f"sampling {size} at once"
+        if self.passes.wide is not None and self.passes.wide.held:
+            self.free_weights()
+            self.use_weights(FOUR)
+            self.bound.note(what, shortage, "weights in 16 bits are given up, and the work is repeated")
+            return size
         if dropped := generation.kept.shed():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")

@@ -116,8 +116,9 @@ def convert_again(kept: Kept) -> None:
         if not isinstance(key[0], torch.dtype):
             continue  # no tensors of its own
         for old, new in zip(found, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
-            for to, given in zip([old.a, *old.b], [new.a, *new.b], strict=True) if old is not None else ():
-                if to is not None and to.data_ptr() != given.data_ptr():
+            pairs = zip([old.a, *old.b], [new.a, *new.b], strict=True) if old is not None and new is not None else ()
+            for to, given in pairs:
+                if to is not None and given is not None and to.data_ptr() != given.data_ptr():
                     to.copy_(given)
 
 

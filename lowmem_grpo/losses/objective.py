@@ -4,13 +4,14 @@
 fine-tuning of `train/sft.py`, is another small class.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class Reducer:
@@ -74,6 +75,8 @@ class StepTotals:
 class Objective:
     """One algorithm, as the learner sees it. This base class needs no extra fields and counts every rollout."""
 
+    counts_hits = False  # whether it logs the share of trained tokens that the policy finds likeliest
+
     @property
     def temperature(self) -> float:
         """The divisor of the logits: the temperature of the sampling whose log-probabilities they are compared with."""
@@ -91,8 +94,8 @@ class Objective:
     def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
         """An update begins on all these rollouts, with the policy of this version."""
 
-    def prepared(self, rollouts: list[Rollout]) -> None:
-        """The needed fields are filled."""
+    def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
+        """The needed fields are filled, of these rollouts of the groups of an update."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts whose tokens the step's means are over."""

@@ -69,9 +69,9 @@ class RunSettings:
         if in_8_bits(self.kv_cache_dtype) and self.engine != "vllm":
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and engine is {self.engine!r}, whose cache "
                              "has the model's dtype; use engine='vllm', or leave it out")
-        if self.sampling_weights == "16bit" and (self.form == BITS_16 or self.engine != "vllm"):
-            raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights; leave it out, "
-                             "or set load_in_4bit=True and engine='vllm'")
+        if self.sampling_weights == "16bit" and self.form == BITS_16:
+            raise ValueError("sampling_weights is '16bit', which is of 4-bit and FP8 weights; leave it out, or set "
+                             "load_in_4bit=True")
 
     @property
     def form(self) -> str:

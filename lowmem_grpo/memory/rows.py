@@ -131,10 +131,10 @@ def embedded(shape: ModelShape) -> str:
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the adapters."""
     copied = WORD * trained_numbers(shape, settings)
-    if settings.engine != "vllm":
-        return [Row("adapter copy", copied, 0 if settings.sleeps else copied,
-                    note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
+    if settings.engine != "vllm":
+        rows = [Row("adapter copy", copied, 0 if settings.sleeps else copied,
+                    note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     if settings.sampling_weights == "16bit":
         rows.append(Row("sampling weights", WORD * shape.sampler_weights, card_only=True,
                         note="weights in 16 bits while sampling; freed while training"))

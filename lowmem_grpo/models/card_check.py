@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def use_card(device: str, cuda: Any = None) -> None:
 
 def larger_card(device: str, cuda: Any = None) -> str | None:
     """Return which other card of this one process holds more, and how to take it; None where none does."""
-    cuda = cuda or torch.cuda
     if not device.startswith("cuda:") or "WORLD_SIZE" in os.environ:
         return None
+    cuda = cuda or torch.cuda
     sizes = [cuda.get_device_properties(number).total_memory for number in range(cuda.device_count())]
     own, most = sizes[int(device.partition(":")[2])], max(sizes)
     return None if most <= LARGER * own else (
@@ -101,12 +102,10 @@ def driver_version() -> str | None:
 def has_managed_memory(index: int) -> bool:
     """Return whether host and card can share memory, as paged optimizers do; True where the driver does not say."""
     shared, card = ctypes.c_int(1), ctypes.c_int()
-    try:
+    with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(card), index) == 0:
-        driver.cuDeviceGetAttribute(ctypes.byref(shared), MANAGED_MEMORY, card)
+        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(card), index) == 0:
+            driver.cuDeviceGetAttribute(ctypes.byref(shared), MANAGED_MEMORY, card)
     return bool(shared.value)
 
 

@@ -65,6 +65,21 @@ def drops(model: Any) -> bool:
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
+def drop_nothing(model: Any) -> None:
+    """Set every dropout of a PEFT model to 0, those of its config too."""
+    config = model.get_base_model().config.get_text_config()
+    for name, rate in vars(config).items():
+        if "drop" in name and isinstance(rate, float):
+            setattr(config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.ModuleDict):  # of LoRA, whose fast path has none at all
+            module.update({name: nn.Identity() for name, one in module.items() if isinstance(one, nn.Dropout)})
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that checkpointing is on for; whole models carry the flag too, whatever their layers do."""
     flagged = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))

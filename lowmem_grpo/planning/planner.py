@@ -86,11 +86,12 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
 
 def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
     """The plan with quantized weights dequantized while sampling, where the cache is as large beside them, and where
-    the card decodes no slower so."""
+    the card decodes faster so."""
     settings, rows = found.settings, found.settings.sequences or found.settings.num_generations
-    if settings.sampling_weights is not None or settings.form == BITS_16 or settings.engine != "vllm":
+    own = settings.engine != "vllm"
+    if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
         return found
-    if not faster_in_16_bit(shape, found.device.name, rows, settings.context, settings.form):
+    if not faster_in_16_bit(shape, found.device.name, rows, settings.context, settings.form, settings.engine):
         return found
     wide = build(shape, replace(settings, sampling_weights="16bit"), found.device)
     if not wide.fits or wide.kv_bytes != found.kv_bytes:

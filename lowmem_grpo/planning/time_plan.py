@@ -55,6 +55,7 @@ BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
 SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
+WORTH = 0.05  # of the seconds of decoding: below, weights in 16 bits are not worth their bytes
 DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
 # card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say.
@@ -163,8 +164,18 @@ class StepTime:
 
     @property
     def quantized(self) -> bool:
-        """Whether token steps multiply with quantized weights."""
+        """Whether token steps of all numbers of rows multiply with quantized weights."""
         return self.settings.form != BITS_16 and self.settings.sampling_weights != "16bit"
+
+    @cached_property
+    def few(self) -> int:
+        """Rows up to which the kernel of codes takes no longer than products in 16 bits: steps of no more read codes
+        also where weights in 16 bits are there for others."""
+        linears, rows = [linear for linear in self.linears if linear.experts == 1], 1
+        while (decode_instructions(rows, self.speed, self.settings.form) is not None
+               and sum(self.by_codes(linear, rows) - self.multiply(linear.weights, rows) for linear in linears) <= 0):
+            rows += 1
+        return rows - 1
 
     @property
     def grouped(self) -> bool:
@@ -205,11 +216,19 @@ class StepTime:
     def decode(self) -> float:
         """Return the seconds of all token steps, and of the graphs that our own engine records for them, where it gives
         them back while training; else only a run's first steps record some."""
-        stretches, work = self.stretches(), self.work
-        widths = {graph_width(round(work.prompt_length) + place) for place in range(work.longest)}
-        graphs = len({rows for _, _, rows, _ in stretches}) + len(widths) - 1
-        lasts = self.settings.engine == "vllm" or self.eager or not self.settings.sleeps
-        return self.token_steps(stretches) + (0.0 if lasts else graphs * RECORD_SECONDS)
+        stretches = self.stretches()
+        graphs = 0 if self.settings.engine == "vllm" or self.eager else len(self.graphs(stretches))
+        return self.token_steps(stretches) + graphs * RECORD_SECONDS
+
+    def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
+        """Return the rows and places of the graphs that our own engine records in each step: of what is given back
+        while training, the cache or weights in 16 bits."""
+        place, found = round(self.work.prompt_length), set[tuple[int, int]]()
+        for steps, _, rows, _ in stretches:
+            if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
+                found |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+            place += round(steps)
+        return found
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
         """Return the seconds of these token steps."""
@@ -237,9 +256,14 @@ class StepTime:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
             moved = share * (self.move(2 * linear.weights) + again)
             return max(2 * rows * linear.passed / (self.speed.tflops * GEMM), moved)
-        instructions = decode_instructions(rows, self.speed, self.settings.form) if self.quantized else None
-        if instructions is None:
-            return self.multiply(linear.weights, rows) + again
+        codes = self.settings.form != BITS_16 and (self.quantized or rows <= self.few)
+        if codes and decode_instructions(rows, self.speed, self.settings.form) is not None:
+            return self.by_codes(linear, rows)
+        return self.multiply(linear.weights, rows) + again
+
+    def by_codes(self, linear: Linear, rows: int) -> float:
+        """Return the seconds of one matrix times M rows by the kernel that reads codes."""
+        instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         return max(
             self.move(reads * linear.bytes_in(self.settings.form)),
@@ -330,15 +354,24 @@ def block_outputs(outputs: int, rows: int) -> int:
     return 64 if outputs >= 8192 and rows <= 32 else 32
 
 
-def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4) -> bool:
-    """Return whether a card decodes M sequences of at most so many tokens no slower with dequantized weights than with
-    the kernel of NF4 or FP8: few rows, as are left in the end, read codes in a quarter or half the time. It is an
-    estimate from the data sheet, and True for a card without one."""
-    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8)
+def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm"
+                     ) -> bool:
+    """Return whether a card decodes M sequences of at most so many tokens sooner, by a share of `WORTH`, with
+    dequantized weights beside the codes, which steps of few rows read, than with codes alone. It is an estimate from
+    the data sheet, and True for a card without one, but for our own engine, which would record graphs anew."""
+    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
     if name is None:
-        return True
+        return engine == "vllm"
     codes = StepTime(shape, settings, SPEEDS[name], Workload.within(tokens, 1, rows), rows)
-    return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() <= codes.decode()
+    return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() < (1 - WORTH) * codes.decode()
+
+
+def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
+    """Return up to how many rows a card computes a token step sooner with codes than with weights in 16 bits; 0 for a
+    card without a data sheet."""
+    name = card_of(card)
+    settings = RunSettings(1, load_in_fp8=form == FP8)
+    return 0 if name is None else StepTime(shape, settings, SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def copies_to_come(subject: Subject) -> int:
     if not keeps_checkpoints(subject):
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
-    to_come = math.ceil(left / subject.args.save_steps)
+    by_epoch = subject.args.save_strategy == "epoch"
+    to_come = math.ceil(subject.args.num_train_epochs if by_epoch else left / subject.args.save_steps)
     if subject.args.save_total_limit is None:
         return to_come
     kept = subject.args.save_total_limit + 2 - len(list_checkpoints(subject.run_dir))

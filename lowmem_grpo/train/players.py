@@ -70,8 +70,8 @@ class Players:
         if dataset is not None:
             return with_prompts(rows_of(dataset))
         if self.factories.several:
-            raise ValueError("environment_factory is a dict, so each row must say in its column `environment` which "
-                             "one it needs; pass a train_dataset")
+            raise ValueError("environment_factory is a dict, which requires a `train_dataset`: each row must say in "
+                             "its column `environment` which one it needs")
         if self.config.max_steps < 1:
             raise ValueError("there is no train_dataset, so nothing says how long to train; set max_steps")
         return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)

@@ -100,6 +100,7 @@ def plan_memory(
     found = plan_training(memory, model, config, policy, name, context, **own)
     if found is not None and isinstance(engine, TransformersEngine):
         engine.sleeps, memory.train.spare = found.settings.sleeps, engine.give_back
+        engine.use_weights(found.settings.sampling_weights)
     return memory, PhasePeaks(policy.device, found)
 
 

@@ -100,6 +100,8 @@ class LiveView:
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = numbers(logs)
+        if "train_runtime" in logs:  # the figures of the whole run, which `train` returns
+            return
         self.step, self.max_steps = state.global_step, state.max_steps
         self.step_times.mark(self.step)
         for key, value in logs.items():
@@ -220,7 +222,8 @@ class SFTView(LiveView):
 
     def line(self, logs: dict[str, float]) -> str:
         head, rest = super().line(logs).split("  ", 1)
-        return f"{head}  loss {shown('loss', logs['loss'])}  {rest}" if "loss" in logs else f"{head}  {rest}"
+        losses = [f"{name} {shown(name, logs[name])}" for name in ("loss", "eval_loss") if name in logs]
+        return "  ".join([head, *losses, rest])
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:

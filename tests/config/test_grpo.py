@@ -22,7 +22,7 @@ ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_
              "max_turns", "max_turn_tokens", "history", "environment_timeout", "episode_timeout", "max_tool_tokens",
              "turn_discount", "state_weight", "kl_estimator", "advantage_estimator", "pass_at_k", "preflight",
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age",
-             "train_while_sampling"}
+             "train_while_sampling", "normalize_advantages", "reward_clip_range"}  # the last two are RLOOConfig's
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -39,7 +39,9 @@ TRL_DEFAULTS = {
     "model_init_kwargs": None, "push_to_hub": False, "hub_model_id": None,
     "project": "huggingface", "trackio_space_id": None, "report_to": "none", "log_completions": False,
     "save_strategy": "steps", "eval_strategy": "no", "eval_steps": None, "per_device_eval_batch_size": 8,
-    "num_generations_eval": None,
+    "num_generations_eval": None, "data_seed": None, "disable_dropout": False, "use_cpu": False, "log_level": "passive",
+    "logging_first_step": False, "eval_on_start": False, "lr_scheduler_kwargs": None, "num_completions_to_print": None,
+    "log_unique_prompts": False, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
 }
 OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the loss type or of the estimator
     "epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token",
@@ -65,8 +67,8 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
     ("importance_sampling_level", "word", "sequence"), ("vllm_importance_sampling_mode", "token", "token_mask"),
     ("multi_objective_aggregation", "sum", "normalize_then_sum"), ("top_entropy_quantile", 0, "(0, 1]"),
     ("scale_rewards", "both", "batch"), ("optim", "sgd", "adamw_torch"),
-    ("lr_scheduler_type", "polynomial", "cosine"), ("save_strategy", "epoch", "steps"),
-    ("eval_strategy", "epoch", "steps"), ("report_to", "mlflow", "tensorboard"),
+    ("lr_scheduler_type", "reduce_lr_on_plateau", "cosine"), ("save_strategy", "best", "steps"),
+    ("eval_strategy", "always", "epoch"), ("log_level", "loud", "warning"), ("report_to", "mlflow", "tensorboard"),
     ("num_generations", 1, "2 or more"), ("num_generations", 0, "2 or more"),
     *[(name, 0, "at least 1") for name in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",

@@ -10,7 +10,15 @@ import torch
 from tables import every_row
 
 from lowmem_grpo.config import launcher
-from lowmem_grpo.config.launcher import BusyCores, Place, balanced, one_process, take_card, this_place
+from lowmem_grpo.config.launcher import (
+    Place,
+    balanced,
+    leave_busy_cores,
+    one_process,
+    take_card,
+    this_place,
+    used_by_others,
+)
 
 GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
@@ -137,10 +145,10 @@ def test_a_run_leaves_cores_to_programs_that_keep_them_busy_unless_the_user_chos
         patch.setattr(launcher, "torch", SimpleNamespace(
             cuda=SimpleNamespace(is_available=lambda: card), get_num_threads=lambda: threads[0],
             set_num_threads=lambda count: threads.__setitem__(0, count)))
-        cores = BusyCores()
+        before = used_by_others()
         clock[:] = 4.0, own
         compute(*(100.0 + spent for spent in busy))
-        cores.leave()
+        leave_busy_cores(before)
         assert threads == [left]
 
 
@@ -148,5 +156,5 @@ def test_where_nothing_tells_of_cores_all_threads_stay(monkeypatch: pytest.Monke
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launcher, "STAT", tmp_path / "none")
     before = torch.get_num_threads()
-    BusyCores().leave()
+    leave_busy_cores(used_by_others())
     assert torch.get_num_threads() == before

@@ -436,6 +436,9 @@ def test_our_own_engine_keeps_cache_graphs_and_adapters_while_training_only_wher
     assert roomy["KV cache"].train == 64 * shape.kv_bytes(640)
     assert (tight["engine workspace"].train, roomy["engine workspace"].train) == (0, 384 * 2**20)
     assert kept[1].train <= 0.9 * kept[1].device.budget
+    small = plan(named_config("qwen2.5-3b"), asked, device("t4"))
+    (own,) = [row for row in small.rows if row.name == "sampling weights"]
+    assert (own.rollout, own.train) == (2 * ModelShape.of(named_config("qwen2.5-3b")).linear_weights, 0)
     hybrid = plan(named_config("qwen3.5-4b"), RunSettings(640, engine="transformers"), device("40GiB"))
     assert hybrid.settings.sleeps, "steps of it are not recorded"
 
@@ -466,11 +469,11 @@ def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_r
     assert 1 <= wider < 6 or (name, context) == ("qwen2.5-3b", 640)
 
 
-@pytest.mark.parametrize("changes", [{"load_in_4bit": False}, {"engine": "transformers"}])
+@pytest.mark.parametrize("changes", [{"load_in_4bit": False}, {"engine": "transformers", "load_in_4bit": False}])
 def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes: dict[str, Any]) -> None:
     found = plan(named_config("qwen2.5-3b"), RunSettings(640, **changes), device("141GiB"))
     assert found.settings.sampling_weights is None
-    with pytest.raises(ValueError, match="sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights"):
+    with pytest.raises(ValueError, match="sampling_weights is '16bit', which is of 4-bit and FP8 weights"):
         RunSettings(640, sampling_weights="16bit", **changes)
 
 
