@@ -28,3 +28,13 @@ def plain_message(message: Any) -> Any:
     kept = {key: without_none(value) if key == "tool_calls" else value for key, value in message.items()
             if value is not None and (key, value) != ("tool_calls", [])}
     return kept | {"content": content} if "content" in message or "tool_calls" in kept else kept
+
+
+def joined_text(message: Any) -> Any:
+    """Return a chat message whose content is one text, where it is a list of parts that are all text."""
+    parts = message.get("content") if is_message(message) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+             for part in parts]
+    return {**message, "content": "".join(texts)} if all(isinstance(text, str) for text in texts) else message

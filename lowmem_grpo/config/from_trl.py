@@ -20,10 +20,9 @@ CLASSES = {  # (the library, the class) -> our class that it may become
 }
 TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")
 DIFFERENT = {  # fields whose default there is another one and is not taken over; what happens instead
-    "output_dir": "records go to ours", "optim": "AdamW of torch, not fused",
-    "bf16": "the model's own precision", "gradient_checkpointing": "as get_peft_model set it up",
-    "disable_tqdm": "the live view is on", "shuffle_dataset": "each epoch has its own order",
-    "save_total_limit": "the newest three checkpoints are kept",
+    "output_dir": "records go to ours", "bf16": "the model's own precision",
+    "gradient_checkpointing": "as get_peft_model set it up", "disable_tqdm": "the live view is on",
+    "shuffle_dataset": "each epoch has its own order", "save_total_limit": "the newest three checkpoints are kept",
     "vllm_importance_sampling_correction": "on where the sampler's log-probabilities differ",
     "vllm_importance_sampling_mode": "each token has its own weight",
     "vllm_importance_sampling_clip_max": "2, as suits weights of tokens",

@@ -14,12 +14,8 @@ FIXED: Table = EVERY_TRAINER | {
     **only("Set tokenizer.eos_token; answers end as the chat template ends them, else with it.", eos_token=None),
     **only("Only the columns that are trained on are read from a row.", remove_unused_columns=(True, False)),
     **only("Sequences are always packed, without padding and without seeing each other; leave it out.", pad_token=None,
-           packing=(True, False), padding_free=(True, False),
-           eval_packing=(None, True, False), packing_strategy="bfd", num_of_sequences=(None, 1024),
-           chars_per_token=(None, 3.6)),
+           padding_free=(True, False), num_of_sequences=(None, 1024), chars_per_token=(None, 3.6)),
     **any_value("dataset_batch_size", usual=1000),
-    **only("The loss is the mean of -log p over the step's completion tokens, computed in chunks; there is no other.",
-           loss_type=("nll", "chunked_nll")),
     **at_default("Smoothing is not supported; leave it out.", "label_smoothing_factor"),
     **only("Pass use_gradient_checkpointing='offload' to get_peft_model.", activation_offloading=False),
     **any_value("per_device_eval_batch_size", usual=8),  # an evaluation is packed as training is
@@ -38,21 +34,32 @@ class SFTConfig(TrainSettings):
     output_dir: str = "outputs/sft"
     learning_rate: float = 2e-5
     max_length: int | None = None
-    """Rows with more tokens are skipped and counted; None is the model's context."""
-    truncation_mode: str | None = None
-    """What happens to longer rows: None skips and counts them, "keep_start" cuts their end off (TRL's default), and
-    "keep_end" their beginning."""
+    """Rows with more tokens are cut as `truncation_mode` says; None is the model's context."""
+    truncation_mode: str | None = "keep_start"
+    """What happens to longer rows: "keep_start" cuts their end off, "keep_end" their beginning, and None skips and
+    counts them (not in TRL)."""
+    packing: bool = False
+    """Whether rows are packed into sequences of `max_length` tokens, which then count as the rows of a batch. Without
+    it nothing is padded either: rows of a step lie side by side and do not see each other."""
+    packing_strategy: str = "bfd"
+    """"bfd" (longest first, each where it fits best; longer rows are cut), "bfd_split" (what is cut off is a row of its
+    own) or "wrapped" (all tokens in a line, cut at `max_length`; rows see those before them)."""
+    eval_packing: bool | None = None
+    """Whether evaluation rows are packed; None is as `packing`."""
+    loss_type: str = "nll"
+    """"nll" (-log p, also named "chunked_nll") or "dft" (-p log p, with p as a constant; arXiv 2508.05629)."""
     dataset_text_field: str = "text"
     """The column of rows that are one text. All of it is trained, as in TRL."""
     completion_only_loss: bool | None = None
     """Of rows with `prompt` and `completion`: None and True train the completion, False trains both."""
-    assistant_only_loss: bool | None = None
-    """Of rows with `messages`: None trains the last message, which is the assistant's (not in TRL). True trains every
-    message of the assistant, and False trains all tokens, which is TRL's default."""
+    assistant_only_loss: bool | None = False
+    """Of rows with `messages`: False trains all tokens, True every message of the assistant, and None the assistant's
+    last one (not in TRL)."""
 
     unsupported = FIXED  # what `CheckedCall` refuses by
     renamed = RENAMED | {"max_seq_length": "max_length"}
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_length": COUNT, "truncation_mode": one_of("keep_start", "keep_end"), "completion_only_loss": TRUTH,
-        "assistant_only_loss": TRUTH,
+        "assistant_only_loss": TRUTH, "loss_type": one_of("nll", "chunked_nll", "dft"),
+        "packing_strategy": one_of("bfd", "bfd_split", "wrapped"),
     }

@@ -76,7 +76,7 @@ class TrainSettings(metaclass=CheckedCall):
 
     # optimizer
     learning_rate: float = 1e-6
-    optim: str = "adamw_torch"
+    optim: str = "adamw_torch_fused"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8

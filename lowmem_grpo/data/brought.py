@@ -5,7 +5,8 @@
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
 Whatever holds them, rows are read as plain values, and their chat messages without the keys that Arrow filled with None
-(`lowmem_grpo.messages`). Other libraries' classes are known by the names of their modules: none of them is imported.
+and with one text for a content of text parts (`lowmem_grpo.messages`). Other libraries' classes are known by the names
+of their modules: none of them is imported.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from lowmem_grpo.data.prompts import DataError, check_dataset
 from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.messages import plain_message, without_none
+from lowmem_grpo.messages import joined_text, plain_message, without_none
 
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns that are read here
@@ -55,14 +56,16 @@ def plain(value: Any, arrays: bool) -> Any:
     if hasattr(value, "tolist") and (arrays or str(getattr(value, "dtype", "")) == "object"):
         value = value.tolist()
     if isinstance(value, list):
-        return [plain_message(plain(part, arrays)) if isinstance(part, dict) else plain(part, arrays) for part in value]
+        parts = (plain(part, arrays) for part in value)
+        return [joined_text(plain_message(part)) if isinstance(part, dict) else part for part in parts]
     return {key: plain(part, arrays) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     """The dataset as rows by index, or as a Stream; DataError, with what to pass instead, where it is neither."""
     if dataset is None:
-        raise DataError(f"{parameter} is missing, so there are no rows; pass a list of dicts, or a datasets.Dataset")
+        raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
+                        "datasets.Dataset")
     if isinstance(dataset, str):
         raise DataError(f"{parameter} is {dataset!r}, which is text; pass datasets.load_dataset({dataset!r}, "
                         "split='train')")

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
 from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
 
+IGNORED = -100  # a label that is not trained
 SHOWN = 60  # characters of a text in a message
 NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # also behind a turn of the assistant
 
@@ -24,6 +25,8 @@ class Example(Prompt):
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) which of these are trained; None for all
+    input_ids: list[int] = field(default_factory=list)  # of the whole row, as it was cut
+    labels: list[int] = field(default_factory=list)  # these where they are trained, else IGNORED
 
 
 class ExampleEncoder(PromptEncoder):
@@ -73,7 +76,8 @@ class ExampleEncoder(PromptEncoder):
             return f"no token of {what} is trained" + (" within max_length" if len(ids) == limit else "")
         first, end = places[0], places[-1] + 1
         mask = trained[first:end]
-        return Example(row, ids[:first], text, completion_ids=ids[first:end], trained=None if all(mask) else mask)
+        labels = [token if counts else IGNORED for token, counts in zip(ids, trained, strict=True)]
+        return Example(row, ids[:first], text, None, 0, ids[first:end], None if all(mask) else mask, ids, labels)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the run's options of the chat template, with the row's own."""

@@ -41,6 +41,7 @@ class PromptEncoder:
     """Turns a row's `prompt` (a string or chat messages) into token ids, or says why a row cannot be used."""
 
     column = "prompt"  # that the dataset must have
+    source = "`prompt`"  # the columns that a row's author wrote, in messages
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None,
@@ -72,7 +73,7 @@ class PromptEncoder:
             text = self.render(prompt, self.options(row))
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
-            return "empty prompt" if prompt in (None, []) else f"prompt is {type(prompt).__name__}, not text or chat"
+            return no_chat(prompt, "prompt")
         return Prompt(row, ids, text)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +100,20 @@ def is_chat(prompt: Any) -> bool:
         isinstance(prompt, list) and len(prompt) > 0 and all(map(is_message, prompt))
         and any(m.get("tool_calls") or m["content"].strip() for m in prompt)
     )
+
+
+def no_chat(value: Any, name: str) -> str:
+    """Return why a value that is no text is no chat either; `name` is its column."""
+    if value in (None, []):
+        return f"empty {name}"
+    if not isinstance(value, list):
+        return f"{name} is {type(value).__name__}, not text or chat"
+    place, wrong = next(((place, one) for place, one in enumerate(value, 1) if not is_message(one)), (0, None))
+    parts = wrong.get("content") if isinstance(wrong, dict) else None
+    kind = next((str(part["type"]) for part in parts if isinstance(part, dict) and "type" in part), "") \
+        if isinstance(parts, list) else ""
+    return (f"message {place} of {name} has a part of type {kind!r}, and only text is read here" if kind else
+            f"message {place} of {name} has no role, or no text" if place else f"no message of {name} has a text")
 
 
 def is_message(message: Any) -> bool:

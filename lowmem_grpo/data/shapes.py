@@ -4,7 +4,7 @@ In this order: `formatting_func`, `input_ids`, `prompt` with `completion`, `mess
 `conversations`, which is `messages` under another name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,17 @@ from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.brought import columns_of, rows_of
 from lowmem_grpo.data.examples import ExampleEncoder
 from lowmem_grpo.data.owned import owned
+from lowmem_grpo.data.packing import packed
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.data.texts import IGNORED, ConversationEncoder, TextEncoder, TokenEncoder
+from lowmem_grpo.data.texts import (
+    AnswerEncoder,
+    CompletionEncoder,
+    ConversationEncoder,
+    TextEncoder,
+    TokenEncoder,
+    with_answer,
+)
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -36,36 +44,6 @@ class Changed:
         return self.change(self.dataset[index])
 
 
-@dataclass
-class Tokenised:
-    """A dataset as TRL shows it after its trainer was made: each row with `input_ids` and `labels`."""
-
-    dataset: Any
-    encoder: Any  # an ExampleEncoder
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.dataset[index]
-        found = self.encoder.encode(row)
-        if isinstance(found, str):
-            raise DataError(f"row {index} is left out of training: {found}")
-        trained = found.trained or [True] * len(found.completion_ids)
-        labels = [token if one else IGNORED for token, one in zip(found.completion_ids, trained, strict=True)]
-        ids = [*found.ids, *found.completion_ids]
-        labels = [IGNORED] * len(found.ids) + labels
-        return {**row, "input_ids": ids, "labels": labels, "attention_mask": [1] * len(ids)}
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns of the dataset, and those of tokens."""
-        return list(dict.fromkeys([*columns_of(self.dataset), "input_ids", "labels", "attention_mask"]))
-
-
 @dataclass(frozen=True)
 class Shapes:
     """How a run reads rows."""
@@ -75,9 +53,24 @@ class Shapes:
     longest: int  # tokens
     end_ids: list[int]
     formatting_func: Callable[..., Any] | None = None
+    wrap: Callable[[Any], Any] | None = None  # makes another encoder of one, as `train_on_responses_only` does
 
-    def read(self, given: Any, parameter: str = "train_dataset") -> tuple[Any, ExampleEncoder]:
-        """The rows, and what encodes them; DataError where no column says what to train on."""
+    def read(self, given: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
+        """The rows, and what encodes them, in packs where the run packs; DataError where no column says what to train
+        on."""
+        rows, encoder = self.read_rows(given, parameter)
+        config = self.config
+        packing = config.packing if parameter == "train_dataset" or config.eval_packing is None else config.eval_packing
+        if config.assistant_only_loss and isinstance(encoder, (TextEncoder, TokenEncoder)):
+            raise DataError(f"assistant_only_loss=True, and {parameter} has no conversations but {encoder.column}; "
+                            "leave it out, or pass `messages`")
+        encoder = self.wrap(encoder) if self.wrap else encoder
+        if not packing:
+            return rows, encoder
+        return packed(rows, encoder, config.packing_strategy, self.encoder(TokenEncoder))
+
+    def read_rows(self, given: Any, parameter: str) -> tuple[Any, ExampleEncoder]:
+        """Return the rows, each by itself, and what encodes them."""
         rows = rows_of(given, parameter)
         columns = columns_of(rows)
         if not columns and not isinstance(rows, Stream):
@@ -85,14 +78,15 @@ class Shapes:
         if self.formatting_func is not None:
             return changed(rows, self.formatted(rows), ["text"]), self.encoder(TextEncoder)
         if "input_ids" in columns:
-            return rows, self.encoder(TokenEncoder)
+            return rows, self.encoder(TokenEncoder, prompt_too=self.config.completion_only_loss is False)
         if {"prompt", "completion"} <= set(columns):
-            return rows, self.encoder(ExampleEncoder, prompt_too=self.config.completion_only_loss is False)
+            return rows, self.completions()
         if "messages" in columns:
             return self.conversations(rows, "messages")
         if self.config.dataset_text_field in columns:
             encoder = self.encoder(TextEncoder)
             encoder.column = self.config.dataset_text_field
+            encoder.source = f"`{encoder.column}`"
             return rows, encoder
         if "conversations" in columns:
             return self.conversations(rows, "conversations")
@@ -108,15 +102,23 @@ class Shapes:
         return kind(self.tokenizer, self.longest, self.end_ids, self.config.chat_template_kwargs,
                     self.config.truncation_mode, prompt_too)
 
+    def completions(self) -> ExampleEncoder:
+        """Return what encodes rows with a prompt and a completion."""
+        encoder = self.encoder(CompletionEncoder, prompt_too=self.config.completion_only_loss is False)
+        encoder.turns = self.encoder(ConversationEncoder)
+        encoder.turns.assistant_only = bool(self.config.assistant_only_loss)
+        encoder.source = encoder.turns.source = "`prompt` or `completion`"
+        return encoder
+
     def conversations(self, rows: Any, column: str) -> tuple[Any, ExampleEncoder]:
-        """Rows with chat messages: of the last one, of the assistant's, or of all tokens."""
+        """Rows with chat messages: of the assistant's last one, of all of the assistant's, or of all tokens."""
+        encoder = self.encoder(ConversationEncoder if self.config.assistant_only_loss is not None else AnswerEncoder)
+        encoder.source = f"`{column}`"
         if self.config.assistant_only_loss is None:
-            columns = ["prompt", "completion"]
-            split = changed(rows, lambda row: kept(row) | last_message(messages_of(row, column)), columns)
-            turns = self.encoder(ExampleEncoder)
-            turns.continues = False  # two messages of the assistant are two turns
-            return split, turns
-        encoder = self.encoder(ConversationEncoder)
+            def split(row: dict[str, Any]) -> dict[str, Any]:
+                return kept(row) | with_answer(messages_of(row, column), column)
+
+            return changed(rows, split, ["prompt", "completion"]), encoder
         encoder.assistant_only = self.config.assistant_only_loss
         return changed(rows, lambda row: kept(row) | {"messages": messages_of(row, column)}, ["messages"]), encoder
 
@@ -168,10 +170,3 @@ def messages_of(row: dict[str, Any], column: str) -> Any:
         return messages
     return [{"role": ROLES.get(one["from"], one["from"]), "content": one.get("value")}
             if isinstance(one, dict) and "from" in one and "role" not in one else one for one in messages]
-
-
-def last_message(messages: Any) -> dict[str, Any]:
-    """A conversation as a prompt, all but its last message, and a completion, the last one."""
-    if not isinstance(messages, list):
-        return {"prompt": messages, "completion": None}
-    return {"prompt": messages[:-1], "completion": messages[-1:]}

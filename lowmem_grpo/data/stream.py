@@ -49,7 +49,11 @@ class Stream:
                 row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
             if not isinstance(row, dict):
                 raise DataError(f"the stream gave a {type(row).__name__}; each row must be a dict of columns")
-            yield self.plain(row) if self.change is None else self.change(self.plain(row))
+            yield self.read(row)
+
+    def read(self, row: Row) -> Row:
+        """Return a row in plain values, with the change that is made to each."""
+        return self.plain(row) if self.change is None else self.change(self.plain(row))
 
     def change_each(self, change: Callable[[Row], Row]) -> None:
         """Make a change to every row that was not drawn yet."""

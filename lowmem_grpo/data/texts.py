@@ -8,11 +8,11 @@ import re
 from bisect import bisect_left
 from typing import Any
 
-from lowmem_grpo.data.examples import Example, ExampleEncoder
-from lowmem_grpo.data.prompts import DataError, is_chat
+from lowmem_grpo.data.examples import IGNORED, Example, ExampleEncoder, shared_start
+from lowmem_grpo.data.prompts import DataError, is_chat, no_chat
 from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
-IGNORED = -100  # a label that is not trained
+MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the assistant says
 WORD = "Zq7answer"  # stands for a message while a template renders the others
 THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # marks, and fields of messages
@@ -45,16 +45,19 @@ class ConversationEncoder(ExampleEncoder):
     column = "messages"
     assistant_only = continues = False
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
-        """Return the example, or the reason for leaving the row out."""
-        messages = row.get("messages")
+    def encode(self, row: dict[str, Any], behind: int = 0) -> Example | str:
+        """Return the example, of which nothing in the first `behind` messages is trained; or the reason for leaving the
+        row out."""
+        messages: Any = row.get("messages")
         if not is_chat(messages):
-            return "empty messages" if messages in (None, []) else "messages are not chat messages with text"
-        assert messages is not None
+            return no_chat(messages, self.source.strip("`"))
         text = self.whole(messages, row)
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoded["input_ids"])
-        trained = self.mask(row, text, ids, [start for start, _ in encoded["offset_mapping"]])
+        ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+        trained = self.mask(row, text, ids, starts)
+        if behind:
+            first = bisect_left(starts, len(shared_start(text, self.render(messages[:behind], self.options(row)))))
+            trained[:first] = [False] * first
         if messages[-1]["role"] == "assistant" and trained[-1]:
             ids = self.with_end(ids)
             trained += [True] * (len(ids) - len(trained))
@@ -112,6 +115,47 @@ class ConversationEncoder(ExampleEncoder):
         return min((at for at in places if at >= 0), default=len(text))
 
 
+class CompletionEncoder(ExampleEncoder):
+    """Turns a row's `prompt` and `completion` into an Example, where a completion may have several messages too: all
+    that follows the prompt is trained, or with `turns.assistant_only` the assistant's part of it."""
+
+    turns: ConversationEncoder
+
+    def encode(self, row: dict[str, Any]) -> Example | str:
+        """Return the example, or the reason for leaving the row out."""
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not (is_chat(prompt) and is_chat(completion)):
+            return super().encode(row)
+        assert isinstance(prompt, list) and isinstance(completion, list)
+        if len(completion) == 1 and not (self.prompt_too and self.turns.assistant_only):
+            return super().encode(row)
+        both = row | {"messages": [*prompt, *completion]}
+        return self.turns.encode(both, 0 if self.prompt_too else len(prompt))
+
+
+class AnswerEncoder(ExampleEncoder):
+    """Turns the assistant's last message of a conversation into an Example; `with_answer` has made its row."""
+
+    continues = False  # two messages of the assistant are two turns
+
+    def encode(self, row: dict[str, Any]) -> Example | str:
+        """Return the example, or the reason for leaving the row out."""
+        reason: str = row["reason"]
+        return reason or super().encode(row)
+
+
+def with_answer(messages: Any, name: str) -> dict[str, Any]:
+    """Return a conversation as `prompt` and `completion`, the assistant's last message, and the `reason` why it cannot
+    be used; `name` is its column."""
+    if not is_chat(messages):
+        return {"prompt": messages, "completion": None, "reason": no_chat(messages, name)}
+    place = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=None)
+    reasons = {None: f"{name} has no message of the assistant (assistant_only_loss=False trains all)",
+               0: f"{name} has nothing before the assistant's answer (assistant_only_loss=True trains it)"}
+    reason, place = reasons.get(place, ""), place or 0
+    return {"prompt": messages[:place], "completion": messages[place : place + 1], "reason": reason}
+
+
 def untold(place: int) -> DataError:
     """Return the error of a message of which it cannot be told where it stands."""
     return DataError(
@@ -123,15 +167,15 @@ def untold(place: int) -> DataError:
 
 class TokenEncoder(ExampleEncoder):
     """Takes a row's `input_ids` as they are. `labels` (-100 is not trained), `completion_mask` and `assistant_masks`
-    say which are trained; without them all are."""
+    say which are trained, `labels` alone where there are some; without them all are."""
 
     column = "input_ids"
 
     def encode(self, row: dict[str, Any]) -> Example | str:
         """The example, or the reason for leaving the row out."""
-        ids = [int(token) for token in row.get("input_ids") or []]
-        if not ids:
-            return "empty input_ids"
+        ids = row.get("input_ids") or []
+        if not ids or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            return "input_ids is no list of token ids" if ids else "empty input_ids"
         trained = [True] * len(ids)
         for column, is_trained in (("labels", lambda value: value != IGNORED), ("completion_mask", bool),
                                    ("assistant_masks", bool), ("attention_mask", bool)):
@@ -140,5 +184,7 @@ class TokenEncoder(ExampleEncoder):
                 continue
             if len(values) != len(ids):
                 return f"{column} has another length than input_ids"
+            if column in MASKS and (row.get("labels") is not None or (self.prompt_too and column == MASKS[0])):
+                continue  # labels say it all, as in TRL
             trained = [one and bool(is_trained(value)) for one, value in zip(trained, values, strict=True)]
         return self.example(row, str(self.tokenizer.decode(ids)), ids, trained, "input_ids")

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat
 from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
 from lowmem_grpo.environments.renderer import Renderer
@@ -109,7 +109,7 @@ class EpisodeEncoder(PromptEncoder):
             raise DataError(problem)
         messages = messages_of(row)
         if not all(map(is_message, messages)):
-            return f"prompt is {type(row.get('prompt')).__name__}, not text or chat"
+            return no_chat(row.get("prompt"), "prompt")
         if self.kits.factories is None and not is_chat(messages):
             return "empty prompt"
         try:

@@ -86,7 +86,8 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
 
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """What a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a group.
+    """Return what a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a
+    group.
 
     Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by the
     std of the best of k; for rewards of 0 and 1 that is the published closed form.
@@ -173,7 +174,7 @@ COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # those that compare a rew
 
 @dataclass(kw_only=True)
 class AdvantageSettings:
-    """How rewards become advantages."""
+    """Settings that turn rewards into advantages."""
 
     advantage_estimator: str = "grpo"
     """Not in TRL: one of ESTIMATORS."""

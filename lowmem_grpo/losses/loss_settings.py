@@ -148,7 +148,7 @@ class LossSettings:
 
     @property
     def whole_sequences(self) -> str:
-        """What makes tokens of a completion share one ratio; empty where nothing does."""
+        """The setting that makes tokens of a completion share one ratio; empty if there is none."""
         if self.loss_type in ("gspo", "gmpo", "rloo"):
             return f"loss_type {self.loss_type!r}"
         return "importance_sampling_level 'sequence'" if self.level == "sequence" else ""

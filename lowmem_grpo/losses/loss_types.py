@@ -69,7 +69,7 @@ Weights = Callable[["Tensor", "StepCounts"], "Tensor"]
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What the step's denominators count."""
+    """The counts in a step's denominators."""
 
     sequences: float
     tokens: float

@@ -65,7 +65,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What one optimizer step's means are over, all of its groups counted."""
+    """The counts that one optimizer step's means are over, of all its groups."""
 
     sequences: int
     tokens: float  # that count in the loss
@@ -79,7 +79,7 @@ class Objective:
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by: that of the sampling whose log-probabilities they are compared with."""
+        """The divisor of the logits: the temperature of the sampling whose log-probabilities they are compared with."""
         return 1.0
 
     @property
@@ -111,7 +111,7 @@ class Objective:
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """What `begin` decided, and all else that changes the loss from one update to the next."""
+        """The decisions of `begin`, and all else that changes the loss from one update to the next."""
         return ()
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
@@ -123,7 +123,7 @@ class Objective:
         return reducer.result()
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
+        """Return what a resumed run needs, as JSON."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

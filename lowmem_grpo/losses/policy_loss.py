@@ -134,7 +134,7 @@ def factors(
     tokens: LossTokens, settings: LossSettings, rollout_logprobs: Tensor | None, policy_mask: Tensor | None,
     report: Report,
 ) -> Iterator[Tensor]:
-    """What multiplies the policy term, each (N,): the off-policy mask, the token mask, the correction."""
+    """Return the factors of the policy term, each (N,): the off-policy mask, the token mask, the correction."""
     if settings.off_policy_mask_threshold is not None:
         logprobs = tokens.logprobs.detach()
         sampler = logprobs - tokens.log_ratio.detach() if rollout_logprobs is None else rollout_logprobs

@@ -43,7 +43,8 @@ def unusable(subject: Subject) -> Iterator[Finding]:
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
-        yield Finding("error", "", f"no row of the dataset can be used: {listed}", "correct the column `prompt`")
+        yield Finding("error", "", f"no row of the dataset can be used: {listed}",
+                      f"correct the column {subject.sample.encoder.source}")
     elif reasons:
         yield Finding("warning", "", f"{subject.sample.share(reasons.total())} will be skipped: {listed}",
                       "correct or remove these rows")

@@ -8,6 +8,7 @@ import torch
 
 from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
+from lowmem_grpo.models.card_check import has_managed_memory
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
@@ -59,6 +60,15 @@ def little_host_memory(subject: Subject) -> Iterator[Finding]:
                       f"optimizer states may take {size_text(needed)} of it", "lower max_tokens_per_micro_batch, free "
                       'host memory, or set use_gradient_checkpointing=True or optim="adamw_8bit", which keep them on '
                       "the card")
+
+
+def unshared_memory(subject: Subject) -> Iterator[Finding]:
+    """Find a paged optimizer on a card that shares no memory with the host, where bitsandbytes ends the process."""
+    device = subject.policy.device
+    if "paged" in subject.args.optim and device.type == "cuda" and not has_managed_memory(device.index or 0):
+        yield Finding("error", "", f"optim={subject.args.optim!r} needs managed memory, which host and card share, and "
+                      "the driver here has none (as in some WSL and on virtual GPUs)",
+                      'optim="adamw_8bit" keeps the states on the card')
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:

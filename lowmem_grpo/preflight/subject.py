@@ -1,11 +1,10 @@
 """What the checks look at: the parts of a trainer, and a bounded sample of its rows, encoded as the run will do it."""
 
-import sys
 import time
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.data.packing import PackedRows, of_any_length
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.memory.bounds import RunMemory
@@ -76,8 +75,7 @@ def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
     if isinstance(dataset, Stream):
         dataset = dataset.peek(OF_A_STREAM)
     count = min(len(dataset), MOST_ROWS)
-    unbounded = copy(encoder)
-    unbounded.max_prompt_length = sys.maxsize
+    unbounded = of_any_length(encoder)
     began, rows = time.monotonic(), []
     for place in spread(count):
         rows.append(look_at(dataset, place * len(dataset) // count, unbounded))
@@ -115,7 +113,7 @@ def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:
 
 @dataclass(frozen=True)
 class Turns:
-    """What answers the policy in a run of several turns."""
+    """The tools or environment that answer the policy in a run of several turns."""
 
     tools: list[dict[str, Any]] | None = None  # their OpenAI schemas
     replies: bool = False  # an environment answers as the user
@@ -132,7 +130,10 @@ class Subject:
         self.memory: RunMemory = trainer.memory
         self.plan = self.memory.advice.plan  # None on the CPU, and for models that cannot be planned
         self.context: int = trainer.model.loaded.max_seq_length  # tokens
-        self.sample = sample_rows(trainer.source.dataset, trainer.source.encoder)
+        rows, encoder = trainer.source.dataset, trainer.source.encoder
+        if isinstance(rows, PackedRows):
+            rows, encoder = rows.rows, encoder.inner
+        self.sample = sample_rows(rows, encoder)
         self.chats = [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
         self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None in fine-tuning
         self.functions = [] if self.scorer is None else list(self.scorer.by_name.items())

@@ -47,7 +47,7 @@ OF_STEPS = ("loss", "grad_norm", "learning_rate")  # of a line of the log, and n
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """What `train` returns."""
+    """The result of `train`."""
 
     global_step: int
     metrics: dict[str, Any]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset
 
 from lowmem_grpo.config.from_trl import settings_of
@@ -23,6 +24,7 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.preflight.how_long import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
@@ -63,12 +65,11 @@ class GRPOTrainer(Trainer):
         """TRL's parameters, in its order; `engine`, which is the caller's own; and `parse`, which reads the tool calls
         of a form that is not known here (see `Toolbox`). `tokenizer` is an older name of `processing_class`; `others`
         are refused, or options of the settings."""
-        others |= {"reward_processing_classes": reward_processing_classes}
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
         players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
         self.scorer = RewardScorer(
-            *players.paid(reward_funcs), config.reward_limit, config.score_while_sampling, players.plays,
-            late_columns=rollout_func is not None,
+            *players.paid(reward_funcs, reward_processing_classes), config.reward_limit, config.score_while_sampling,
+            players.plays, late_columns=rollout_func is not None,
         )
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         rows = players.rows(train_dataset)
@@ -77,11 +78,15 @@ class GRPOTrainer(Trainer):
             (config.max_prompt_length or config.max_completion_length) + config.max_completion_length,
         )
         model, self.said_unrouted = self.model, False
+        reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]
+        for reward_model in reward_models:
+            reward_model.load(self.policy.device)
         first = self.first_engine(engine)
         longest, context = self.lengths(model.loaded.max_seq_length)
         if config.kl_reference == "start" and (config.beta or not self.takes_prompts):  # steps may have a beta then
             self.policy.keep_reference(config.sync_ref_model)
-        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first)
+        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first,
+                                    reward_models)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
         encoder = players.encoder(encoder)
@@ -273,6 +278,21 @@ class GRPOTrainer(Trainer):
         """The reward functions, in order."""
         return list(self.scorer.funcs)
 
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names of the rewards, in order."""
+        return list(self.scorer.names)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weights of the rewards (R,), in order."""
+        return torch.tensor(self.scorer.weights)
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizers of the reward models; None for each function."""
+        return [getattr(func, "tokenizer", None) for func in self.scorer.funcs]
+
 
 class RLOOTrainer(GRPOTrainer):
     """`GRPOTrainer` with the settings of RLOO: args is an RLOOConfig."""
@@ -281,6 +301,6 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Whether a reward function says that it logs metrics of its own, or is an object that may."""
+    """Return whether a reward function says that it logs metrics of its own, or is an object that may."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named

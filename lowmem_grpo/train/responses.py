@@ -2,12 +2,13 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lowmem_grpo.data.examples import Example, shared_start
-from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.examples import IGNORED, Example, shared_start
+from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.train.sft import SFTTrainer, as_groups
+from lowmem_grpo.train.sft import SFTTrainer
 
 LOOKED_AT = 100  # rows in which an answer must be found
 QUESTION, ANSWER, NEXT = "\u2460q\u2460", "\u2461a\u2461", "\u2462n\u2462"  # texts that no template contains
@@ -34,11 +35,12 @@ def train_on_responses_only(
     if instruction_part is None or response_part is None:
         found = parts_of(text)
         instruction_part, response_part = instruction_part or found[0], response_part or found[1]
-    encoder = ResponsesOnly(trainer.source.encoder, instruction_part, response_part, last_response_only)
-    check_rows(trainer.source.dataset, encoder)
-    trainer.source.encoder = encoder  # type: ignore[assignment] # it has all that is asked of one
-    for group in trainer.eval_groups:
-        mask_group(group, encoder)
+    wrap = partial(ResponsesOnly, instruction=instruction_part, response=response_part, last_only=last_response_only)
+    source: Any = trainer.source
+    packs = isinstance(source.encoder, PackEncoder)
+    rows, encoder = (source.dataset.rows, source.encoder.inner) if packs else (source.dataset, source.encoder)
+    check_rows(rows, wrap(encoder))
+    trainer.train_only(wrap)
     return trainer
 
 
@@ -61,14 +63,13 @@ class ResponsesOnly:
         found = self.inner.encode(row)
         if isinstance(found, str):
             return found
-        trained = self.mask([*found.ids, *found.completion_ids])
+        ids = found.input_ids
+        trained = self.mask(ids)
         if trained is None:
             return "its tokens are not those of its text, so the answers in it cannot be found"
-        before = [False] * len(found.ids) + (found.trained or [True] * len(found.completion_ids))
-        both = [one and other for one, other in zip(trained, before, strict=True)]
+        both = [one and label != IGNORED for one, label in zip(trained, found.labels, strict=True)]
         if not any(both):
             return f"no answer after {self.response!r}"
-        ids = [*found.ids, *found.completion_ids]
         kept: Example | str = self.inner.example(found.row, found.text, ids, both, "text")
         return kept
 
@@ -110,15 +111,6 @@ def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
         shown = first if isinstance(first, str) else encoder.inner.tokenizer.decode([*first.ids, *first.completion_ids])
         raise ValueError(f"none of the first {len(rows)} rows has an answer after response_part={encoder.response!r} "
                          f"({reasons[0]}). The first row is {shown[:300]!r}")
-
-
-def mask_group(group: Any, encoder: ResponsesOnly) -> None:
-    """Evaluate only the answers of a row of the evaluation dataset; DataError where it has none."""
-    found = encoder.encode(group.row)
-    if isinstance(found, str):
-        raise DataError(f"a row of eval_dataset has {found}; leave such rows out")
-    (fresh,) = as_groups([found])
-    group.prompt_ids, group.rollouts = fresh.prompt_ids, fresh.rollouts
 
 
 def parts_of(tokenizer: Any) -> tuple[str, str]:

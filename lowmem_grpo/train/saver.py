@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 
 from lowmem_grpo.config.shared import TrainSettings
@@ -156,7 +157,7 @@ class Saver:
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
             "config": self.config.to_dict(), "memory": self.memory.state(),
             "objective": self.learner.objective.state(), "replay": self.replay.state(),
-            "records": dict(self.records.lines),
+            "records": dict(self.records.lines), "threads": torch.get_num_threads(),
             "keeps_reference": self.learner.policy.reference_adapter is not None,
         }
 
@@ -173,6 +174,10 @@ class Saver:
         changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
         if changed:
             logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
+        threads, before = torch.get_num_threads(), saved.get("threads")  # older checkpoints do not say
+        if before not in (None, threads) and self.learner.policy.device.type == "cpu":
+            logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d: samples may be rounded "
+                           "otherwise; set it as it was to go on bit for bit", before, threads)
         for name, value in saved["trainer"].items():
             if name != "max_steps":
                 setattr(self.state, name, value)

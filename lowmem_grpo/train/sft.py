@@ -5,11 +5,12 @@ steps that survive a shortage of memory. The loss of an optimizer step is
 
     loss = -sum(log p(trained token)) / N             N: trained tokens of the whole step, in all its micro-batches
 
-which is TRL's `nll`. What is trained, the columns say (data/shapes.py). The gradient does not depend on how the step is
-cut into micro-batches.
+which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant. What is trained, the columns say
+(data/shapes.py). The gradient does not depend on how the step is cut into micro-batches.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch import Tensor
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import Example
+from lowmem_grpo.data.packing import Pack, PackEncoder
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
-from lowmem_grpo.data.shapes import Shapes, Tokenised
-from lowmem_grpo.data.stream import Stream, source_of
+from lowmem_grpo.data.shapes import Shapes
+from lowmem_grpo.data.stream import source_of
+from lowmem_grpo.data.tokenised import tokenised
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.loop import Trainer
@@ -34,12 +37,22 @@ MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_nor
 
 
 class SFTObjective(Objective):
-    """-log p of every trained token, averaged over the step."""
+    """The loss of every trained token, averaged over the step."""
+
+    def __init__(self, loss_type: str = "nll") -> None:
+        self.loss_type = loss_type
 
     counts_hits = True
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        return LossOutput(-logprobs.sum() / totals.tokens, {"entropy": entropy.detach().mean()})
+        loss = token_losses(logprobs, self.loss_type).sum() / totals.tokens
+        return LossOutput(loss, {"entropy": entropy.detach().mean()})
+
+
+def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
+    """Return the loss (N,) of tokens with these log-probabilities (N,): -log p, or p (-log p) for "dft", whose weight p
+    has no gradient (Wu et al. 2025, arXiv 2508.05629)."""
+    return -logprobs * logprobs.detach().exp() if loss_type == "dft" else -logprobs
 
 
 class SFTTrainer(Trainer):
@@ -69,23 +82,50 @@ class SFTTrainer(Trainer):
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
+        self.shown: dict[str, Any] = {}  # datasets as they are trained
         self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)
         source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset)
         self.eval_sets = self.evaluation_sets(eval_dataset)
         memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length", self.ranks)
-        self.learn(source, SFTObjective(), memory, peaks)
+        self.learn(source, SFTObjective(config.loss_type), memory, peaks)
         self.write(callbacks)
 
     @property
     def train_dataset(self) -> Any:
-        """The rows with `input_ids` and `labels`, as they are trained; a stream as it was passed."""
-        source = self.source
-        return self.given_rows if isinstance(source.dataset, Stream) else Tokenised(source.dataset, source.encoder)
+        """The rows with `input_ids` and `labels`, as they are trained, as a `datasets.Dataset`."""
+        return self.tokenised("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
 
     @train_dataset.setter
     def train_dataset(self, _: Any) -> None:
         raise UnsupportedError("train_dataset cannot be changed; make a new SFTTrainer with the other rows")
+
+    @property
+    def eval_dataset(self) -> Any:  # type: ignore[override] # every trainer has one
+        """The evaluation rows as `train_dataset` shows its own; of several datasets a dict."""
+        given = self.given_eval_rows
+        several = given if isinstance(given, Mapping) else {"eval": given}
+        shown = {name: None if rows is None else self.tokenised(
+            f"eval {name}", rows, lambda rows=rows: self.shapes.read(rows, "eval_dataset")
+        ) for name, rows in several.items()}
+        return shown if several is given else shown["eval"]
+
+    def tokenised(self, name: str, given: Any, read: Callable[[], tuple[Any, Any]]) -> Any:
+        """Return the dataset of given rows as they are trained, which is made once."""
+        if name not in self.shown:
+            self.shown[name] = tokenised(given, *read())
+        return self.shown[name]
+
+    def train_only(self, wrap: Callable[[Any], Any]) -> None:
+        """Let `wrap` make another encoder of each dataset's own; datasets already read are read anew."""
+        self.shapes = replace(self.shapes, wrap=wrap)
+        encoder: Any = self.source.encoder
+        if isinstance(encoder, PackEncoder):
+            encoder.inner = wrap(encoder.inner)
+        else:
+            self.source.encoder = wrap(encoder)
+        self.eval_sets = self.evaluation_sets(self.given_eval_rows)
+        self.shown.clear()
 
     def longest_row(self) -> int:
         """Tokens that prompt and completion may have together; ValueError where they would not fit the context."""
@@ -152,11 +192,12 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Each example as a prompt with one completion, as packing and learner take them."""
+    """Each example, and each one of a pack, as a prompt with one completion, as packing and learner take them."""
+    each = (one for example in examples for one in (example.parts if isinstance(example, Pack) else [example]))
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
             trained=example.trained,
         )])
-        for example in examples if isinstance(example, Example)
+        for example in each if isinstance(example, Example)
     ]

@@ -175,7 +175,7 @@ class LiveView:
         return table
 
     def words(self) -> Table:
-        """What the last log says in words; each on a line of its own, or on more in a narrow terminal."""
+        """Return the lines in words of the last log, wrapped in a narrow terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         now = {key: values[-1] for key, values in self.history.items()}
@@ -252,8 +252,9 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Where the time of a step and of its sampling went, its measured and estimated seconds, how episodes ended and
-    used tools, and how many groups' completions differ in reward; without what was not measured."""
+    """Return the lines in words of a log: where the time of a step and of its sampling went, its measured and estimated
+    seconds, how episodes ended and used tools, and how many groups' completions differ in reward; without what was not
+    measured."""
     found = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         found["time"] = " ".join(times)

@@ -34,7 +34,7 @@ TRL_DEFAULTS = {
     "multi_objective_aggregation": "sum_then_normalize",
     "reward_weights": None, "mask_truncated_completions": False, "learning_rate": 1e-6,
     "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
-    "lr_scheduler_type": "linear", "warmup_steps": 0, "bf16": None,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "optim": "adamw_torch_fused", "bf16": None,
     "metric_for_best_model": None, "greater_is_better": None, "load_best_model_at_end": False, 
     "model_init_kwargs": None, "push_to_hub": False, "hub_model_id": None,
     "project": "huggingface", "trackio_space_id": None, "report_to": "none", "log_completions": False,
@@ -50,7 +50,7 @@ OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the l
 }
 OTHER_DEFAULTS = {
     "max_tool_calling_iterations": None,
-    "disable_tqdm": None, "output_dir": "outputs", "optim": "adamw_torch", "fp16": None,
+    "disable_tqdm": None, "output_dir": "outputs", "fp16": None,
     "gradient_checkpointing": None, "logging_steps": 1, "save_steps": 100, "save_total_limit": 3,
     "vllm_importance_sampling_correction": None, "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0, **dict.fromkeys(OF_THE_CHOICE),

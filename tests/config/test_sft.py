@@ -27,11 +27,12 @@ REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
         ({"max_seq_length": 5, "max_length": 6}, "the same option"),
     ],
     ValueError: [
+        ({"packing_strategy": "ffd"}, "one of bfd, bfd_split, wrapped"),
         ({"truncation_mode": "keep"}, "one of keep_start, keep_end, or None"),
         ({"load_best_model_at_end": True}, "needs eval_strategy='steps' and save_strategy='steps'"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 4}, "mul"),
         ({"report_to": ["all", "wandb"]}, "'all' stands by itself"),
-        ({"loss_type": "dft"}, "there is no other"), ({"neftune_noise_alpha": 5}, "leave it out"),
+        ({"loss_type": "orpo"}, "one of nll, chunked_nll, dft"), ({"neftune_noise_alpha": 5}, "leave it out"),
         ({"max_length": 0}, "max_length is 0; it must be a whole number, at least 1"),
         ({"per_device_train_batch_size": None}, "per_device_train_batch_size is None"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be 0 or above"),

@@ -70,9 +70,11 @@ def test_a_dataset_of_another_size_is_refused_when_resuming() -> None:
 
 @pytest.mark.parametrize(("prompt", "reason"), [
     ("", "empty prompt"), ("  \n", "empty prompt"), (None, "empty prompt"), ([], "empty prompt"),
-    (7, "prompt is int, not text or chat"), (["2 + 2?"], "prompt is list, not text or chat"),
-    ([{"role": "user"}], "prompt is list, not text or chat"), ([{"content": "2 + 2?"}], "prompt is list"),
-    ([{"role": "user", "content": None}], "prompt is list"), ([{"role": "user", "content": " "}], "prompt is list"),
+    (7, "prompt is int, not text or chat"), (["2 + 2?"], "message 1 of prompt has no role, or no text"),
+    ([{"role": "user"}], "message 1 of prompt has no"), ([{"content": "2 + 2?"}], "message 1 of prompt has no role"),
+    ([{"role": "user", "content": None}], "message 1 of prompt has no role, or no text"),
+    ([{"role": "user", "content": " "}], "no message of prompt has a text"),
+    ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "message 1 of prompt has a part of type 'i"),
     ("x" * 21, "prompt longer than 20 tokens"),
 ])
 def test_an_unusable_row_is_skipped_counted_and_named(

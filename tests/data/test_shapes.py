@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from trainer_runs import load
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.shapes import Tokenised
 
 CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"},
         {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -18,6 +18,7 @@ SHARED = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}, {
 WHOLE = ("user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n"
          "<|im_start|>assistant\n4<|im_end|>\n")
 TURNS = "2<|im_end|>4<|im_end|>"
+LAST = {"assistant_only_loss": None}
 IDS = {"input_ids": [5, 6, 7, 8]}
 SHAPES = [  # (row, settings, what is trained, as text or as ids)
     ({"text": "ab cd"}, {}, "b cd<|im_end|>"),
@@ -28,7 +29,8 @@ SHAPES = [  # (row, settings, what is trained, as text or as ids)
     ({"prompt": "ab", "completion": "cd"}, {}, "cd<|im_end|>"),
     ({"prompt": "ab", "completion": "cd"}, {"completion_only_loss": False}, "bcd<|im_end|>"),
     ({"prompt": "abcdef", "completion": "gh"}, {"max_length": 4, "truncation_mode": "keep_end"}, "gh<|im_end|>"),
-    ({"messages": CHAT}, {}, "4<|im_end|>"), ({"conversations": SHARED}, {}, "4<|im_end|>"),
+    ({"messages": CHAT}, LAST, "4<|im_end|>"), ({"conversations": SHARED}, LAST, "4<|im_end|>"),
+    ({"messages": CHAT}, {}, WHOLE), ({"conversations": SHARED}, {}, WHOLE),
     ({"messages": CHAT}, {"assistant_only_loss": True}, TURNS),
     ({"conversations": SHARED}, {"assistant_only_loss": True}, TURNS),
     ({"messages": CHAT}, {"assistant_only_loss": False}, WHOLE),
@@ -55,9 +57,9 @@ def test_the_trained_tokens_are_those_that_trl_trains_and_the_loss_is_theirs(
 ) -> None:
     trainer = make(model, tmp_path, [row] * 2, settings=settings)
     seen: Any = trainer.train_dataset
-    assert isinstance(seen, Tokenised) and len(seen) == 2 and "labels" in seen.column_names
+    assert isinstance(seen, Dataset) and len(seen) == 2 and "labels" in seen.column_names
     ids, labels = (torch.tensor([seen[0][name]]) for name in ("input_ids", "labels"))
-    kept = [label for label in seen[0]["labels"] if label != -100]
+    kept = [label for label in seen[0]["labels"][1:] if label != -100]  # nothing predicts the first token
     assert (trainer.tokenizer.decode(kept) if isinstance(trained, str) else kept) == trained
     with torch.no_grad():
         expected = model(ids, labels=labels).loss
@@ -91,9 +93,9 @@ def test_a_formatting_function_takes_a_row_or_a_batch(function: Any, model: Any,
 
 @pytest.mark.parametrize(("row", "settings", "reason"), [
     ({"text": " "}, {}, "empty text"), ({"text": 5}, {}, "text is int, not text"),
-    ({"text": "abcdefgh"}, {"max_length": 4}, "text longer than 4 tokens"),
+    ({"text": "abcdefgh"}, {"max_length": 4, "truncation_mode": None}, "text longer than 4 tokens"),
     ({"messages": [CHAT[0]]}, {"assistant_only_loss": True}, "no token of messages is trained"),
-    ({"messages": "text"}, {"assistant_only_loss": True}, "messages are not chat messages with text"),
+    ({"messages": "text"}, {"assistant_only_loss": True}, "messages is str, not text or chat"),
     ({"input_ids": []}, {}, "empty input_ids"), ({"input_ids": [1, 2], "labels": [1]}, {}, "labels has another length"),
     ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of input_ids is trained"),
 ])
@@ -103,7 +105,7 @@ def test_a_row_without_anything_to_train_is_left_out_with_the_reason(
     trainer = make(model, tmp_path, [row], settings={"preflight": False, **settings})
     with pytest.raises(DataError, match=reason):
         trainer.source.take(1)
-    with pytest.raises(DataError, match=f"row 0 is left out of training: {reason}"):
+    with pytest.raises(DataError, match=rf"no row of the dataset can be used: .*{reason}"):
         trainer.train_dataset[0]
 
 

@@ -8,7 +8,8 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from small_models import TINY
 from trainer_runs import ROWS, SMALL, adapter, digit_sum, load, make, same
 from transformers import (
@@ -50,14 +51,32 @@ def test_a_name_and_a_plain_model_train_as_the_loaders_own_does(tmp_path: Path) 
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
     own = FastLanguageModel.get_peft_model(bare, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
                                            random_state=42)
+    torch.manual_seed(42)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), LORA)
     ends = []
     for name, parts in (("own", {"model": own, "peft_config": None}), ("name", {}), (
         "plain", {"model": AutoModelForCausalLM.from_pretrained(TINY)}
-    )):
+    ), ("peft", {"model": theirs, "peft_config": None})):
         trainer = brought(tmp_path / name, **parts)
         trainer.train()
         ends.append(adapter(trainer))
-    assert same(ends[0], ends[1]) and same(ends[0], ends[2])
+    assert all(same(ends[0], end) for end in ends[1:])
+    trainer.save_model(str(tmp_path / "saved"))
+    theirs.save_pretrained(str(tmp_path / "callers"))  # the model that the caller holds is the trained one
+    files = [load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("saved", "callers")]
+    assert same(*files) and any(value.any() for name, value in files[0].items() if "lora_B" in name)
+
+
+def test_without_peft_config_a_run_trains_a_lora_that_plain_peft_loads(tmp_path: Path) -> None:
+    trainer = taught(tmp_path / "run", peft_config=None)
+    assert trainer.train().global_step == 2
+    trainer.save_model(str(tmp_path / "saved"))
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "saved"))
+    ids = torch.tensor([[5, 9, 11, 200, 31]])
+    with torch.no_grad():
+        wanted, got = (model.eval()(input_ids=ids).logits for model in (trainer.model, plain))
+    assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (plain.peft_config["default"].r, plain.peft_config["default"].lora_alpha) == (16, 16)
 
 
 def test_a_name_is_quantized_where_the_caller_says_so(tmp_path: Path) -> None:
@@ -72,13 +91,11 @@ def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("parts", "error", "message"), [
-    ({"peft_config": None}, TypeError, "without LoRA.*pass peft_config=peft.LoraConfig"),
-    ({"peft_config": None, "model": "plain"}, TypeError, "Qwen2ForCausalLM, without LoRA.*peft_config"),
     ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "peft_config: use_dora=True is not supported"),
     ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, ValueError, 'allowed is "CAUSAL_LM"'),
     ({"peft_config": LoraConfig(modules_to_save=["lm_head"])}, ValueError, "modules_to_save"),
     ({"peft_config": {"r": 4}}, TypeError, "peft_config is a dict; allowed is peft.LoraConfig"),
-    ({"model": "peft"}, TypeError, "of peft, whose layers are not ours; pass the model without LoRA"),
+    ({"model": "peft"}, ValueError, "the model has LoRA already"),
     ({"model": 5}, TypeError, "model is a int; load it with FastLanguageModel"),
     ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ValueError, "allowed is transformers.BitsAndB"),
     ({"settings": {"model_init_kwargs": {"max_memory": {}}}}, ValueError, "model_init_kwargs: max_memory"),
@@ -116,6 +133,9 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
     trainer.train()
     assert trainer.optimizer is optimizer and trainer.lr_scheduler is schedule
     assert same(adapter(trainer), before)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), LORA)
+    own = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=0.5)
+    assert brought(tmp_path / "peft", model=theirs, peft_config=None, optimizers=(own, None)).optimizer is own
     with pytest.raises(ValueError, match="of another optimizer"):
         brought(tmp_path / "other", model=model, peft_config=None, optimizers=(torch.optim.SGD(
             model.parameters(), lr=1.0), schedule))
@@ -163,7 +183,7 @@ def test_a_resumed_stream_goes_on_with_the_row_at_which_it_stopped(kind: str, tm
 @pytest.mark.parametrize(("rows", "settings", "message"), [
     (DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)), {}, r"'train', 'test'.*\['train'\]"),
     ({"prompt": ["a"], "answer": ["b"]}, {}, r"with the columns 'prompt', 'answer'; pass datasets.Dataset.from_dict"),
-    ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "train_dataset is missing"),
+    ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "`train_dataset` is required"),
     (["a", "b"], {}, "a list of str; each row must be a dict"), ([], {}, "no rows"),
     (generator, {"max_steps": -1}, "no length: set max_steps"), (generator, {"difficulty_pools": True}, "difficulty"),
     (generator, {"replay_buffer_size": 8}, "replay_buffer_size is set, and the rows are a stream"),

@@ -4,15 +4,18 @@ import json
 import math
 import re
 import signal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from datasets import Dataset
 from memory import LiveStorage
 from report_page import Page, texts_of
 from small_models import SHAPE, TINY
+from tables import every_row
 from trainer_runs import Gradients, adapter_of, moved, relative
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from vllm_models import NEEDS_VLLM
@@ -21,10 +24,11 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, S
 from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.preflight.checks import PreflightError
 from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.train.nonfinite import NonFiniteError
-from lowmem_grpo.train.sft import as_groups
+from lowmem_grpo.train.sft import as_groups, token_losses
 from lowmem_grpo.types import RolloutGroup
 
 END = "<|im_end|>"
@@ -58,6 +62,9 @@ def load(name: Any = "tiny", four_bit: bool = False, dtype: Any = None, checkpoi
     return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, **options)
 
 
+MODEL = cache(load)  # one that no test trains
+
+
 def make(folder: Path, rows: Any = ROWS, model: Any = None, **settings: Any) -> SFTTrainer:
     parts = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "processing_class") if name in settings}
     known = {"max_steps": 2, "learning_rate": 3e-3, "disable_tqdm": True} | settings
@@ -76,12 +83,16 @@ def gradients(trainer: SFTTrainer, groups: list[RolloutGroup]) -> tuple[float, G
     return loss, {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
-def plain_gradients(model: FastPeftModel, folder: Path, rows: list[dict[str, Any]]) -> tuple[float, Gradients]:
-    """Cross-entropy of transformers' own loss on padded rows, labels -100 on prompts and padding; plain peft."""
+def plain_gradients(
+    model: FastPeftModel, folder: Path, rows: list[dict[str, Any]], loss_type: str = "nll",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[float, Gradients]:
+    """Cross-entropy of transformers' own loss on padded rows, labels -100 on prompts and padding; plain peft. For "dft"
+    each token's is multiplied by its probability, which has no gradient."""
     model.save_lora(folder)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     bare = AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager")
-    plain = peft.PeftModel.from_pretrained(bare, folder, is_trainable=True).train()
+    plain = peft.PeftModel.from_pretrained(bare, folder, is_trainable=True).train().to(dtype)
     prompts = [f"<|im_start|>user\n{row['prompt'][0]['content']}{END}\n<|im_start|>assistant\n" for row in rows]
     completions = [row["completion"] + END for row in rows]
     ids = [(tokenizer.encode(p), tokenizer.encode(c)) for p, c in zip(prompts, completions, strict=True)]
@@ -92,7 +103,12 @@ def plain_gradients(model: FastPeftModel, folder: Path, rows: list[dict[str, Any
         total = len(prompt) + len(completion)
         input_ids[place, :total], mask[place, :total] = torch.tensor(prompt + completion), 1
         labels[place, len(prompt) : total] = torch.tensor(completion)
-    loss = plain(input_ids=input_ids, attention_mask=mask, labels=labels).loss
+    out = plain(input_ids=input_ids, attention_mask=mask, labels=labels)
+    loss = out.loss
+    if loss_type == "dft":
+        every = out.logits[:, :-1].log_softmax(-1).gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        chosen = every[labels[:, 1:] != -100]
+        loss = -(chosen * chosen.detach().exp()).mean()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
@@ -115,6 +131,54 @@ def test_the_gradient_is_that_of_transformers_cross_entropy_however_the_step_is_
     plain_loss, expected = plain_gradients(model, tmp_path / "plain", ROWS)
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     assert relative(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 6}, {"max_tokens_per_micro_batch": 1},
+                                      {"logits_chunk": 3}], ids=str)
+def test_the_gradient_of_dft_is_that_of_its_formula_in_float64_however_the_step_is_cut(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = moved(load())
+    trainer = make(tmp_path, model=model, loss_type="dft", eval_dataset=ROWS, **settings)
+    loss, found = gradients(trainer, groups_of(trainer, ROWS))
+    plain_loss, expected = plain_gradients(model, tmp_path / "plain", ROWS, "dft", torch.float64)
+    assert loss == pytest.approx(plain_loss, rel=1e-5) == trainer.evaluate()["eval_loss"]
+    assert relative(found, expected) < 1e-5
+    assert loss < plain_gradients(model, tmp_path / "plain", ROWS)[0]  # as no probability is above 1
+
+
+@every_row("logprobs", [[-0.1, -3.0, -40.0], [0.0, -1e-9], [-800.0, -0.5]])
+def test_the_loss_of_a_token_in_dft_has_the_probability_as_its_gradient(logprobs: list[float]) -> None:
+    given = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    losses = token_losses(given, "dft")
+    losses.sum().backward()
+    probabilities = given.detach().exp()
+    assert torch.equal(losses.detach(), -given.detach() * probabilities) and given.grad is not None
+    assert torch.equal(given.grad, -probabilities)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_rows_of_a_pack_do_not_see_each_other_and_a_step_counts_packs(strategy: str, tmp_path: Path) -> None:
+    model = moved(load())
+    expected = plain_gradients(model, tmp_path / "plain", ROWS)[0]
+    trainer = make(tmp_path, model=model, packing=True, packing_strategy=strategy, max_length=128, max_steps=-1,
+                   num_train_epochs=2, per_device_train_batch_size=3, learning_rate=0.0)
+    lengths = trainer.train_dataset["seq_lengths"][:]
+    assert (len(lengths), trainer.state.max_steps) == (3, 2) and sum(map(len, lengths)) == len(ROWS)
+    assert trainer.train().metrics["train_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_wrapped_rows_see_those_before_them(tmp_path: Path) -> None:
+    model = moved(load())
+    trainer = make(tmp_path, [{"text": "12 + 3 = 15"}] * 3, model, packing=True, packing_strategy="wrapped",
+                   max_length=16, per_device_train_batch_size=9, max_steps=1, learning_rate=0.0)
+    line = [*trainer.tokenizer.encode("12 + 3 = 15"), trainer.tokenizer.eos_token_id] * 3
+    blocks = [torch.tensor([line[at : at + 16]]) for at in range(0, len(line), 16)]
+    assert trainer.train_dataset["input_ids"][:] == [block[0].tolist() for block in blocks]
+    with torch.no_grad():
+        sums = sum(model(block, labels=block).loss.item() * (block.shape[1] - 1) for block in blocks)
+    count = sum(block.shape[1] - 1 for block in blocks)
+    assert trainer.evaluate([{"text": "12 + 3 = 15"}] * 3)["eval_loss"] == pytest.approx(sums / count, rel=1e-5)
 
 
 def test_a_plan_does_not_cut_a_step_alone_or_its_cut_changes_the_gradient(tmp_path: Path) -> None:
@@ -312,7 +376,7 @@ def test_the_live_view_shows_the_loss(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_of_a_conversation_the_last_message_is_trained(tmp_path: Path) -> None:
     messages = [*question("1 + 1?"), {"role": "assistant", "content": "2"}, *question("And 2 + 2?"),
                 {"role": "assistant", "content": "4"}]
-    trainer = make(tmp_path, [{"messages": messages}])
+    trainer = make(tmp_path, [{"messages": messages}], assistant_only_loss=None)
     (example,) = trainer.source.take(1)
     assert isinstance(example, Example)
     assert example.text.startswith("<|im_start|>user\n1 + 1?") and "assistant\n2<|im_end|>" in example.text
@@ -341,11 +405,41 @@ def test_a_dataset_of_another_shape_is_refused_with_what_it_has(rows: Any, messa
         make(tmp_path, rows)
 
 
-@pytest.mark.parametrize("messages", [None, "text", [], question("only a question"), [{"role": "assistant"}]])
-def test_conversations_without_an_answer_are_no_rows(messages: Any, tmp_path: Path) -> None:
-    trainer = make(tmp_path, [{"messages": messages}])
-    with pytest.raises(DataError, match="no row of the dataset can be used"):
+@every_row(("messages", "reason"), [
+    (None, "empty messages"), ("text", "messages is str, not text or chat"), ([], "empty messages"),
+    (question("only a question"), "messages has no message of the assistant (assistant_only_loss=False trains all)"),
+    ([{"role": "assistant"}], "message 1 of messages has no role, or no text"),
+    ([{"role": "assistant", "content": "2"}], "messages has nothing before the assistant's answer (assistant_only"),
+    ([*question("a"), {"role": "assistant", "content": [{"type": "image", "url": "b"}]}], "message 2 of messages has a "
+     "part of type 'image', and only text is read here"),
+])
+def test_conversations_without_an_answer_are_refused_with_their_column_and_the_cause(
+    messages: Any, reason: str, tmp_path: Path
+) -> None:
+    trainer = make(tmp_path, [{"messages": messages}], MODEL(), assistant_only_loss=None)
+    with pytest.raises(PreflightError, match=rf"can be used: {re.escape(reason)}.* correct the column `messages`"):
         trainer.train()
+
+
+@every_row(("rows", "mode", "trained"), [
+    ([*question("1 + 1?"), {"role": "assistant", "content": "2"}, *question("Thanks")], None, "2<|im_end|>"),
+    ([*question("1 + 1?"), {"role": "assistant", "content": [{"type": "text", "text": "2"}, {"text": "!"}]}], None,
+     "2!<|im_end|>"),
+    ([{"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]},
+      {"role": "assistant", "content": [{"type": "text", "text": "2"}]}], None, "2<|im_end|>"),
+    ([*question("1 + 1?"), {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}],
+     True, "2<|im_end|>3<|im_end|>"),
+])
+def test_conversations_that_end_otherwise_and_contents_of_parts_are_trained(
+    rows: Any, mode: bool | None, trained: str, tmp_path: Path
+) -> None:
+    given = [{"messages": rows}, {"messages": rows}]
+    alike = len({type(message["content"]) for message in rows}) == 1  # Arrow holds nothing else
+    for held in (given, Dataset.from_list(given)) if alike else (given,):
+        (example, *_) = make(tmp_path, held, MODEL(), assistant_only_loss=mode).source.take(1)
+        assert isinstance(example, Example) and "1 + 1?" in example.text
+        pairs = zip(example.completion_ids, example.trained or [True] * 99, strict=False)
+        assert MODEL().loaded.tokenizer.decode([token for token, counts in pairs if counts]) == trained
 
 
 def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path: Path) -> None:
@@ -356,7 +450,7 @@ def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path: Pa
         make(tmp_path, model=model, eval_strategy="steps")
     with pytest.raises(DataError, match="no row of the evaluation dataset can be used: empty completion"):
         make(tmp_path, model=model, eval_dataset=[{"prompt": "a", "completion": ""}])
-    with pytest.raises(TypeError, match="load it with FastLanguageModel"):
+    with pytest.raises(ValueError, match="this model has LoRA already"):
         SFTTrainer(model.get_base_model(), ROWS)
 
 

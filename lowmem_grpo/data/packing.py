@@ -1,0 +1,137 @@
+"""Rows packed into sequences of `max_length` tokens, by TRL's three strategies: a step then counts packs, not rows.
+
+    bfd         rows of at most `max_length` tokens side by side, best fit, longest first; longer ones are cut
+    bfd_split   the same, with what was cut off as rows of their own
+    wrapped     all tokens in a line, cut where `max_length` says; rows see the ones before them
+
+Rows of a pack do not see each other in the first two.
+"""
+
+import logging
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain
+from sys import maxsize
+from typing import Any
+
+from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.prompts import DataError, Prompt
+from lowmem_grpo.data.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+Row = dict[str, Any]
+
+
+@dataclass
+class Pack(Prompt):
+    """The examples that lie in one sequence."""
+
+    parts: list[Example] = field(default_factory=list)
+
+
+@dataclass
+class PackedRows:
+    """Packs by index, each with its rows."""
+
+    rows: Any
+    packs: list[list[int]]  # places of their rows
+    column_names = ("rows",)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> Row:
+        return {"rows": [self.rows[place] for place in self.packs[index]]}
+
+
+@dataclass
+class PackEncoder:
+    """Turns the rows of a pack into a Pack, each by `inner`, whose attributes it has."""
+
+    inner: Any  # an ExampleEncoder
+    column = "rows"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def encode(self, row: Row) -> Pack | str:
+        """Return the pack, or the reason for leaving it out."""
+        found = [self.inner.encode(one) for one in row["rows"]]
+        parts = [one for one in found if isinstance(one, Example)]
+        return Pack(row, [], "", parts=parts) if parts else str(found[0])
+
+
+def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEncoder) -> tuple[Any, Any]:
+    """Return rows as packs of the encoder's `max_length`, and what encodes them; `tokens` encodes rows of token ids.
+    DataError for a stream, and where no row can be used."""
+    if isinstance(rows, Stream):
+        raise DataError("packing=True, and the rows are a stream, of which no length is known before it is read; leave "
+                        "packing out (sequences are packed without padding anyway), or pass a datasets.Dataset")
+    size = encoder.max_prompt_length
+    if strategy == "bfd":
+        lengths = [len(one.input_ids) if isinstance(one, Example) else 0 for one in encoded(rows, encoder)]
+        return PackedRows(rows, best_fit(lengths, size)), PackEncoder(encoder)
+    examples = [one for one in encoded(rows, of_any_length(encoder)) if isinstance(one, Example)]
+    if strategy == "wrapped":
+        ids = list(chain.from_iterable(one.input_ids for one in examples))
+        return list(pieces(ids, list(chain.from_iterable(one.labels for one in examples)), size)), tokens
+    split = [piece for one in examples for piece in pieces(one.input_ids, one.labels, size)]
+    return PackedRows(split, best_fit([len(one["input_ids"]) for one in split], size)), PackEncoder(tokens)
+
+
+def of_any_length(encoder: Any) -> Any:
+    """Return the encoder without a bound on the length of a row, and those that it asks."""
+    whole = copy(encoder)
+    whole.max_prompt_length = maxsize
+    for name in ("inner", "turns"):
+        if name in vars(encoder):
+            setattr(whole, name, of_any_length(getattr(encoder, name)))
+    return whole
+
+
+def encoded(rows: Any, encoder: Any) -> list[Any]:
+    """Return what the encoder makes of each row, or why it makes nothing; DataError where it makes nothing of any."""
+    found = [encoder.encode(rows[index]) for index in range(len(rows))]
+    reasons = Counter(one for one in found if isinstance(one, str))
+    told = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+    if reasons.total() == len(found):
+        raise DataError(f"no row of the dataset can be used: {told or 'there are none'}")
+    if reasons:
+        logger.warning("%d of %d rows are left out of training: %s", reasons.total(), len(found), told)
+    return found
+
+
+def pieces(ids: list[int], labels: list[int], size: int) -> Iterator[Row]:
+    """Yield rows of at most `size` tokens, in order."""
+    for at in range(0, len(ids), size):
+        yield {"input_ids": ids[at : at + size], "labels": labels[at : at + size]}
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return packs of at most `size` tokens, as places of their rows: the longest row first, each into the fullest pack
+    that has room. Rows without a token are left out."""
+    packs: list[list[int]] = []
+    spaces: list[int] = []  # sorted; `free` has the packs with so much room
+    free: dict[int, deque[int]] = defaultdict(deque)
+    for place in sorted((place for place, length in enumerate(lengths) if length), key=lambda place: -lengths[place]):
+        at = bisect_left(spaces, lengths[place])
+        space = spaces[at] if at < len(spaces) else size
+        if at == len(spaces):
+            free[size].append(len(packs))
+            packs.append([])
+        pack = free[space].popleft()
+        if not free[space] and at < len(spaces):
+            del spaces[at]
+        packs[pack].append(place)
+        left = space - lengths[place]
+        if left and not free[left]:
+            insort(spaces, left)
+        free[left].append(pack)
+    return packs
