@@ -35,6 +35,6 @@ def joined_text(message: Any) -> Any:
     parts = message.get("content") if is_message(message) else None
     if not isinstance(parts, list) or not parts:
         return message
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
              for part in parts]
     return {**message, "content": "".join(texts)} if all(isinstance(text, str) for text in texts) else message

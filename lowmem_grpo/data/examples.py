@@ -6,6 +6,7 @@ are in texts.py, and shapes.py says what the columns of a dataset mean.
 """
 
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
 from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
+
+logger = logging.getLogger(__name__)
 
 IGNORED = -100  # a label that is not trained
 SHOWN = 60  # characters of a text in a message
@@ -27,6 +30,18 @@ class Example(Prompt):
     trained: list[bool] | None = None  # (C,) which of these are trained; None for all
     input_ids: list[int] = field(default_factory=list)  # of the whole row, as it was cut
     labels: list[int] = field(default_factory=list)  # these where they are trained, else IGNORED
+
+
+@dataclass
+class Examples(Prompt):
+    """Several examples that are one row: those of a pack, or the answers of a conversation."""
+
+    parts: list[Example] = field(default_factory=list)
+
+
+def each_of(found: Any) -> list[Example]:
+    """Return the examples of what an encoder made of a row: one, several, or none where it gave a reason."""
+    return found.parts if isinstance(found, Examples) else [found] if isinstance(found, Example) else []
 
 
 class ExampleEncoder(PromptEncoder):
@@ -46,8 +61,15 @@ class ExampleEncoder(PromptEncoder):
         """`prompt_too` trains the prompt's tokens as well."""
         super().__init__(tokenizer, max_length, template_kwargs)
         self.end_ids, self.truncation, self.prompt_too = end_ids, truncation, prompt_too
+        self.said: set[str] = set()
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
+    def say_once(self, message: str) -> None:
+        """Log a warning, once in a run."""
+        if message not in self.said:
+            self.said.add(message)
+            logger.warning(message)
+
+    def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """The example, or the reason for leaving the row out."""
         prompt = super().encode(row) if self.truncation is None else self.of_any_length(row)
         if isinstance(prompt, str):

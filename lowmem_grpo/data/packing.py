@@ -12,26 +12,19 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from sys import maxsize
 from typing import Any
 
-from lowmem_grpo.data.examples import Example, ExampleEncoder
-from lowmem_grpo.data.prompts import DataError, Prompt
+from lowmem_grpo.data.examples import ExampleEncoder, Examples, each_of
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream
 
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 Row = dict[str, Any]
-
-
-@dataclass
-class Pack(Prompt):
-    """The examples that lie in one sequence."""
-
-    parts: list[Example] = field(default_factory=list)
 
 
 @dataclass
@@ -51,7 +44,7 @@ class PackedRows:
 
 @dataclass
 class PackEncoder:
-    """Turns the rows of a pack into a Pack, each by `inner`, whose attributes it has."""
+    """Turns the rows of a pack into their examples, each by `inner`, whose attributes it has."""
 
     inner: Any  # an ExampleEncoder
     column = "rows"
@@ -61,11 +54,11 @@ class PackEncoder:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def encode(self, row: Row) -> Pack | str:
-        """Return the pack, or the reason for leaving it out."""
+    def encode(self, row: Row) -> Examples | str:
+        """Return the examples, or the reason for leaving the pack out."""
         found = [self.inner.encode(one) for one in row["rows"]]
-        parts = [one for one in found if isinstance(one, Example)]
-        return Pack(row, [], "", parts=parts) if parts else str(found[0])
+        parts = [part for one in found for part in each_of(one)]
+        return Examples(row, [], "", parts=parts) if parts else str(found[0])
 
 
 def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEncoder) -> tuple[Any, Any]:
@@ -76,9 +69,9 @@ def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEnc
                         "packing out (sequences are packed without padding anyway), or pass a datasets.Dataset")
     size = encoder.max_prompt_length
     if strategy == "bfd":
-        lengths = [len(one.input_ids) if isinstance(one, Example) else 0 for one in encoded(rows, encoder)]
+        lengths = [min(size, sum(len(part.input_ids) for part in each_of(one))) for one in encoded(rows, encoder)]
         return PackedRows(rows, best_fit(lengths, size)), PackEncoder(encoder)
-    examples = [one for one in encoded(rows, of_any_length(encoder)) if isinstance(one, Example)]
+    examples = [part for one in encoded(rows, of_any_length(encoder)) for part in each_of(one)]
     if strategy == "wrapped":
         ids = list(chain.from_iterable(one.input_ids for one in examples))
         return list(pieces(ids, list(chain.from_iterable(one.labels for one in examples)), size)), tokens

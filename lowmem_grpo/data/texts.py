@@ -8,13 +8,14 @@ import re
 from bisect import bisect_left
 from typing import Any
 
-from lowmem_grpo.data.examples import IGNORED, Example, ExampleEncoder, shared_start
+from lowmem_grpo.data.examples import IGNORED, Example, ExampleEncoder, Examples, shared_start
 from lowmem_grpo.data.prompts import DataError, is_chat, no_chat
 from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the assistant says
 WORD = "Zq7answer"  # stands for a message while a template renders the others
+BEGUN = re.compile(r"(?:</?think>\s*)+$")  # a thought, empty or begun, behind a prompt
 THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # marks, and fields of messages
 
 
@@ -23,7 +24,7 @@ class TextEncoder(ExampleEncoder):
 
     column = "text"
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
+    def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """The example, or the reason for leaving the row out."""
         text = row.get(self.column)
         if not isinstance(text, str):
@@ -35,7 +36,8 @@ class TextEncoder(ExampleEncoder):
 
 
 class ConversationEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages.
+    """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages; into one for
+    each answer where the template rewrites earlier ones.
 
     What the assistant says begins where a prompt of the messages before it ends, and ends with the token that ends a
     sampled answer, also where the template writes that at the beginning of the next message, as GLM 4. Where a template
@@ -45,16 +47,27 @@ class ConversationEncoder(ExampleEncoder):
     column = "messages"
     assistant_only = continues = False
 
-    def encode(self, row: dict[str, Any], behind: int = 0) -> Example | str:
+    def encode(self, row: dict[str, Any], behind: int = 0) -> Example | Examples | str:
         """Return the example, of which nothing in the first `behind` messages is trained; or the reason for leaving the
         row out."""
         messages: Any = row.get("messages")
         if not is_chat(messages):
             return no_chat(messages, self.source.strip("`"))
         text = self.whole(messages, row)
+        try:
+            return self.example_of(row, text, behind=behind)
+        except UntoldError as error:
+            return self.apart(row, behind, error)
+
+    def example_of(
+        self, row: dict[str, Any], text: str, places: list[int] | None = None, behind: int = 0
+    ) -> Example | str:
+        """Return the example of a conversation's text, of which only the messages at `places` are trained, or what the
+        run trains; or the reason for leaving it out."""
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
-        trained = self.mask(row, text, ids, starts)
+        trained = self.mask(row, text, ids, starts) if places is None else self.marked(row, text, ids, starts, places)
+        messages = row["messages"]
         if behind:
             first = bisect_left(starts, len(shared_start(text, self.render(messages[:behind], self.options(row)))))
             trained[:first] = [False] * first
@@ -69,16 +82,39 @@ class ConversationEncoder(ExampleEncoder):
             return [True] * len(ids)
         messages, options = row["messages"], self.options(row) | CLOSED
         if MARKED.search(self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))):
-            marked: Any = self.tokenizer.apply_chat_template(
+            found: Any = self.tokenizer.apply_chat_template(
                 readable(self.tokenizer, messages, options), return_dict=True, return_assistant_tokens_mask=True,
                 **options)
-            return [bool(counts) for counts in marked["assistant_masks"]]
+            return [bool(counts) for counts in found["assistant_masks"]]
+        places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+        return self.marked(row, text, ids, starts, places)
+
+    def marked(
+        self, row: dict[str, Any], text: str, ids: list[int], starts: list[int], places: list[int]
+    ) -> list[bool]:
+        """Return which tokens belong to the messages at these places."""
         trained = [False] * len(ids)
-        for place in (place for place, one in enumerate(messages) if one["role"] == "assistant"):
+        for place in places:
             first, last = (bisect_left(starts, at) for at in self.span(row, place, text))
             last = self.through_end(ids, last)
             trained[first:last] = [True] * (last - first)
         return trained
+
+    def apart(self, row: dict[str, Any], behind: int, error: Exception) -> Examples | str:
+        """Return each answer behind the first `behind` messages as an example of its own, which ends there: where the
+        template renders a conversation differently once it goes on, as those do that leave out earlier thoughts."""
+        messages, found = row["messages"], list[Any]()
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant" and place >= behind:
+                begun = messages[: place + 1]
+                try:
+                    found.append(self.example_of(row | {"messages": begun}, self.whole(begun, row), [place]))
+                except UntoldError:
+                    raise error from None
+        self.say_once("the chat template rewrites earlier answers of a conversation (it leaves out their thoughts, say)"
+                      ": of such rows each answer is trained by itself, as the last one of its conversation")
+        parts = [one for one in found if isinstance(one, Example)]
+        return Examples(row, [], "", parts=parts) if parts else str(found[0])
 
     def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
         """Return (first, end) of what the assistant says in a message, as characters, without what ends its turn.
@@ -88,12 +124,27 @@ class ConversationEncoder(ExampleEncoder):
             before, after = self.render(messages[:place], self.options(row)), self.whole(messages[: place + 1], row)
         except Exception:  # noqa: BLE001 - a template may raise anything where messages are left out
             return self.span_of_word(row, place, text)
-        said = after[: self.end_of_text(after, len(before))].rstrip()
-        if text.startswith(before) and text.startswith(said):
-            return len(before), max(len(said), len(before))
+        first = len(before if text.startswith(before) else BEGUN.sub("", before))
+        said = after[: self.end_of_text(after, first)].rstrip()
+        if text.startswith(before[:first]) and text.startswith(said):
+            if before[first:]:
+                self.say_once(f"the chat template writes {before[first:]!r} behind a prompt, but not before all "
+                              "answers of a conversation: these are trained as it shows them, and sampled behind that")
+            return first, max(len(said), first)
         if place == len(messages) - 1:
-            raise untold(place)
+            return self.span_of_last(row, before, text)
         return self.span_of_word(row, place, text)
+
+    def span_of_last(self, row: dict[str, Any], before: str, text: str) -> tuple[int, int]:
+        """Return the same of the last message, where `before`, the prompt that it answers, is rendered differently:
+        what is added to that for the assistant's turn stands in the text as often as the assistant speaks."""
+        earlier = row["messages"][:-1]
+        shown = self.whole(earlier, row)
+        head = BEGUN.sub("", before[len(shown) :]) if before.startswith(shown) else ""
+        if not head or text.count(head) != 1 + sum(one["role"] == "assistant" for one in earlier):
+            raise untold(len(earlier))
+        first = text.rfind(head) + len(head)
+        return first, self.end_of_text(text, first)
 
     def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
         """Return the same where the template refuses a part of the conversation, or leaves out of earlier answers the
@@ -121,7 +172,7 @@ class CompletionEncoder(ExampleEncoder):
 
     turns: ConversationEncoder
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
+    def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """Return the example, or the reason for leaving the row out."""
         prompt, completion = row.get("prompt"), row.get("completion")
         if not (is_chat(prompt) and is_chat(completion)):
@@ -138,7 +189,7 @@ class AnswerEncoder(ExampleEncoder):
 
     continues = False  # two messages of the assistant are two turns
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
+    def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """Return the example, or the reason for leaving the row out."""
         reason: str = row["reason"]
         return reason or super().encode(row)
@@ -156,9 +207,13 @@ def with_answer(messages: Any, name: str) -> dict[str, Any]:
     return {"prompt": messages[:place], "completion": messages[place : place + 1], "reason": reason}
 
 
-def untold(place: int) -> DataError:
+class UntoldError(DataError):
+    """It cannot be told which tokens are the assistant's."""
+
+
+def untold(place: int) -> UntoldError:
     """Return the error of a message of which it cannot be told where it stands."""
-    return DataError(
+    return UntoldError(
         f"the chat template renders message {place + 1} of a conversation differently once others follow, "
         "so it cannot be told which tokens are the assistant's. Leave assistant_only_loss out (the last message is "
         "trained), split conversations into one row for each answer, or change tokenizer.chat_template"
@@ -171,7 +226,7 @@ class TokenEncoder(ExampleEncoder):
 
     column = "input_ids"
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
+    def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """The example, or the reason for leaving the row out."""
         ids = row.get("input_ids") or []
         if not ids or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):

@@ -9,8 +9,8 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from lowmem_grpo.data.brought import comes_from
-from lowmem_grpo.data.examples import Example
-from lowmem_grpo.data.packing import Pack, encoded
+from lowmem_grpo.data.examples import Example, Examples, each_of
+from lowmem_grpo.data.packing import PackEncoder, encoded
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.data.texts import MASKS
 
@@ -22,15 +22,16 @@ def tokenised(given: Any, rows: Any, encoder: Any) -> Any:
     can be used."""
     if isinstance(rows, Stream):
         return of_stream(given, rows, encoder)
-    found = encoded(rows, encoder)
-    places = [index for index, one in enumerate(found) if not isinstance(one, str)]
-    made = [columns_of_row(found[place]) for place in places]
+    found, packs = encoded(rows, encoder), isinstance(encoder, PackEncoder)
+    placed = [(index, part) for index, one in enumerate(found) if not isinstance(one, str)
+              for part in ([one] if packs else each_of(one))]
+    made = [columns_of_row(part) for _, part in placed]
     columns = Dataset.from_dict({name: [one[name] for one in made] for name in made[0]})
-    kept = None if isinstance(found[places[0]], Pack) or len(given) != len(found) else of_given(given, places)
+    kept = None if len(given) != len(found) or packs else of_given(given, [index for index, _ in placed])
     return columns if kept is None else concatenate_datasets([kept, columns], axis=1)
 
 
-def columns_of_row(example: Example | Pack) -> dict[str, list[int]]:
+def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
     """Return the columns that training makes of a row, or of a pack."""
     if isinstance(example, Example):
         return {"input_ids": example.input_ids, "labels": example.labels}

@@ -103,14 +103,16 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
     """Return the messages in the first form in which the template writes their tool calls: with an empty text where
-    None stands beside calls, which some templates would write out; with arguments that are JSON as objects; or as they
-    are, as DeepSeek's wants None. ValueError where it leaves a call out, and for a call without a name."""
+    None stands beside calls, which some templates would write out; with arguments that are JSON as objects; as they
+    are, as DeepSeek's wants None; or with None and arguments that are JSON. ValueError where it leaves a call out, and
+    for a call without a name."""
     names = [name_of(call) for one in messages for call in one.get("tool_calls") or []]
     if not names:
         return messages
     texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
     lost = ""
-    for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages]):
+    for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages],
+                 [with_texts(one) for one in messages]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
         except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
@@ -143,6 +145,17 @@ def with_objects(message: Any) -> Any:
             function = {**function, "arguments": json.loads(function.get("arguments") or "{}")}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls} if calls else message
+
+
+def with_texts(message: Any) -> Any:
+    """Return a message whose calls have JSON as arguments, and None as content where that is empty."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        named = call.get("function", call)
+        if isinstance(named.get("arguments"), Mapping):
+            named = {**named, "arguments": json.dumps(named["arguments"], ensure_ascii=False)}
+        calls.append({**call, "function": named} if "function" in call else named)
+    return {**message, "tool_calls": calls, "content": message.get("content") or None} if calls else message
 
 
 def of_vllm(prompt: Mapping[str, Any]) -> Any:

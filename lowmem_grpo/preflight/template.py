@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
-from lowmem_grpo.data.examples import Example
+from lowmem_grpo.data.examples import Example, each_of
 from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.renderer import Renderer, RendererError
 from lowmem_grpo.environments.transitions import QUESTION, Tried, cost, no_tool_support, try_transitions
@@ -85,8 +85,8 @@ def names_of_ends(subject: Subject) -> str:
 def endless(subject: Subject) -> Iterator[Finding]:
     """Find rows of fine-tuning of which no trained token ends a completion; a warning where only some answers of a row
     have no end, and for rows of token ids."""
-    ended = [[bool(subject.end_ids & {*answer}) for answer in answers(looked.prompt)]
-             for looked in subject.sample.fitting if isinstance(looked.prompt, Example)]
+    ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
+             for looked in subject.sample.fitting for example in each_of(looked.prompt)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
     for which, severity, count in (("no answer of", never, sum(not any(row) for row in ended)),
                                    ("not every answer of", "warning", sum(any(row) > all(row) for row in ended))):

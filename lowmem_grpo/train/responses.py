@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.data.examples import IGNORED, Example, shared_start
+from lowmem_grpo.data.examples import IGNORED, Example, Examples, each_of, shared_start
 from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.train.sft import SFTTrainer
@@ -58,11 +58,17 @@ class ResponsesOnly:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def encode(self, row: dict[str, Any]) -> Example | str:
+    def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """The example, or the reason for leaving the row out."""
         found = self.inner.encode(row)
-        if isinstance(found, str):
-            return found
+        if not isinstance(found, Examples):
+            return found if isinstance(found, str) else self.answers_of(found)
+        kept = [self.answers_of(part) for part in found.parts]
+        parts = [part for part in kept if isinstance(part, Example)]
+        return Examples(row, [], "", parts=parts) if parts else str(kept[0])
+
+    def answers_of(self, found: Example) -> Example | str:
+        """Return an example of which only the answers are trained, or why it has none."""
         ids = found.input_ids
         trained = self.mask(ids)
         if trained is None:
@@ -108,7 +114,7 @@ def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
     reasons = [encoder.encode(row) for row in rows]
     if all(isinstance(reason, str) for reason in reasons):
         first = encoder.inner.encode(rows[0])
-        shown = first if isinstance(first, str) else encoder.inner.tokenizer.decode([*first.ids, *first.completion_ids])
+        shown = first if isinstance(first, str) else encoder.inner.tokenizer.decode(each_of(first)[0].input_ids)
         raise ValueError(f"none of the first {len(rows)} rows has an answer after response_part={encoder.response!r} "
                          f"({reasons[0]}). The first row is {shown[:300]!r}")
 

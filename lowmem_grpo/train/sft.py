@@ -11,14 +11,15 @@ which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data.examples import Example
-from lowmem_grpo.data.packing import Pack, PackEncoder
+from lowmem_grpo.data.examples import each_of
+from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.data.stream import source_of
@@ -101,12 +102,12 @@ class SFTTrainer(Trainer):
         raise UnsupportedError("train_dataset cannot be changed; make a new SFTTrainer with the other rows")
 
     @property
-    def eval_dataset(self) -> Any:  # type: ignore[override] # every trainer has one
+    def eval_dataset(self) -> Any:
         """The evaluation rows as `train_dataset` shows its own; of several datasets a dict."""
         given = self.given_eval_rows
         several = given if isinstance(given, Mapping) else {"eval": given}
         shown = {name: None if rows is None else self.tokenised(
-            f"eval {name}", rows, lambda rows=rows: self.shapes.read(rows, "eval_dataset")
+            f"eval {name}", rows, partial(self.shapes.read, rows, "eval_dataset")
         ) for name, rows in several.items()}
         return shown if several is given else shown["eval"]
 
@@ -192,12 +193,12 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Each example, and each one of a pack, as a prompt with one completion, as packing and learner take them."""
-    each = (one for example in examples for one in (example.parts if isinstance(example, Pack) else [example]))
+    """Each example, also of those that are one row, as a prompt with one completion, as packing and learner take them.
+    """
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
             trained=example.trained,
         )])
-        for example in each if isinstance(example, Example)
+        for one in examples for example in each_of(one)
     ]

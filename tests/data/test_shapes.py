@@ -109,11 +109,19 @@ def test_a_row_without_anything_to_train_is_left_out_with_the_reason(
         trainer.train_dataset[0]
 
 
-def test_a_template_that_renders_a_turn_differently_later_is_refused_where_turns_are_told_apart(tmp_path: Path) -> None:
+def test_a_template_that_renders_a_turn_differently_later_has_each_answer_trained_as_the_last_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = load()
     model.loaded.tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'old ' + m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    with pytest.raises(DataError, match=r"message 2 of a conversation differently .*Leave assistant_only_loss out"):
-        make(model, tmp_path, [{"messages": CHAT}], settings={"assistant_only_loss": True}).source.take(1)
+    trainer = make(model, tmp_path, [{"messages": CHAT}], settings={"assistant_only_loss": True, "preflight": False})
+    shown, decode = trainer.train_dataset, trainer.tokenizer.decode
+    assert [decode(row["input_ids"]) for row in shown] == [
+        "user: old 1 + 1?\nassistant: 2\n<|im_end|>",
+        "user: old 1 + 1?\nassistant: old 2\nuser: old 2 + 2?\nassistant: 4\n<|im_end|>"]
+    assert [decode([label for label in row["labels"] if label != -100]) for row in shown] == [
+        "2\n<|im_end|>", "4\n<|im_end|>"]
+    assert trainer.train().finished and "each answer is trained by itself" in caplog.text

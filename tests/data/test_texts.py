@@ -1,20 +1,23 @@
 """What is trained of conversations and texts: each answer through the token at which sampling stops, nothing else."""
 
 import json
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import pytest
 from family_chats import FAMILY_CHATS, TALK
 from tables import every_row
-from template_tokenizers import NAMES, tokenizer_of
+from template_tokenizers import FOLDER, NAMES, tokenizer_of
 
-from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.texts import ConversationEncoder, TextEncoder
 from lowmem_grpo.memory.families import FAMILIES
 from lowmem_grpo.train.responses import ResponsesOnly, parts_of
+from lowmem_grpo.train.sft import as_groups
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 EMPTY = "<think>\n\n</think>\n\n"
@@ -87,10 +90,69 @@ def test_conversations_of_which_a_template_refuses_the_beginning_are_trained(tem
     assert trained(tokenizer, found) == greeting + QWENS[template]
 
 
-def test_an_earlier_answer_whose_thought_the_template_leaves_out_is_refused() -> None:
+def test_where_a_template_leaves_earlier_thoughts_out_each_answer_is_trained_behind_what_it_is_sampled_from(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     thought = [TALK[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\n3."}, *TALK[2:]]
-    with pytest.raises(DataError, match="message 2 of a conversation differently"):
-        encoder_of(tokenizer_of("qwen3"), ["<|im_end|>"]).encode({"messages": thought})
+    tokenizer = tokenizer_of("qwen3")
+    found = encoder_of(tokenizer, ["<|im_end|>"]).encode({"messages": thought})
+    assert isinstance(found, Examples) and len(found.parts) == 2
+    for place, part in zip((1, 3), found.parts, strict=True):
+        prompt = tokenizer.apply_chat_template(thought[:place], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(part.ids) == prompt and part.trained is None
+    assert [tokenizer.decode(part.completion_ids) for part in found.parts] == [
+        "<think>\nhm\n</think>\n\n3.<|im_end|>", EMPTY + "7.<|im_end|>"]
+    assert "each answer is trained by itself" in caplog.text
+    assert as_groups([found])[1].prompt_ids == found.parts[1].ids
+
+
+def test_an_answer_that_cannot_be_told_apart_is_refused() -> None:
+    tokenizer = tokenizer_of("diffusion_gemma")  # two messages of the assistant are one turn there
+    with pytest.raises(DataError, match="message 3 of a conversation differently"):
+        encoder_of(tokenizer, ["<turn|>"]).encode({"messages": [TALK[0], TALK[1], TALK[1]]})
+
+
+ANSWER = re.compile(r"^(?:<\uff5cAssistant\uff5c>|<\|start\|>assistant|\s|</?think>)+")  # what a prompt ends with
+PATCHED = {"qwen3", "qwen2_5", "qwen3_instruct_2507", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8",
+           "llama3", "phi3", "phi3_5", "deepseekv3", "lfm2_v2", "gemma3", "cohere2", "gptoss"}
+THOUGHTFUL = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"}
+
+
+def talks(template: str) -> Iterator[list[dict[str, str]]]:
+    """Conversations of one to four turns, with thoughts where the template has them; one goes on after its end."""
+    chance = random.Random(template)
+    for count in (1, 2, 2, 3, 4):
+        talk: list[dict[str, str]] = [] if template.startswith("gemma") or chance.random() < 0.5 else [dict(SYSTEM)]
+        for turn in range(count):
+            talk += [{"role": "user", "content": f"{turn} + {chance.randrange(9)}?"},
+                     {"role": "assistant", "content": f"It is {chance.randrange(20)}."}]
+            if template in THOUGHTFUL and chance.random() < 0.5:
+                talk[-1]["reasoning_content"] = f"I add {turn}"
+        yield talk
+    if "phi" not in template:
+        yield [*talk, {"role": "user", "content": "Thanks"}]
+
+
+@every_row("template", sorted(PATCHED))
+def test_what_is_trained_is_what_trls_training_template_marks(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    training = (FOLDER / f"{template}_training.jinja").read_text("utf-8")
+    for talk in talks(template):
+        wanted = tokenizer.apply_chat_template(talk, chat_template=training, return_dict=True,
+                                               return_assistant_tokens_mask=True)
+        theirs = [[token for token, _ in run] for counts, run in groupby(
+            zip(wanted["input_ids"], wanted["assistant_masks"], strict=True), lambda pair: pair[1]) if counts]
+        ends = {tokenizer.eos_token, "<|end|>"} & {*tokenizer.get_vocab()}
+        found = encoder_of(tokenizer, ends).encode({"messages": talk})
+        ours = [text for part in each_of(found) for text in trained(tokenizer, part)]
+        assert [ANSWER.sub("", text).strip() for text in ours] == [
+            ANSWER.sub("", tokenizer.decode(ids)).strip().removesuffix("\n<|end|>") for ids in theirs], talk
+
+
+def test_calls_with_objects_as_arguments_reach_a_template_that_wants_text() -> None:
+    tokenizer = tokenizer_of("deepseekv3")
+    found = encoder_of(tokenizer, [tokenizer.eos_token]).encode({"messages": WITH_CALL})
+    assert 'weather\n```json\n{"city": "Rome"}' in trained(tokenizer, found)[0]
 
 
 MARKED = [name for name in NAMES if name.endswith("_training") and not name.startswith(("llava", "gptoss", "phi3"))]
