@@ -42,7 +42,7 @@ def test_every_parameter_of_trls_constructor_is_ours_too_or_refused_with_advice(
     needed = {"reward_funcs": digit_sum} if ours is GRPOTrainer else {}
     works = {"formatting_func"} if ours is SFTTrainer else set()
     refused = [name for name in REFUSED if name in parameters(theirs) and name not in works]
-    assert refused
+    assert refused or ours is GRPOTrainer  # which takes all of them
     for name in refused:
         with pytest.raises(ValueError, match=f"{ours.__name__}: {name} .* is not supported; {REFUSED[name][:20]}"):
             ours(model=None, train_dataset=ROWS, **needed, **{name: object()})
