@@ -18,7 +18,8 @@ TAUGHT: dict[str, Any] = {
     "per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "lr_scheduler_type": "cosine",
     "save_steps": 2, "save_total_limit": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3,
 }
-TIMES = ("elapsed", "step_time", "tokens_per_second", "time/", "memory/", "ranks/")  # and what begins so
+TIMES = ("elapsed", "step_time", "tokens_per_second", "time/", "memory/", "ranks/", "runtime", "samples_per_second",
+         "steps_per_second")  # and what begins so, of an evaluation too
 
 
 def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:
@@ -60,7 +61,7 @@ class StopAt:
 def records(folder: Path, completions: bool = True) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The metrics that do not depend on the machine's pace and memory, and the completions."""
     lines = read_lines(folder / METRICS)
-    kept = [{k: v for k, v in line.items() if not k.startswith(TIMES)}
+    kept = [{k: v for k, v in line.items() if not k.removeprefix("eval_").startswith(TIMES)}
             for line in lines]
     return kept, read_lines(folder / COMPLETIONS) if completions else []
 
