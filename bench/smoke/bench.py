@@ -2,7 +2,6 @@
 
     python -m bench.smoke.bench                      every variant, on the card if there is one, else on the CPU
     python -m bench.smoke.bench --variant vllm --variant offload
-    python -m bench.smoke.bench --list
 
 Each variant runs in a process of its own and prints a line: ok, missing and why, or failed and what is wrong. On a real
 card a variant must also leave no memory behind. On the pretend card of bench/gate/pretend.py values mean nothing, so
@@ -59,14 +58,8 @@ def in_words(name: str, row: dict[str, Any]) -> str:
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(min=1), help="Rollouts to train on.")
 @click.option("--time-limit", default=240.0, show_default=True, help="Seconds that a variant may take.")
 @options.output("card_smoke")
-@click.option("--list", "listing", is_flag=True, help="Only list the variants.")
-def main(
-    device: str | None, names: tuple[str, ...], steps: int, time_limit: float, output: Path, listing: bool
-) -> None:
+def main(device: str | None, names: tuple[str, ...], steps: int, time_limit: float, output: Path) -> None:
     """Run each variant, append its row, and print how it went."""
-    if listing:
-        click.echo("\n".join(VARIANTS))
-        return
     common = machine(PACKAGES)  # first, so that the commit is the one at the start of the run
     device = device or ("cuda" if common["gpu"] else "cpu")
     statuses = []

@@ -16,27 +16,14 @@ from bench.common import model_folder
 from bench.common.child import outcome
 from bench.common.make_results import document
 from bench.common.rows import append_row, read_rows
-from bench.common.targets import judged
+from bench.common.targets import OURS, judged
 from bench.loop import bench as loop
+from bench.loop import inputs, peers, phase_watch
 from bench.loop import ours as loop_ours
-from bench.loop import peers, phase_watch
 from bench.loop import provider as loop_run
 from bench.loop.bench import Plan, row_of
-from bench.loop.inputs import (
-    NO_CARD,
-    ByPlace,
-    Patience,
-    RightAnswer,
-    engine_share,
-    loop_shape,
-    prompt_rows,
-    weight_bytes,
-)
 from bench.loop.phase_watch import PhaseWatch
 from bench.loop.section import GOALS
-
-OURS = "lowmem_grpo"
-MIB = 2**20
 
 
 def called(*arguments: str) -> Any:
@@ -113,19 +100,19 @@ class Words:
 
 
 def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> None:
-    size = loop_shape("tiny", prompts=2)
-    rows = prompt_rows(Words(1), size, steps=3)
+    size = inputs.loop_shape("tiny", prompts=2)
+    rows = inputs.prompt_rows(Words(1), size, steps=3)
     assert len(rows) == 6
     assert {len(row["prompt"]) for row in rows} == {size.prompt_tokens}
     assert len({row["prompt"] for row in rows}) == 6
     with pytest.raises(ValueError, match=f"a prompt has {size.prompt_tokens // 2} tokens, wanted"):
-        prompt_rows(Words(2), size, steps=1)
+        inputs.prompt_rows(Words(2), size, steps=1)
 
 
 @pytest.mark.parametrize("name", ["full", "tiny"])
 def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
-    size = loop_shape(name, prompts=2)
-    reward = ByPlace(size.n)
+    size = inputs.loop_shape(name, prompts=2)
+    reward = inputs.ByPlace(size.n)
     rewards = reward([[1, 2, 3]] * size.sequences)
     assert rewards[: size.n] == rewards[size.n :]
     mean = sum(rewards) / len(rewards)
@@ -135,29 +122,29 @@ def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
 
 def test_the_model_in_the_package_is_paid_as_its_recipe_pays_it() -> None:
     texts = ["3 + 4 = 7\nAnswer: 7", "Answer: 8", "it is 7", "nothing", "Answer: x7"]
-    reward, said = RightAnswer(), [[{"role": "assistant", "content": text}] for text in texts]
+    reward, said = inputs.RightAnswer(), [[{"role": "assistant", "content": text}] for text in texts]
     assert reward(said, ["7"] * 5, completion_ids=[[1, 2]] * 5) == [1.1, 0.1, 1.0, 0.0, 1.0]
     assert reward.tokens == [10]
 
 
 def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None:
-    size = loop_shape("full")
+    size = inputs.loop_shape("full")
     assert (size.sequences, size.prompt_tokens, size.completion_tokens) == (8, 1024, 4096)
-    assert weight_bytes(size, four_bit=False) == pytest.approx(2 * 8.03e9, rel=0.01)
-    assert 5.5e9 < weight_bytes(size, four_bit=True) < 6.0e9
+    assert inputs.weight_bytes(size, four_bit=False) == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert 5.5e9 < inputs.weight_bytes(size, four_bit=True) < 6.0e9
 
 
 def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_used() -> None:
-    size = loop_shape("full")
-    share = engine_share(size, False, None)
-    assert weight_bytes(size, False) + size.kv_bytes < share * NO_CARD < 0.95 * NO_CARD
-    assert engine_share(size, False, 16.0) == pytest.approx(0.95 * 16 / 64, abs=1e-4)
+    size = inputs.loop_shape("full")
+    share = inputs.engine_share(size, False, None)
+    assert inputs.weight_bytes(size, False) + size.kv_bytes < share * inputs.NO_CARD < 0.95 * inputs.NO_CARD
+    assert inputs.engine_share(size, False, 16.0) == pytest.approx(0.95 * 16 / 64, abs=1e-4)
 
 
 @pytest.mark.parametrize(("limit", "more"), [(float("inf"), True), (100.0, True), (33.0, False), (1.0, False)])
 def test_a_step_that_would_not_end_in_time_is_not_begun(limit: float, more: bool) -> None:
     steps = [{"seconds": {"generate": 1.0}}, {"seconds": {"generate": 20.0, "train": 10.0}}]
-    assert Patience(limit).another(steps) == more
+    assert inputs.Patience(limit).another(steps) == more
 
 
 def test_without_time_for_a_second_step_the_first_is_the_timed_one(
@@ -186,8 +173,7 @@ def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_
         return run
 
     def measured_with(provider: str) -> dict[str, Any]:
-        found: dict[str, Any] = loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))
-        return found
+        return loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))  # type: ignore[arg-type]
 
     monkeypatch.setattr(peers, "run_trl", fails("OutOfMemoryError"))
     assert measured_with("trl") == {"missing": "OutOfMemoryError: no room"}
@@ -306,7 +292,7 @@ def test_a_step_on_the_cpu_has_phases_that_add_up_and_our_row_says_what_was_plan
         assert sum(row["phases"].values()) == pytest.approx(row["seconds"], rel=0.01)
         assert {"generate", "score", "train", "optimizer", "rest"} <= set(row["phases"])
         assert min(row["phases"][phase] for phase in ("generate", "train", "optimizer")) > 0
-        assert min(row["host_bytes"].values()) > 100 * MIB
+        assert min(row["host_bytes"].values()) > 100 * 2**20
     assert row["trained"] == [row["sequences"]] * 2  # the step that warms up too
     assert 0 < row["planned"]["allocated_bytes"] <= row["planned"]["train_bytes"]
     assert row["planned_seconds"] == {}  # of the CPU there is no data sheet

@@ -130,7 +130,3 @@ def test_a_shortage_that_a_variant_makes_is_not_held_against_it() -> None:
     short = STEP | {"memory/oom_generate": 1}
     assert judged(GOOD | {"steps": [short], "fills": "the card"})["status"] == "ok"
     assert judged(GOOD | {"steps": [short], "fills": ""})["status"] == "failed"
-
-
-def test_the_variants_are_listed() -> None:
-    assert {"4-bit", "vllm", "offload", "fp16", "packing"} <= set(called("--list").output.splitlines())
