@@ -253,9 +253,7 @@ class GrowingCache(Cache):
         """A cache of some of the rows (R,), without room to grow."""
         return self.holding([layer.copied(rows) for layer in self.layers])
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append keys and values to a layer, which is made where it lasts."""
         if self.lasting is not None and layer_idx == len(self.layers):
             storage = self.lasting.show(layer_idx, len(key_states), key_states)

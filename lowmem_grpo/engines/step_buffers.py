@@ -4,7 +4,7 @@ Rows that a call of `generate` decodes lie in buffers that stay for as long as t
 one call serve the next. Rows of turns, and all where nothing is recorded, have buffers of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
 from lowmem_grpo.kernels.lora_factors import Kept
+from lowmem_grpo.memory.cards import GRAPH_PLACES
 
 MOST_GRAPHS = 64  # of some MiB each; beyond, the first of them goes
 
@@ -84,3 +85,13 @@ class StepBuffers:
         self.graphs.clear()
         self.factors.clear()
         self.steps = 0
+
+
+def up_to_multiple(width: int, step: int = GRAPH_PLACES) -> int:
+    """Return the places that are held for rows of `width` places."""
+    return -(-width // step) * step
+
+
+def addresses(weights: Iterable[Tensor]) -> list[int]:
+    """Return where weights and adapters are."""
+    return [part.data_ptr() for part in weights]

@@ -10,7 +10,6 @@ Nothing of this has run on a card. So the first run of each graph is compared wi
 """
 
 import logging
-from collections.abc import Iterable
 from functools import cache
 from math import prod
 from typing import Any
@@ -22,7 +21,7 @@ from lowmem_grpo.config.engine import VLLM
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
 from lowmem_grpo.engines.passes import Passes
-from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers
+from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers, addresses, up_to_multiple
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.bounds import is_out_of_memory
@@ -192,16 +191,6 @@ class TokenStep:
             refuse_graphs(f"a token step of this model cannot be one: {named}")
         logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", named)
         self.record = None
-
-
-def up_to_multiple(width: int, step: int = GRAPH_PLACES) -> int:
-    """Return the places that are held for rows of `width` places."""
-    return -(-width // step) * step
-
-
-def addresses(weights: Iterable[Tensor]) -> list[int]:
-    """Return where weights and adapters are."""
-    return [part.data_ptr() for part in weights]
 
 
 def differs(found: Tensor, logits: Tensor) -> str:

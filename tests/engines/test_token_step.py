@@ -19,7 +19,8 @@ from lowmem_grpo.engines import token_step
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.passes import Passes
-from lowmem_grpo.engines.token_step import TokenStep, not_of_model, up_to_multiple
+from lowmem_grpo.engines.step_buffers import up_to_multiple
+from lowmem_grpo.engines.token_step import TokenStep, not_of_model
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
