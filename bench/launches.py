@@ -19,12 +19,13 @@ Nothing here is a time on a card: it shows how much work the host has to start.
 
 import json
 import sys
-import time
+import timeit
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.common import options
+from bench.memory.counted_storages import owner
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.kernels import few_rows
@@ -47,7 +49,6 @@ from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-OURS = ("lowmem_grpo/", "/modeling_")  # files that an operation is named by
 ROUNDS, CALLS = 30, 300
 HIDDEN, QUERIES, KEYS, INNER, RANK, ROWS = 2048, 2048, 256, 11008, 16, 8
 LAYERS = {  # of a decoder layer: outputs of each matrix, inputs, whether they have biases
@@ -67,34 +68,34 @@ FREE = {  # operations that only look at memory in another way, or set it aside
 
 
 class Launches(TorchDispatchMode):
-    """Inside, `counts` grows by one for each operation that a card would run a kernel for: under its name, or where
-    `placed`, under (phase, name, the function that asked for it)."""
+    """Inside, `counts` grows by one for each operation that a card would run a kernel for, under its name and the
+    function that asked for it."""
 
-    def __init__(self, placed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[Any] = Counter()
-        self.placed, self.phase = placed, "forward"
+        self.counts: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operation = func._schema.name.partition("::")[2]
         if operation not in FREE:
-            self.counts[(self.phase, operation, place()) if self.placed else operation] += 1
+            self.counts[operation, place()] += 1
         return result
 
 
 def place() -> str:
-    """The function of ours, or of transformers' model, that asked for an operation; else autograd did."""
+    """Return the function of ours, or of transformers' model, that asked for an operation; else autograd did."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        if any(part in frame.f_code.co_filename for part in OURS):
+        file = frame.f_code.co_filename
+        if owner(file) == "lowmem_grpo" or "/modeling_" in file:
             return frame.f_code.co_name
         frame = frame.f_back
     return "autograd"
 
 
-def layer_launches() -> Counter[tuple[str, str, str]]:
-    """Launches of one decoder layer, forward and backward with recompute."""
+def layer_launches() -> dict[str, Counter[tuple[str, str]]]:
+    """Return the launches of one decoder layer, forward, and backward with recompute."""
     model, _ = FastLanguageModel.from_pretrained("tiny", dtype=torch.bfloat16, max_seq_length=128)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=True).train()
     base = model.get_base_model()
@@ -102,69 +103,57 @@ def layer_launches() -> Counter[tuple[str, str, str]]:
     whole = count(model)
     base.model.layers = base.model.layers[:-1]
     base.config.num_hidden_layers -= 1
-    whole.subtract(count(model))
-    return +whole
+    rest = count(model)
+    return {phase: counts - rest[phase] for phase, counts in whole.items()}
 
 
-def count(model: Any) -> Counter[tuple[str, str, str]]:
-    """Launches of a micro-batch through the whole model."""
-    prompts = [RolloutGroup({}, [5, 6, 7, 8, 9], [completion(length) for length in (6, 9)]) for _ in range(2)]
-    (batch,) = pack(prompts)
+def count(model: Any) -> dict[str, Counter[tuple[str, str]]]:
+    """Return the launches of a micro-batch through the whole model."""
+    completions = [Rollout(list(range(10, 10 + length)), [0.0] * length, "stop") for length in (6, 9)]
+    (batch,) = pack([RolloutGroup({}, [5, 6, 7, 8, 9], completions) for _ in range(2)])
     policy = Policy(model)
     for parameter in policy.trainable:
         parameter.grad = None
-    with Launches(placed=True) as launches:
+    with Launches() as forward:
         logprobs, _ = policy.logprobs(batch, 1.0)
-        launches.phase = "backward"
+    with Launches() as backward:
         logprobs.sum().backward()
-    return launches.counts
-
-
-def completion(length: int) -> Rollout:
-    return Rollout(list(range(10, 10 + length)), [0.0] * length, "stop")
+    return {"forward": forward.counts, "backward": backward.counts}
 
 
 def host_microseconds() -> float:
-    """Host time of one of our operations above that of its body, which does nothing here: one that writes in place."""
+    """Return the host time of one of our operations above that of its body, which does nothing here: one that writes
+    in place. Of many rounds the smallest counts, because other load can only add."""
     out, values = torch.zeros(0), torch.zeros(0)
-    operation = opaque("bench_nothing", no_body, mutates=("out",))
-    return smallest_mean(operation, out, values) - smallest_mean(no_body, out, values)
+    calls = opaque("bench_nothing", no_body, mutates=("out",)), no_body
+    times = [min(timeit.repeat(partial(call, out, values, 3), number=CALLS, repeat=ROUNDS)) for call in calls]
+    return (times[0] - times[1]) / CALLS * 1e6
 
 
 def no_body(out: Tensor, values: Tensor, number: int) -> None:
     return None
 
 
-def smallest_mean(call: Callable[..., Any], out: Tensor, values: Tensor) -> float:
-    """Microseconds of a call: the smallest of many rounds, because other load can only add."""
-    rounds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call(out, values, 3)
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
-    return min(rounds)
-
-
 # A token of a layer
 
 
 def breakdown(form: str = "4bit") -> dict[str, int]:
-    """Launches by what they are for, with weights in one of FORMS."""
-    return {name: sum(counts.values()) for name, counts in counted(form).items()} | VLLM_OWN
+    """Return launches by what they are for, with weights in one of FORMS."""
+    return {name: counts.total() for name, counts in counted(form).items()} | VLLM_OWN
 
 
 def counted(form: str = "4bit") -> dict[str, Counter[str]]:
-    """Operations of each borrowed layer, by name."""
-    found = {}
+    """Return the operations of each borrowed layer, by name."""
+    counts: dict[str, Counter[str]] = {}
     with on_a_pretend_card():
         for name, (features, inputs, biased) in LAYERS.items():
             product = make_product(features, inputs, biased, form)
-            x = torch.empty(ROWS, inputs, dtype=torch.bfloat16, device="cuda")
             with torch.no_grad(), Launches() as launches:
-                product.forward(x)
-            found[name] = launches.counts
-    return found
+                product.forward(on_card(ROWS, inputs))
+            counts[name] = Counter()
+            for (operation, _), number in launches.counts.items():
+                counts[name][operation] += number
+    return counts
 
 
 @contextmanager
@@ -175,74 +164,50 @@ def on_a_pretend_card() -> Iterator[None]:
         yield
 
 
+def on_card(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*sizes, dtype=dtype, device="cuda")
+
+
 def make_product(features: list[int], inputs: int, biased: bool, form: str) -> Product:
-    """A borrowed layer whose matrices and adapters lie side by side, as the engine's do."""
-    out = sum(features)
-    biases: list[Tensor | None] = [None] * len(features)
-    if biased:
-        biases = [nn.Parameter(half(size), requires_grad=False) for size in features]
-    a = half(len(features) * RANK, inputs).split(RANK)
-    b = half(out, RANK).split(features)
+    """Return a borrowed layer whose matrices and adapters lie side by side, as the engine's do."""
+    biases = [nn.Parameter(on_card(size), requires_grad=False) if biased else None for size in features]
+    a = on_card(len(features) * RANK, inputs).split(RANK)
+    b = on_card(sum(features), RANK).split(features)
     loras: list[LoRA | None] = [LoRA(*pair, 2.0) for pair in zip(a, b, strict=True)]
     weight: FrozenWeight = fake_fp8(features, inputs) if form == "fp8" else fake_nf4(features, inputs)
     product = Product(weight, features, biases, loras, torch.bfloat16)
-    product.wide = half(out, inputs) if form == "16bit" else None
+    product.wide = on_card(sum(features), inputs) if form == "16bit" else None
     return product
 
 
-def half(*sizes: int) -> Tensor:
-    return torch.empty(*sizes, dtype=torch.bfloat16, device="cuda")
-
-
 def fake_nf4(features: list[int], inputs: int) -> NF4Weight:
-    """Matrices in NF4 with double quantization, one below the other."""
+    """Return matrices in NF4 with double quantization, one below the other."""
+    byte, wide = partial(on_card, dtype=torch.uint8), partial(on_card, dtype=torch.float32)
     numbers = sum(features) * inputs
     blocks, groups = numbers // 64, -(-numbers // 64 // 256)
-
-    def made(size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device="cuda")
-
-    return NF4Weight(
-        made(numbers // 2, torch.uint8), made(blocks, torch.uint8), made(16, torch.float32),
-        (sum(features), inputs), 64, torch.bfloat16, tuple(features), made(256, torch.float32),
-        made(groups, torch.float32), made(groups, torch.float32),
-    )
+    return NF4Weight(byte(numbers // 2), byte(blocks), wide(16), (sum(features), inputs), 64, torch.bfloat16,
+                     tuple(features), wide(256), wide(groups), wide(groups))
 
 
 def fake_fp8(features: list[int], inputs: int) -> FP8Weight:
-    """The same in FP8, with a scale for each row."""
-    codes, scales = (torch.empty(sum(features), size, dtype=dtype, device="cuda")
-                     for size, dtype in ((inputs, torch.uint8), (1, torch.float32)))
+    """Return the same in FP8, with a scale for each row."""
+    codes, scales = on_card(sum(features), inputs, dtype=torch.uint8), on_card(sum(features), 1, dtype=torch.float32)
     return replace(FP8Weight.of(codes, scales, (1, inputs), torch.bfloat16), out_features=tuple(features))
-
-
-def measured() -> tuple[dict[str, Any], Counter[tuple[str, str, str]]]:
-    """What `--json` prints, and the launches of a layer for the table."""
-    layer = layer_launches()
-    sums = {phase: sum(n for (when, *_), n in layer.items() if when == phase) for phase in ("forward", "backward")}
-    return {
-        "launches_forward": sums["forward"], "launches_backward": sums["backward"],
-        "launches_layer": sum(sums.values()), "launches_decode": sum(breakdown().values()),
-        "host_us_per_op": round(host_microseconds(), 2),
-    }, layer
-
-
-def table(found: dict[str, Any], layer: Counter[tuple[str, str, str]]) -> str:
-    """The totals, and where the launches of a layer come from, for people."""
-    lines = [f"{name:<18} {value}" for name, value in found.items()]
-    for phase in ("forward", "backward"):
-        lines += ["", f"{phase}, one decoder layer"]
-        for (when, operation, place), number in layer.most_common():
-            if when == phase:
-                lines.append(f"{number:5d}  {operation:<40} {place}")
-    return "\n".join(lines)
 
 
 @click.command(help=__doc__)
 @options.AS_JSON
 def main(as_json: bool) -> None:
-    found, layer = measured()
-    click.echo(json.dumps(found) if as_json else table(found, layer))
+    """Print the totals; for people, also where the launches of a layer come from."""
+    layer = layer_launches()
+    forward, backward = (counts.total() for counts in layer.values())
+    totals = {"launches_forward": forward, "launches_backward": backward, "launches_layer": forward + backward,
+              "launches_decode": sum(breakdown().values()), "host_us_per_op": round(host_microseconds(), 2)}
+    lines = [f"{name:<18} {value}" for name, value in totals.items()]
+    for phase, counts in layer.items():
+        lines += ["", f"{phase}, one decoder layer"]
+        lines += [f"{number:5d}  {operation:<40} {place}" for (operation, place), number in counts.most_common()]
+    click.echo(json.dumps(totals) if as_json else "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
 from bench.common.rows import RESULTS, machine
 from bench.gate import pretend
+from bench.loop.inputs import RandomModel, loop_shape
 from bench.loop.ours import load
-from bench.loop.shapes import loop_shape
 from bench.rollout.shapes import Shape
 from lowmem_grpo import GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -43,7 +43,7 @@ Span = tuple[float, float]  # begin and end, microseconds
 def train_step(folder: Path, size: Shape, device: str, outputs: str) -> Callable[[], object]:
     """Return one optimizer step on completions of the full length. Nothing is sampled, so the engine is the one that
     costs nothing."""
-    model = load(folder, device, size, "transformers")
+    model = load(folder, device, RandomModel(size), "transformers")
     args = GRPOConfig(
         output_dir=outputs, max_steps=WARM_UP + 1, per_device_train_batch_size=size.n,
         gradient_accumulation_steps=size.prompts, num_generations=size.n, max_completion_length=size.completion_tokens,
@@ -66,7 +66,7 @@ def train_step(folder: Path, size: Shape, device: str, outputs: str) -> Callable
 
 def decoding(folder: Path, size: Shape, device: str, engine: str, tokens: int) -> Callable[[], object]:
     """Return a call of the engine for some tokens of each completion, one decode step each."""
-    sampler = load(folder, device, size, engine).engine()
+    sampler = load(folder, device, RandomModel(size), engine).engine()
     prompts = [random_ids(size.prompt_tokens, size) for _ in range(size.prompts)]
     params = SamplingParams(n=size.n, max_tokens=tokens, seed=0, ignore_eos=True)
     return lambda: sampler.generate(prompts, params)

@@ -68,7 +68,7 @@ def step_times(folder: Path, rank: int, prompts: int) -> list[float]:
     run = trainer(folder, rows=rows, per_device_train_batch_size=prompts * GENERATIONS, num_generations=GENERATIONS,
                   max_completion_length=LENGTH, max_steps=STEPS, save_strategy="no", preflight=False, beta=0.0)
     run.train()
-    return [line["step_time"] for line in run.state.log_history][2:]
+    return [line["step_time"] for line in run.state.log_history if "loss" in line][2:]
 
 
 def median_step(count: int) -> float:

@@ -184,12 +184,12 @@ def prompt_of(number: int) -> list[int]:
     return [3 + number % 300, 3 + number // 300, *range(5, 3 + PROMPT)]
 
 
-async def ask_all(port: int, count: int, tokens: int, number: int) -> tuple[float, int]:
+async def ask_all(port: int, count: int, tokens: int) -> tuple[float, int]:
     """Return (seconds, tokens) of so many samples at once."""
     first = await Connection(port).open()
     session = (await first.json("create_session", {}))["session_id"]
     sampler = (await first.json("create_sampling_session", {
-        "session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}))["sampling_session_id"]
+        "session_id": session, "sampling_session_seq_id": 1, "base_model": "tiny"}))["sampling_session_id"]
     connections = [await Connection(port).open() for _ in range(count)]
     began = time.perf_counter()
     read = await asyncio.gather(*(one.sample(sampler, n, tokens) for n, one in enumerate(connections)))
@@ -199,15 +199,8 @@ async def ask_all(port: int, count: int, tokens: int, number: int) -> tuple[floa
     return taken, sum(read)
 
 
-def client(port: int, count: int, tokens: int, pipe: Any) -> None:
-    """Ask in a process of its own: a round for each number that it is sent."""
-    while (number := pipe.recv()) is not None:
-        pipe.send(asyncio.run(ask_all(port, count, tokens, number)))
-
-
-def ask_process(pipe: Any) -> tuple[float, int]:
-    pipe.send(1)
-    return pipe.recv()  # type: ignore[no-any-return]
+def ask(port: int, count: int, tokens: int) -> tuple[float, int]:
+    return asyncio.run(ask_all(port, count, tokens))
 
 
 def in_process(model: ServedModel, count: int, tokens: int) -> tuple[float, int]:
@@ -235,15 +228,10 @@ def spent(ask: Callable[[], tuple[float, int]], wanted: int) -> tuple[float, flo
 @click.option("--rounds", "times", default=3, show_default=True)
 def inflight(output: Path, count: int, tokens: int, times: int) -> None:
     """Time many requests for samples at once."""
-    ours, theirs = multiprocessing.Pipe()
-    with serving() as (model, port):
-        process = multiprocessing.get_context("spawn").Process(
-            target=client, args=(port, count, tokens, theirs), daemon=True)
-        process.start()
-        ways = {"served": partial(ask_process, ours), "in_process": partial(in_process, model, count, tokens)}
+    with serving() as (model, port), multiprocessing.get_context("spawn").Pool(1) as client:
+        ways = {"served": partial(client.apply, ask, (port, count, tokens)),
+                "in_process": partial(in_process, model, count, tokens)}
         found = rounds.take_turns({name: partial(spent, way, count * tokens) for name, way in ways.items()}, times)
-        ours.send(None)
-        process.join()
     wall, work = ({name: [pair[place] for pair in pairs] for name, pairs in found.items()} for place in (0, 1))
     row = {"requests": count, "tokens": tokens, "rounds": times, "threads": torch.get_num_threads(),
            **{f"{name}_tokens_s": round(count * tokens / median(taken)) for name, taken in wall.items()},

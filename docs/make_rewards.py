@@ -54,6 +54,31 @@ Booleans, tensors and arrays are taken as numbers, and a warning says so once. S
 missing column end the run, with an error that names the function, what it returned and what was expected. If a function
 returns NaN or infinity, no step is made on that group.
 
+## Reward models
+
+A reward model, such as `trl.RewardTrainer` makes, stands in `reward_funcs` by its name or as an object, alone or beside
+functions:
+
+    GRPOTrainer(model, ["org/reward-model", short], args, dataset).train()      # rewards/reward-model/mean
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(
+        "org/reward-model", num_labels=1, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    GRPOTrainer(model, scorer, args, dataset, reward_processing_classes=tokenizer).train()
+
+It reads what TRL gives it: the text of its own chat template for prompt and completion (with `chat_template_kwargs`),
+and for a plain prompt both joined; padded on the right. Its tokenizer is that of its name, or the one in
+`reward_processing_classes` (one, or a list with None for each function). A tokenizer without a token for padding pads
+with its end token. As in TRL, a model that is given by name is loaded with `model_init_kwargs`: `dtype`, `revision`,
+`token`, and `quantization_config` for 4 bits.
+
+It is frozen. It computes in its own dtype, where TRL under `bf16=True` computes in bfloat16, and takes at most 8,192
+tokens at a time (fewer where memory runs out). If the policy is on a card, it waits on the host, and is on the card
+only while it scores, when the sampler's cache is not; the memory plan counts both. It has no time limit.
+
+Refused before the run: a causal language model, a model with more than one label, weights without a head, a
+tokenizer with tokens that the model lacks or without a chat template for chats, a model in 8 bits or on several
+devices where the policy is on a card, and code of a model's own repository.
+
 ## Rewards while other groups are still sampled
 
 The ready-made rewards below look at each group by itself (except GSM8K's five plain functions). So they are called on
@@ -217,7 +242,11 @@ for `[0,1]`, `\sin 30^\circ` for `\frac{1}{2}`, `50\%` for `0.5`, `101_2` for `5
 `number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
 and a label like `10:30` is compared with the last time of day.
 
-A label may be a list, as of Natural Questions: any of its answers is right."""
+**Labels.** A label may state its answer: a solution of GSM8K that ends in `#### 43`, `\boxed{43}`, `The answer is 43.`,
+`Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward here that reads labels. If a label is no answer that
+can be compared (a sentence, a number in words, for `number_match` anything but a number), then only the same text is
+right, and other completions get None: no reward, and one warning with such a label. A label may be a list, as of
+Natural Questions: any of its answers is right."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.config.grpo import GRPOConfig
+    from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
     from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.data.chat_template import get_chat_template
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.dtypes import is_bfloat16_supported
     from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
-    from lowmem_grpo.train.grpo import GRPOTrainer
+    from lowmem_grpo.train.grpo import GRPOTrainer, RLOOTrainer
     from lowmem_grpo.train.sft import SFTTrainer
     from lowmem_grpo.unsloth_names import PatchFastRL, unsloth_train
 
 __version__ = "0.1.0"
 __all__ = [
-    "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "SFTConfig",
-    "SFTTrainer", "SamplingParams", "generate_rollout_completions", "get_chat_template", "is_bfloat16_supported",
-    "standardize_data_formats", "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
+    "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "RLOOConfig",
+    "RLOOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "generate_rollout_completions", "get_chat_template",
+    "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
 ]
 
 HOMES = {
@@ -29,7 +29,8 @@ HOMES = {
     **dict.fromkeys(("standardize_data_formats", "standardize_sharegpt"), "data.conversations"),
     "get_chat_template": "data.chat_template",
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
-    "GRPOConfig": "config.grpo", "GRPOTrainer": "train.grpo", "SFTConfig": "config.sft", "SFTTrainer": "train.sft",
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "config.grpo"), "SFTConfig": "config.sft",
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "train.grpo"), "SFTTrainer": "train.sft",
     "is_bfloat16_supported": "models.dtypes", "generate_rollout_completions": "rollout.rollout_func",
 }
 

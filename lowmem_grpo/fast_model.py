@@ -19,6 +19,7 @@ from lowmem_grpo.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit
+from lowmem_grpo.models.rope_context import fix_frequencies
 from lowmem_grpo.runs.adapter_file import check_for
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
@@ -114,6 +115,7 @@ class BareModel(FastGeneration, nn.Module):
 
     def __init__(self, model: PreTrainedModel, loaded: Loaded) -> None:
         super().__init__()
+        fix_frequencies(model, loaded.max_seq_length)
         self.transformers_model = model
         self.loaded = loaded
 

@@ -20,7 +20,6 @@ from lowmem_grpo.models.stored_form import look
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from lowmem_grpo.fast_model import BareModel, FastPeftModel
@@ -65,10 +64,11 @@ class FastLanguageModel:
         whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
         `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and of these five it takes
         `enforce_eager` only.
-        `sampling_weights="16bit"` lets vLLM dequantize 4-bit or FP8 weights once for each phase of sampling. That is
-        faster when many sequences are decoded together, and takes 2 bytes a weight until training begins; "4bit" never
-        does it. None does it on a card if the key-value cache of the sequences that are decoded together still fits
-        beside the weights, and never on the CPU.
+        `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once for each phase of sampling. That is faster when
+        many sequences are decoded together (fewer read the codes all the same), and takes 2 bytes a weight until
+        training begins; "4bit" never does it. None does it on a card where it is faster by its data sheet, if the
+        key-value cache of the sequences that are decoded together still fits beside the weights, and never on the CPU;
+        the transformers engine does it so in runs, whose memory is planned.
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
         tokens fit, and what it samples differs a little more from what is trained, which the parity gate measures.
 
@@ -80,6 +80,8 @@ class FastLanguageModel:
         """
         if (Path(model_name) / "adapter_config.json").is_file() and not (Path(model_name) / "config.json").is_file():
             given = {name: value for name, value in locals().items() if name not in ("cls", "model_name", "options")}
+            from lowmem_grpo.lora_model import with_adapter  # not among the given
+
             return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
@@ -101,7 +103,7 @@ class FastLanguageModel:
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
-        from lowmem_grpo.models.card_check import use_card
+        from lowmem_grpo.models.card_check import larger_card, use_card
         from lowmem_grpo.models.dtypes import compute_dtype
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
@@ -110,6 +112,8 @@ class FastLanguageModel:
         cards = torch.cuda.device_count()
         device = own_device(cards) if named is None or (named == "cuda" and cards) else named
         use_card(device)
+        if named in (None, "cuda") and (advice := larger_card(device)):
+            logger.warning(advice)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, found, where)
@@ -140,9 +144,14 @@ class FastLanguageModel:
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
         mlp_tile: int | None = None, finetune_language_layers: bool = True, finetune_attention_modules: bool = True,
         finetune_mlp_modules: bool = True, layers_to_transform: list[int] | int | None = None,
-        finetune_last_n_layers: int | None = None, **options: Any,
+        finetune_last_n_layers: int | None = None, exclude_modules: "Targets" = None,
+        layers_pattern: list[str] | str | None = None, rank_pattern: dict[str, int] | None = None,
+        alpha_pattern: dict[str, int] | None = None, init_lora_weights: bool | str = True, **options: Any,
     ) -> "FastPeftModel":
         """Put LoRA of rank r on `target_modules` (None: all linear layers), initialised from `random_state`.
+
+        `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
+        "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
         `finetune_attention_modules=False` leaves out those of attention, `finetune_mlp_modules=False` all others.
         `layers_to_transform` are the numbers of the layers that get LoRA; `finetune_last_n_layers` counts from the end.
@@ -155,32 +164,26 @@ class FastLanguageModel:
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         from peft import LoraConfig
 
-        from lowmem_grpo.fast_model import BareModel, FastPeftModel
+        from lowmem_grpo.lora_model import check_bare, check_plain, with_lora
         from lowmem_grpo.models.lora_targets import Scope, lora_targets
-        from lowmem_grpo.offload.activations import checkpointing_mode
 
+        check_bare(model)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
-        if isinstance(model, FastPeftModel):
-            raise ValueError("this model has LoRA already; load it again for a second adapter")
-        if not isinstance(model, BareModel):
-            raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
-        if hasattr(model.inner, "peft_config"):
-            raise ValueError("this model has LoRA already; load it again for a second adapter")
         if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")
-        if r < 1:
-            raise ValueError(f"r is {r}; it must be at least 1")
         if bias != "none":
             raise ValueError(f'bias is {bias!r}; only "none" is supported')
-        mode = checkpointing_mode(use_gradient_checkpointing)
-        tile = check_tile(mlp_tile, mode)
+        start: Any = True if init_lora_weights in (None, "default") else init_lora_weights
         config = LoraConfig(
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
-            target_modules=lora_targets(model.inner, target_modules, scope),
+            target_modules=lora_targets(model.inner, target_modules, scope, exclude_modules),
+            exclude_modules=exclude_modules, layers_to_transform=layers_to_transform, layers_pattern=layers_pattern,
+            rank_pattern=rank_pattern or {}, alpha_pattern=alpha_pattern or {}, init_lora_weights=start,
         )
-        return with_lora(model, config, mode, tile, random_state)
+        check_plain(config)
+        return with_lora(model, config, use_gradient_checkpointing, random_state, mlp_tile)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
@@ -204,62 +207,6 @@ class FastVisionModel(FastLanguageModel):
     """The same loader, for text: of a model with images, its text layers are trained, and images are refused."""
 
 
-def with_lora(
-    model: "BareModel", config: "LoraConfig", mode: bool | str, tile: int | None, seed: int
-) -> "FastPeftModel":
-    """A loaded model under LoRA of these settings, drawn from the seed."""
-    from lowmem_grpo.fast_model import FastPeftModel
-    from lowmem_grpo.models.lean_modules import make_lean
-    from lowmem_grpo.models.lora_layers import use_kernel_layers
-    from lowmem_grpo.offload.activations import enable_checkpointing
-
-    use_kernel_layers(config, model.inner)
-    model.close_engine()  # its modules are about to be wrapped
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        peft_model = FastPeftModel(model.inner, config)
-    peft_model.loaded = model.loaded
-    peft_model.loaded.offload = mode == "offload"
-    make_lean(model.inner, tile)
-    enable_checkpointing(model.inner, mode)
-    return peft_model
-
-
-def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> "tuple[FastPeftModel, Any]":
-    """The base of a saved adapter with the adapter on it, and the tokenizer beside it, or the base's. AdapterError for
-    an adapter that is not plain LoRA, or that does not say its base."""
-    from peft import set_peft_model_state_dict
-
-    from lowmem_grpo.models.lora_targets import check_targets
-    from lowmem_grpo.models.pretrained import tokenizer_beside
-    from lowmem_grpo.runs.adapter_file import (
-        PREFIX,
-        AdapterError,
-        check_for,
-        layers_of,
-        read_adapter,
-        refuse_variants,
-    )
-    from lowmem_grpo.runs.saved_adapter import base_of_adapter
-
-    (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
-    refuse_variants(config, folder, "trained")
-    record = base_of_adapter(folder)
-    if record.model is None:
-        raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
-    own: dict[str, Any] = {"revision": given["revision"] or record.revision}
-    if given["load_in_4bit"] is None and not given["load_in_16bit"] and not given["load_in_fp8"]:
-        own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
-    model, _ = cls.from_pretrained(record.model, **given | own)
-    check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
-    config.init_lora_weights, config.inference_mode, config.fan_in_fan_out = True, False, False
-    adapted = with_lora(model, config, "offload", check_tile(None, "offload"), 0)
-    check_for(adapted, folder)
-    set_peft_model_state_dict(adapted, tensors)
-    adapted.take_up(folder, tokenizer)
-    return adapted, adapted.loaded.tokenizer
-
-
 def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:
     """Raise for every option of a loader's method that asks for something that is not done here."""
     known = set(inspect.signature(getattr(cls, method)).parameters)
@@ -275,17 +222,3 @@ def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
     if longest is not None and (max_seq_length or 0) > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
     return int(max_seq_length or longest or 0)
-
-
-def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
-    """The tokens in a tile of the MLP; None for one piece."""
-    from lowmem_grpo.models.lean_modules import MLP_TILE
-
-    if mlp_tile is None:
-        return MLP_TILE if checkpointing else None
-    if mlp_tile < 1:
-        raise ValueError(f"mlp_tile is {mlp_tile}; it must be at least 1")
-    if not checkpointing:
-        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are computed again in "
-                         "backward, and that is checkpointing. Leave one of them out")
-    return mlp_tile

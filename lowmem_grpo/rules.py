@@ -27,6 +27,7 @@ def one_of(*allowed: Any) -> Rule:
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
 
 
+NOT_NEGATIVE = number("0 or above", lambda value: value >= 0)  # infinite too
 ZERO_OR_MORE = number("0 or above", lambda value: 0 <= value < math.inf)
 POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)

@@ -27,9 +27,7 @@ REFUSED = {
                     "There is no trainer on preferences here: train with GRPOTrainer on rewards, with SFTTrainer, or "
                     "with TRL's own."),
     **dict.fromkeys(("RewardTrainer", "RewardConfig", "PRMTrainer", "PRMConfig"),
-                    "No reward model is trained here: train it with TRL, and call it in a reward function."),
-    **dict.fromkeys(("RLOOTrainer", "RLOOConfig"),
-                    'RLOO is GRPOTrainer with GRPOConfig(advantage_estimator="rloo") here (docs/algorithms.md).'),
+                    "No reward model is trained here: train it with TRL, and give it in reward_funcs."),
     **dict.fromkeys(("PPOTrainer", "PPOConfig"),
                     "There is no value model here: train with GRPOTrainer, whose groups give the baseline."),
     **dict.fromkeys(("DistillationTrainer", "DistillationConfig", "GKDTrainer", "GKDConfig", "MiniLLMTrainer",

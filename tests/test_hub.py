@@ -135,3 +135,21 @@ def test_the_cache_of_datasets_is_looked_for_where_the_library_keeps_it(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     (tmp_path / "owner___some-rows").mkdir()
     assert hub.is_loaded_before("Owner/some-rows") and not hub.is_loaded_before("other/some-rows")
+
+
+class Unreachable:
+    """A client of the hub whose network library has errors of its own, which are no OSError."""
+
+    def whoami(self) -> Any:
+        raise RuntimeError("[Errno -2] Name or service not known\nwith fifty more lines")
+
+    create_repo = upload_folder = lambda self, **_: Unreachable.whoami(self)
+
+
+def test_an_upload_without_a_network_is_one_line_that_says_where_the_adapter_lies(tmp_path: Path) -> None:
+    with pytest.raises(hub.HubError, match=r"did not take me/it: \[Errno -2\] Name or service not known\. What lies in "
+                                           rf"{tmp_path} is whole: `hf auth login`, then `hf upload") as caught:
+        hub.push(tmp_path, "me/it", api=Unreachable())
+    assert "\n" not in str(caught.value)
+    with pytest.raises(hub.HubError, match="log in with `hf auth login`"):
+        hub.full_name("it", api=Unreachable())

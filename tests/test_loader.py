@@ -152,10 +152,10 @@ REFUSALS = {  # an option, and a value that asks for what is not done here
     "whisper_language": "English", "whisper_task": "transcribe", "auto_config": {}.__class__, "model_types":
     ["llama"], "auto_model": AutoConfig, "tokenizer_name": "other", "tokenizer_revision": "v2", "torch_dtype":
     "float16", "max_memory": {0: "1GiB"}, "model_patcher": AutoConfig, "target_parameters": ["experts"],
-    "modules_to_save": ["lm_head"], "loftq_config": {"loftq_bits": 4}, "layers_pattern": "layers", "use_dora": True,
-    "task_type": "SEQ_CLS", "init_lora_weights": "pissa", "offload_layers": 4, "block_swap_layers": 2,
+    "modules_to_save": ["lm_head"], "loftq_config": {"loftq_bits": 4}, "use_dora": True,
+    "task_type": "SEQ_CLS", "offload_layers": 4, "block_swap_layers": 2,
     "prefetch_depth": 2, "rope_parameters": {"rope_type": "linear"}, "max_num_batched_tokens": 4096,
-    "device_map_planner_kwargs": {"a": 1}, "on_model_resolved": print, "exclude_modules": ["q_proj"],
+    "device_map_planner_kwargs": {"a": 1}, "on_model_resolved": print,
     "trainable_token_indices": [1], "checkpoint_skip_layers": 3,
 }
 

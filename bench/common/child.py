@@ -17,6 +17,12 @@ ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # begins the la
 LOG = 3000  # characters that are kept of what a process said
 
 
+def words(**options: Any) -> list[str]:
+    """Return options as a command takes them; those that are None are left out."""
+    return [str(word) for name, value in options.items() if value is not None
+            for word in (f"--{name.replace('_', '-')}", value)]
+
+
 def run(
     module: str, *arguments: str, python: str = sys.executable, seconds: float | None = None,
     settings: dict[str, str] | None = None,

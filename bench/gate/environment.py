@@ -11,13 +11,14 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import click
 
 from bench.common.rows import append_row, machine
+from lowmem_grpo.offload.host_room import available_host_bytes
 from lowmem_grpo.units import GIB
 
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "vllm",
@@ -26,65 +27,59 @@ OPTIONAL = ("datasets", "trl", "unsloth", "liger_kernel", "cut_cross_entropy")
 WORKS = "works"
 
 
-def triton_works(device: str) -> str:
-    """One of our kernels, compiled for this card, agrees with its reference."""
+def triton_works(device: str) -> tuple[Any, Any]:
+    """Return what one of our kernels computes, compiled for this card, and its reference."""
     import torch
 
     from lowmem_grpo.kernels import rms_norm
     from lowmem_grpo.kernels.rms_norm import rms_norm_ref
 
     x, weight = torch.randn(5, 128, device=device), torch.rand(128, device=device)
-    error = (rms_norm(x, weight) - rms_norm_ref(x, weight)).abs().max().item()
-    return WORKS if error < 1e-5 else f"wrong by {error:.1e}"
+    return rms_norm(x, weight), rms_norm_ref(x, weight)
 
 
-def four_bit_works(device: str) -> str:
-    """bitsandbytes packs and unpacks a matrix here."""
+def four_bit_works(device: str) -> tuple[Any, Any]:
+    """Return a matrix that bitsandbytes packed and unpacked here, and as it was."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     values = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
-    packed, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
-    error = (dequantize_4bit(packed, state) - values).abs().max().item()
-    return WORKS if error < 1.0 else f"wrong by {error:.2f}"
+    return dequantize_4bit(*quantize_4bit(values, quant_type="nf4", compress_statistics=True)), values
 
 
-def vllm_works(device: str) -> str:
-    """vLLM has a version that was checked and the torch it was built for; on a card, its own kernels run too."""
+def vllm_works(device: str) -> tuple[Any, Any]:
+    """Raise unless vLLM has a version that was checked and the torch it was built for; on a card, return what one of
+    its own kernels computes, and the truth."""
     import torch
 
     from lowmem_grpo.engines.vllm.installed import import_plugin
 
     import_plugin()
+    x = torch.randn(4, 64, device=device, dtype=torch.bfloat16)
     if device == "cpu":
-        return WORKS
+        return x, x
     from vllm import _custom_ops as ops
 
-    x = torch.randn(4, 64, device=device, dtype=torch.bfloat16)
     y = torch.empty_like(x)
     ops.rms_norm(y, x, torch.ones_like(x[0]), 1e-6)
-    truth = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    error = (y - truth).abs().max().item()
-    return WORKS if error < 0.05 else f"wrong by {error:.2f}"
+    return y.float(), x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def imports(name: str) -> str:
-    """Whether an optional package is installed. It is not imported, because that may change other packages."""
-    from importlib.util import find_spec
-
-    return WORKS if find_spec(name) else "not installed"
+PROBES = {"triton": (triton_works, 1e-5), "bitsandbytes": (four_bit_works, 1.0), "vllm": (vllm_works, 0.05)}
 
 
-def tried(probe: Callable[..., str], *arguments: str) -> str:
-    """What a probe says, or its error."""
+def tried(probe: Callable[[str], tuple[Any, Any]], limit: float, device: str) -> str:
+    """Return whether a probe is exact enough, or its error."""
     try:
-        return probe(*arguments)
+        result, truth = probe(device)
+        error = (result - truth).abs().max().item()
     except Exception as error:  # noqa: BLE001 - a probe may fail in any way
         return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return WORKS if error < limit else f"wrong by {error:.1e}"
 
 
 def card() -> dict[str, Any]:
-    """What torch says about the card."""
+    """Return what torch says about the card."""
     import torch
 
     if not torch.cuda.is_available():
@@ -98,50 +93,27 @@ def card() -> dict[str, Any]:
     }
 
 
-def host_gib() -> float:
-    """GiB of host memory that a program can get now."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    found = [int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable")]
-    return round(found[0], 2) if found else 0.0
-
-
 def speeds(device: str, small: bool) -> dict[str, float]:
-    """The speed of a large copy (bytes read and written) and of a large bfloat16 product of random numbers."""
+    """Return the speed of a large copy (bytes read and written) and of a large bfloat16 product of random numbers."""
     import torch
+    from torch.utils.benchmark import Timer
 
     side = 256 if small else 8192
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty((1 if small else 4096) * 2**20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    product, copy = (seconds(call, device) for call in (lambda: a @ b, lambda: target.copy_(source)))
+    calls = {"a @ b": {"a": a, "b": b}, "b.copy_(a)": {"a": source, "b": torch.empty_like(source)}}
+    product, copy = (Timer(call, globals=names, num_threads=torch.get_num_threads()).timeit(10).mean
+                     for call, names in calls.items())
     return {"tflops": round(2 * side**3 / product / 1e12, 2), "copy_gbps": round(2 * source.nbytes / copy / 1e9, 1)}
 
 
-def seconds(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
-    """Mean seconds of a call, over several calls after three that warm up."""
-    import torch
-
-    def wait() -> None:
-        if device != "cpu":
-            torch.cuda.synchronize()
-
-    for _ in range(3):
-        call()
-    wait()
-    begin = perf_counter()
-    for _ in range(repeats):
-        call()
-    wait()
-    return (perf_counter() - begin) / repeats
-
-
 def environment(device: str, small: bool) -> dict[str, Any]:
-    """All facts that the last page shows and that pieces need."""
-    probes = {"triton": triton_works, "bitsandbytes": four_bit_works, "vllm": vllm_works}
-    works = {name: tried(imports, name) for name in OPTIONAL}
-    works |= {name: tried(probe, device) for name, probe in probes.items()}
+    """Return all facts that the last page shows and that pieces need. Optional packages are not imported, because that
+    may change other packages."""
+    works = {name: WORKS if find_spec(name) else "not installed" for name in OPTIONAL}
+    works |= {name: tried(probe, limit, device) for name, (probe, limit) in PROBES.items()}
     found: dict[str, Any] = {"device": device, **machine(PACKAGES), "platform": platform.platform(), **card()}
-    found |= {"host_gib": host_gib(), "host_cores": os.cpu_count(),
+    found |= {"host_gib": round((available_host_bytes() or 0) / GIB, 2), "host_cores": os.cpu_count(),
               "disk_gib": round(shutil.disk_usage(".").free / GIB, 1), "works": works}
     try:
         return found | speeds(device, small)

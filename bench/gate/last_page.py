@@ -12,9 +12,9 @@ from bench.common.targets import COLUMNS, MISSED, Standing, judged, lines
 from bench.gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
 from bench.gate.stages import CARD, CPU, PRETEND, Setup
 from bench.kernels.goals import GOALS as KERNELS
-from bench.loop.goals import GOALS as LOOP
-from bench.memory.goals import GOALS as MEMORY
-from bench.rollout.goals import GOALS as ROLLOUTS
+from bench.loop.section import GOALS as LOOP
+from bench.memory.section import GOALS as MEMORY
+from bench.rollout.section import GOALS as ROLLOUTS
 
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow", NOT_RUN: "dim", CUT_OFF: "red"}
 PIECES = ("piece", "", "seconds", "why")

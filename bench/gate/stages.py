@@ -188,24 +188,21 @@ def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout") -
 
 
 def switches(setup: Setup) -> list[Piece]:
-    """What the switches of docs/rollouts.md gain: the cache in 8 bits on the shape of the rollouts, the others
-    with the model in the package, on answers with a long tail."""
-    few = () if setup.form == CARD else ("--rounds", "1")
+    """Return what the switches of docs/rollouts.md gain: the cache in 8 bits on the shape of the rollouts; training
+    while sampling with the model in the package; CUDA graphs of our own engine on a tiny shape."""
+    quick = () if setup.form == CARD else ("--rounds", "1")
     small = ("--prompts", "8", "--tokens", "64") if setup.form == CPU else ()
-    vllm = ("bf16", "vllm")
-    own: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-        "overlap": (("loop.overlap", *few, *small), ()),
-        "overlap chains": (("loop.overlap", "--mixture", "chains", *few, *small), ()),
-        "overlap vllm": (("loop.overlap", "--engine", "vllm", *few, *small), vllm),
-        "token_steps": (("rollout.token_steps", "--device", setup.device, "--rounds", "3"), ()),
-        "long_tail": (("rollout.long_tail", *few), ()),
-        "long_tail vllm": (("rollout.long_tail", "--engine", "vllm", *few), vllm),
-    }
-    chosen = list(own) if setup.form != CPU else ["overlap chains", "token_steps"]
+    overlap = {"overlap": (), "overlap chains": ("--mixture", "chains"), "overlap vllm": ("--engine", "vllm")}
     sampled = rollouts_of(setup, {"lowmem_grpo_fp8_cache": 130}, "switches")
-    return [*(sampled if setup.form != CPU else sampled[:1]), *(
-        Piece(f"switches/{name}", script(*own[name][0], *setup.rows(name.partition(" ")[0])), least=90,
-              needs=own[name][1]) for name in chosen)]
+    graphs = Piece("switches/graphs", script(
+        "rollout.bench", "--device", setup.device, "--shape", "tiny", "--weights", str(setup.weights / "tiny"),
+        "--provider", "transformers", "--provider", "transformers_eager", *(("--rounds", "2") if quick else ()),
+        *setup.rows("rollout")), least=90, needs=("bitsandbytes", "bf16"))
+    # on a pretend card the engine without vLLM reads lengths of zero; the smokes walk it
+    return [*sampled, *([] if setup.form == PRETEND else [graphs]), *(
+        Piece(f"switches/{name}", script("loop.overlap", *words, *quick, *small, *setup.rows("overlap")), least=90,
+              needs=("bf16", "vllm") if "vllm" in words else ())
+        for name, words in overlap.items() if setup.form != CPU or name == "overlap chains")]
 
 
 def loop(setup: Setup) -> list[Piece]:

@@ -27,16 +27,14 @@ from bench.common.rows import append_row, machine, percentiles, read_rows, run_n
 from bench.common.targets import judged
 from bench.common.targets import table as target_table
 from bench.gate.pretend import is_pretend
-from bench.kernels import peer_layers as kernel_layers
-from bench.kernels import peer_logprobs as kernel_logprobs
-from bench.kernels import peer_quantized as kernel_quantized
+from bench.kernels import peer_layers, peer_logprobs, peer_quantized
 from bench.kernels.goals import GOALS
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
 from lowmem_grpo.units import MIB
 
 WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
-PROBLEMS = kernel_logprobs.PROBLEMS | kernel_quantized.PROBLEMS | kernel_layers.PROBLEMS
+PROBLEMS: dict[str, Any] = peer_logprobs.PROBLEMS | peer_quantized.PROBLEMS | peer_layers.PROBLEMS
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
 SHOWN: dict[str, tables.Figure] = {
@@ -45,42 +43,34 @@ SHOWN: dict[str, tables.Figure] = {
     "of copy": ("roofline", ".0%"), "TFLOP/s": ("tflops", ".3g"), "x GEMMs": ("gemm_ratio", ".2f")}
 PACKAGES = ("lowmem-grpo", "torch", "triton")
 Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
-DECODED: list[tuple[tuple[str, ...], dict[str, int]]] = [  # few rows of the layers below, and a training step's
-    *(((FWD,), {"M": rows, "O": outputs, "I": inputs})
-      for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) for rows in (1, 8, 32, 64)),
-    (BOTH, {"M": 4096, "O": 14336, "I": 4096}),
-]
-FULL: Sizes = {  # one transformer layer of 8 billion parameters, 16,384 tokens
-    "linear_logprobs": [(BOTH, {"N": 16384, "D": 4096, "V": size}) for size in (128256, 151936)],
-    "nf4_linear": DECODED,
-    "nf4_dequantize": [((FWD,), {"O": 14336, "I": 4096})],
-    "fp8_linear": DECODED,
-    "fp8_dequantize": [((FWD,), {"O": 14336, "I": 4096})],
-    "rms_norm": [(BOTH, {"N": 16384, "D": 4096})], "add_rms_norm": [(BOTH, {"N": 16384, "D": 4096})],
-    "rope": [(BOTH, {"T": 16384, "H": 32, "K": 8, "D": 128})],
-    "swiglu": [(BOTH, {"N": 16384, "F": 14336})], "geglu": [(BOTH, {"N": 16384, "F": 14336})],
-}
-SMALL: Sizes = {
-    "linear_logprobs": [((FWD,), {"N": 512, "D": 512, "V": 32768}), ((FWD_BWD,), {"N": 2048, "D": 512, "V": 32768})],
-    "nf4_linear": [((FWD,), {"M": 1, "O": 2816, "I": 1024}), ((FWD,), {"M": 32, "O": 2816, "I": 1024}),
-                   ((FWD_BWD,), {"M": 512, "O": 2816, "I": 1024})],
-    "nf4_dequantize": [((FWD,), {"O": 2816, "I": 1024})],
-    "fp8_linear": [((FWD,), {"M": 1, "O": 2816, "I": 1024}), ((FWD,), {"M": 32, "O": 2816, "I": 1024}),
-                   ((FWD_BWD,), {"M": 512, "O": 2816, "I": 1024})],
-    "fp8_dequantize": [((FWD,), {"O": 2816, "I": 1024})],
-    "rms_norm": [((FWD_BWD,), {"N": 2048, "D": 1024})], "add_rms_norm": [((FWD_BWD,), {"N": 2048, "D": 1024})],
-    "rope": [((FWD_BWD,), {"T": 2048, "H": 8, "K": 2, "D": 128})],
-    "swiglu": [((FWD_BWD,), {"N": 1024, "F": 2816})], "geglu": [((FWD_BWD,), {"N": 1024, "F": 2816})],
-}
-TINY: Sizes = {
-    "linear_logprobs": [(BOTH, {"N": 64, "D": 32, "V": 500})],
-    "nf4_linear": [((FWD,), {"M": 1, "O": 64, "I": 128}), (BOTH, {"M": 16, "O": 64, "I": 128})],
-    "nf4_dequantize": [((FWD,), {"O": 64, "I": 128})],
-    "fp8_linear": [(BOTH, {"M": 16, "O": 64, "I": 128})], "fp8_dequantize": [((FWD,), {"O": 64, "I": 128})],
-    "rms_norm": [(BOTH, {"N": 32, "D": 64})], "add_rms_norm": [(BOTH, {"N": 32, "D": 64})],
-    "rope": [(BOTH, {"T": 32, "H": 4, "K": 2, "D": 16})],
-    "swiglu": [(BOTH, {"N": 32, "F": 96})], "geglu": [(BOTH, {"N": 32, "F": 96})],
-}
+
+
+def sizes(logprobs: Any, rows: Any, linear: dict[str, int], norm: dict[str, int], rope: dict[str, int],
+          glu: dict[str, int], passes: tuple[str, ...]) -> Sizes:
+    """Return the shapes of all ops: `rows` are (passes, M, O, I) of linear layers, `linear` what is dequantized."""
+    products = [(each, {"M": m, "O": outputs, "I": inputs}) for each, m, outputs, inputs in rows]
+    return {
+        "linear_logprobs": logprobs, "nf4_linear": products, "nf4_dequantize": [((FWD,), linear)],
+        "fp8_linear": products, "fp8_dequantize": [((FWD,), linear)],
+        **{op: [(passes, shape)] for op, shape in (("rms_norm", norm), ("add_rms_norm", norm), ("rope", rope),
+                                                   ("swiglu", glu), ("geglu", glu))},
+    }
+
+
+FULL = sizes(  # one transformer layer of 8 billion parameters, 16,384 tokens; few rows of it, and a training step's
+    [(BOTH, {"N": 16384, "D": 4096, "V": size}) for size in (128256, 151936)],
+    [*(((FWD,), rows, outputs, inputs) for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096))
+       for rows in (1, 8, 32, 64)), (BOTH, 4096, 14336, 4096)],
+    {"O": 14336, "I": 4096}, {"N": 16384, "D": 4096}, {"T": 16384, "H": 32, "K": 8, "D": 128},
+    {"N": 16384, "F": 14336}, BOTH)
+SMALL = sizes(
+    [((FWD,), {"N": 512, "D": 512, "V": 32768}), ((FWD_BWD,), {"N": 2048, "D": 512, "V": 32768})],
+    [((FWD,), 1, 2816, 1024), ((FWD,), 32, 2816, 1024), ((FWD_BWD,), 512, 2816, 1024)],
+    {"O": 2816, "I": 1024}, {"N": 2048, "D": 1024}, {"T": 2048, "H": 8, "K": 2, "D": 128}, {"N": 1024, "F": 2816},
+    (FWD_BWD,))
+TINY = sizes(
+    [(BOTH, {"N": 64, "D": 32, "V": 500})], [((FWD,), 1, 64, 128), (BOTH, 16, 64, 128)], {"O": 64, "I": 128},
+    {"N": 32, "D": 64}, {"T": 32, "H": 4, "K": 2, "D": 16}, {"N": 32, "F": 96}, BOTH)
 SHAPES = {"full": FULL, "small": SMALL, "tiny": TINY}
 console = Console(width=130)
 
@@ -104,12 +94,12 @@ class Bench:
         except torch.OutOfMemoryError:
             console.print(f"{case.label}: too large for this card", style="red", highlight=False)
             return
-        runs, found, missing = {}, {}, {}
+        runs, wrong = dict[str, Run](), dict[str, dict[str, float]]()
+        providers = [one for one in providers if not self.providers or one.name in self.providers]
+        missing: dict[str, str] = {}
         for provider in providers:
-            if self.providers and provider.name not in self.providers:
-                continue
             try:
-                runs[provider.name], found[provider.name] = prepare(provider, problem, truth)
+                runs[provider.name], wrong[provider.name] = prepare(provider, problem, truth)
             except UnsupportedError as reason:
                 missing[provider.name] = str(reason)
                 if provider.package == OURS:
@@ -117,19 +107,17 @@ class Bench:
         del truth
         peaks = {name: peak_bytes(run, case.device) for name, run in runs.items()}
         times = {name: percentiles(values) for name, values in self.clock.interleaved(runs).items()}
-        rows = [
-            self.row(problem, provider, times, {"peak_bytes": peaks[provider.name], "errors": found[provider.name]})
-            for provider in providers if provider.name in runs
-        ]
+        rows = [self.row(problem, one, times, {"peak_bytes": peaks[one.name], "errors": wrong[one.name]})
+                for one in providers if one.name in runs]
         for row in rows:
             append_row(self.output, row)
         tables.print_rows(rows, SHOWN, title=case.label, title_justify="left")
-        for name, reason in missing.items():
-            console.print(f"  {name}: {reason}", style="dim", highlight=False)
+        for name, why in missing.items():
+            console.print(f"  {name}: {why}", style="dim", highlight=False)
 
     def row(self, problem: Problem, provider: Provider, times: dict[str, dict[str, float]],
             measured: dict[str, Any]) -> dict[str, Any]:
-        """What is recorded of one provider."""
+        """Return what is recorded of one provider."""
         case, own = problem.case, times[provider.name]
         moved, flops = problem.moved_bytes.get(case.passes), problem.flops.get(case.passes)
         rate = moved / own["p50"] / 1e6 if moved else None
@@ -146,7 +134,7 @@ class Bench:
 
 
 def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]) -> tuple[Run, dict[str, float]]:
-    """A provider's call, warmed up, and its errors; UnsupportedError says why there is none."""
+    """Return a provider's call, warmed up, and its errors; UnsupportedError says why there is none."""
     try:
         run = provider.build(problem)
         found = errors(run.call(), truth)
@@ -164,7 +152,7 @@ def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]
 
 
 def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[Case]:
-    """All cases of a run, in the order of measuring."""
+    """Return all cases of a run, in the order of measuring."""
     return [
         Case(op, passes, shape, dtype, device)
         for op in ops for each, shape in SHAPES[shapes][op] for dtype in dtypes for passes in each

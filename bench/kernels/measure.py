@@ -29,7 +29,7 @@ class Clock:
             self.flush = torch.empty(min(FLUSH_BYTES, total // 16), dtype=torch.uint8, device="cuda")
 
     def times(self, run: Run, calls: int) -> list[float]:
-        """Times of some calls, one by one."""
+        """Return the milliseconds of some calls, one by one."""
         return [self.once(run) for _ in range(calls)] if self.flush is None else self.on_card(run, calls)
 
     def once(self, run: Run) -> float:

@@ -23,10 +23,8 @@ from bench.kernels.problems import (
     Provider,
     Results,
     Run,
-    UnsupportedError,
-    autograd_run,
     compiled,
-    from_forward,
+    plain,
     restore,
     truth_of,
 )
@@ -40,32 +38,29 @@ THETA = 5e5  # of Llama 3's rotary embedding
 
 def make(case: Case, forward: Forward, leaves: Results, given: dict[str, Any], grads: Results,
          passes: tuple[int, int]) -> Problem:
-    """A problem bound by memory; `passes` are the bytes of forward and of backward."""
+    """Return a problem bound by memory; `passes` are the bytes of forward and of backward."""
     moved = {FWD: passes[0], FWD_BWD: sum(passes)}
     return Problem(case, leaves, given, grads, lambda: truth_of(forward, leaves, given, grads), moved)
 
 
-def norm_problem(case: Case) -> Problem:
-    """x (N, D): forward reads x and writes y; backward reads x and grad_y and writes grad_x."""
-    rows, size = case.shape["N"], case.shape["D"]
-    generator = case.generator()
-    x, grad = (case.randn(rows, size, generator=generator) for _ in range(2))
-    weight = 1 + case.randn(size, generator=generator, scale=0.1)
-    return make(case, norm_ref, {"x": x}, {"weight": weight}, {"y": grad}, (2 * x.nbytes, 3 * x.nbytes))
+def rows_problem(forward: Forward, inputs: str, outputs: str, moved: tuple[int, int],
+                 weighted: bool) -> Callable[[Case], Problem]:
+    """Return what makes a problem whose inputs and outputs have one shape (N, D); `moved` are how many of them forward
+    and backward read or write. A norm has a weight (D,) too."""
 
+    def build(case: Case) -> Problem:
+        rows, width = case.shape.values()
+        generator, names = case.generator(), (inputs.split(), outputs.split())
+        leaves, grads = ({name: case.randn(rows, width, generator=generator) for name in group} for group in names)
+        given = {"weight": 1 + case.randn(width, generator=generator, scale=0.1)} if weighted else {}
+        size = rows * width * case.torch_dtype.itemsize
+        return make(case, forward, leaves, given, grads, (moved[0] * size, moved[1] * size))
 
-def add_norm_problem(case: Case) -> Problem:
-    """Residual added first: forward reads two and writes two; backward reads three and writes one for both inputs."""
-    rows, size = case.shape["N"], case.shape["D"]
-    generator = case.generator()
-    x, residual, grad_y, grad_sum = (case.randn(rows, size, generator=generator) for _ in range(4))
-    weight = 1 + case.randn(size, generator=generator, scale=0.1)
-    return make(case, add_norm_ref, {"x": x, "residual": residual}, {"weight": weight},
-                {"y": grad_y, "sum": grad_sum}, (4 * x.nbytes, 4 * x.nbytes))
+    return build
 
 
 def rope_problem(case: Case) -> Problem:
-    """q (1, T, H, D), k (1, T, K, D), seen with heads first as in transformers; cos and sin (1, T, D)."""
+    """Return q (1, T, H, D), k (1, T, K, D), seen with heads first as in transformers; cos and sin (1, T, D)."""
     tokens, width = case.shape["T"], case.shape["D"]
     generator = case.generator()
     q, k, grad_q, grad_k = (
@@ -79,37 +74,25 @@ def rope_problem(case: Case) -> Problem:
     return make(case, turning(rope_ref), {"q": q, "k": k}, given, upstream, (moved, moved))
 
 
-def glu_problem(forward: Forward) -> Callable[[Case], Problem]:
-    """gate and up (N, F): forward reads two and writes one, backward reads three and writes two."""
-
-    def build(case: Case) -> Problem:
-        generator = case.generator()
-        gate, up, grad = (case.randn(case.shape["N"], case.shape["F"], generator=generator) for _ in range(3))
-        return make(case, forward, {"gate": gate, "up": up}, {}, {"out": grad}, (3 * gate.nbytes, 5 * gate.nbytes))
-
-    return build
+# Functions as the forwards of these problems
 
 
-def norm_ref(x: Tensor, weight: Tensor) -> Results:
-    return {"y": rms_norm_ref(x, weight, EPS)}
+def normed(function: Callable[..., Tensor]) -> Forward:
+    return lambda x, weight: {"y": function(x, weight, EPS)}
 
 
-def add_norm_ref(x: Tensor, residual: Tensor, weight: Tensor) -> Results:
-    y, total = rms_norm_ref(x, weight, EPS, residual=residual)
-    return {"y": y, "sum": total}
+def added(function: Callable[..., Any]) -> Forward:
+    """Return the forward of a norm that adds a residual first."""
 
+    def forward(x: Tensor, residual: Tensor, weight: Tensor) -> Results:
+        y, total = function(x, weight, EPS, residual=residual)
+        return {"y": y, "sum": total}
 
-def our_norm(x: Tensor, weight: Tensor) -> Results:
-    return {"y": rms_norm(x, weight, EPS)}
-
-
-def our_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Results:
-    y, total = rms_norm(x, weight, EPS, residual=residual)
-    return {"y": y, "sum": total}
+    return forward
 
 
 def turning(function: Callable[..., tuple[Tensor, Tensor]]) -> Forward:
-    """A rope function as a forward of this problem: heads come first in what it sees."""
+    """Return the forward of a rope function: heads come first in what it sees."""
 
     def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Results:
         q_out, k_out = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -119,16 +102,12 @@ def turning(function: Callable[..., tuple[Tensor, Tensor]]) -> Forward:
 
 
 def gated(function: Callable[..., Tensor], **options: Any) -> Forward:
-    """A gated activation as a forward of its problem. It is given views, so that it may write over their bytes."""
-
-    def forward(gate: Tensor, up: Tensor) -> Results:
-        return {"out": function(gate.view_as(gate), up.view_as(up), **options)}
-
-    return forward
+    """Return the forward of a gated activation. It is given views, so that it may write over their bytes."""
+    return lambda gate, up: {"out": function(gate.view_as(gate), up.view_as(up), **options)}
 
 
-def build_rope_in_place(problem: Problem) -> Run:
-    """Both passes over the bytes of their inputs, as a fused layer calls them: no autograd."""
+def rope_over_inputs(problem: Problem) -> Run:
+    """Run both passes over the bytes of their inputs, as a fused layer calls them: no autograd."""
     leaves = {name: leaf.clone() for name, leaf in problem.leaves.items()}
     # clone() keeps the strides of a transposed gradient, which is what attention hands back
     upstream = {name: grad.clone() for name, grad in problem.upstream.items()}
@@ -146,66 +125,39 @@ def build_rope_in_place(problem: Problem) -> Run:
     return Run(call, lambda: restore(problem, leaves, upstream))
 
 
-def liger(make_forward: Callable[[], Forward]) -> Callable[[Problem], Run]:
-    """The `build` of a Liger kernel."""
-
-    def build(problem: Problem) -> Run:
-        forward = make_forward()
-        if problem.case.device != "cuda":
-            raise UnsupportedError("its kernels need a card")
-        return autograd_run(problem, forward, overwrites=True)
-
-    return build
+def liger(name: str, as_forward: Callable[[Callable[..., Any]], Forward], note: str = "") -> Provider:
+    """Return the provider of a function of Liger's."""
+    return Provider("liger", lambda _: as_forward(getattr(import_module("liger_kernel.transformers.functional"), name)),
+                    "liger-kernel", note, needs=("card",), overwrites=True)
 
 
-def liger_norm() -> Forward:
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    return lambda x, weight: {"y": liger_rms_norm(x, weight, EPS)}
-
-
-def liger_add_norm() -> Forward:
-    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
-
-    def forward(x: Tensor, residual: Tensor, weight: Tensor) -> Results:
-        y, total = liger_fused_add_rms_norm(x, residual, weight, EPS)
-        return {"y": y, "sum": total}
-
-    return forward
+def four(ours: Forward, reference: Forward, theirs: Provider) -> list[Provider]:
+    """Return ours, the reference, torch.compile of it, and Liger's."""
+    return [plain(OURS, ours), plain(REFERENCE, reference), compiled(reference, "of the reference"), theirs]
 
 
-def liger_rope() -> Forward:
-    from liger_kernel.transformers.functional import liger_rope
-
-    return turning(liger_rope)
-
-
-def liger_gated(name: str) -> Callable[[], Forward]:
-    """Makes the forward of one of its gated activations."""
-    return lambda: gated(getattr(import_module("liger_kernel.transformers.functional"), f"liger_{name}"))
+def norm(as_forward: Callable[[Callable[..., Any]], Forward], inputs: str, outputs: str, moved: tuple[int, int],
+         theirs: Provider) -> tuple[Callable[[Case], Problem], list[Provider]]:
+    reference = as_forward(rms_norm_ref)
+    return rows_problem(reference, inputs, outputs, moved, True), four(as_forward(rms_norm), reference, theirs)
 
 
-def four(ours: Forward, reference: Forward, theirs: Callable[[], Forward], note: str = "") -> list[Provider]:
-    """Ours, the reference, torch.compile of it, and Liger."""
-    return [
-        Provider(OURS, from_forward(ours), OURS), Provider(REFERENCE, from_forward(reference), OURS),
-        Provider("torch_compile", compiled(reference), note="of the reference"),
-        Provider("liger", liger(theirs), "liger-kernel", note),
-    ]
+def glu(name: str, ours: Callable[..., Tensor],
+        plain_form: Callable[..., Tensor]) -> tuple[Callable[[Case], Problem], list[Provider]]:
+    """Return a gated activation, with a second provider of ours that writes gradients over the inputs as Liger does."""
+    over, reference = "gradients over inputs", gated(plain_form)
+    reuse = plain(f"{OURS}_reuse", gated(ours, reuse_inputs=True), note=over, overwrites=True)
+    providers = [*four(gated(ours), reference, liger(f"liger_{name}", gated, over)), reuse]
+    return rows_problem(reference, "gate up", "out", (3, 5), False), providers
 
 
-def glu_providers(function: Callable[..., Tensor], reference: Forward, theirs: Callable[[], Forward]) -> list[Provider]:
-    """With a second one of ours that writes gradients over the inputs, as Liger does."""
-    build = from_forward(gated(function, reuse_inputs=True), overwrites=True)
-    reuse = Provider(f"{OURS}_reuse", build, OURS, "gradients over inputs")
-    return [*four(gated(function), reference, theirs, "gradients over inputs"), reuse]
-
-
-IN_PLACE = Provider(f"{OURS}_in_place", build_rope_in_place, OURS, "both passes in place, without autograd")
 PROBLEMS = {
-    "rms_norm": (norm_problem, four(our_norm, norm_ref, liger_norm, "gradient over the upstream one")),
-    "add_rms_norm": (add_norm_problem, four(our_add_norm, add_norm_ref, liger_add_norm)),
-    "rope": (rope_problem, [*four(turning(rope), turning(rope_ref), liger_rope, "in place"), IN_PLACE]),
-    "swiglu": (glu_problem(gated(swiglu_ref)), glu_providers(swiglu, gated(swiglu_ref), liger_gated("swiglu"))),
-    "geglu": (glu_problem(gated(geglu_ref)), glu_providers(geglu, gated(geglu_ref), liger_gated("geglu"))),
+    # forward reads x and writes y; backward reads x and grad_y and writes grad_x
+    "rms_norm": norm(normed, "x", "y", (2, 3), liger("liger_rms_norm", normed, "gradient over the upstream one")),
+    # forward reads two and writes two; backward reads three and writes one for both inputs
+    "add_rms_norm": norm(added, "x residual", "y sum", (4, 4), liger("liger_fused_add_rms_norm", lambda function: added(
+        lambda x, weight, eps, residual: function(x, residual, weight, eps)))),
+    "rope": (rope_problem, [*four(turning(rope), turning(rope_ref), liger("liger_rope", turning, "in place")), Provider(
+        f"{OURS}_in_place", rope_over_inputs, OURS, "both passes in place, without autograd")]),
+    "swiglu": glu("swiglu", swiglu, swiglu_ref), "geglu": glu("geglu", geglu, geglu_ref),
 }

@@ -16,14 +16,13 @@ from bench.kernels.problems import (
     OURS,
     REFERENCE,
     Case,
+    Forward,
     Problem,
     Provider,
     Results,
     Run,
-    UnsupportedError,
-    autograd_run,
     compiled,
-    from_forward,
+    plain,
     truth_of,
 )
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
@@ -33,7 +32,7 @@ TRUTH_CHUNK, TRUTH_ROWS = 512, 2048  # rows whose float64 logits are made at a t
 
 
 def logprob_problem(case: Case) -> Problem:
-    """Hidden states and a head whose logits are spread like a model's."""
+    """Return hidden states and a head whose logits are spread like a model's."""
     rows, size, vocabulary = (case.shape[name] for name in "NDV")
     generator = case.generator()
     leaves = {"hidden": case.randn(rows, size, generator=generator)}
@@ -49,7 +48,7 @@ def logprob_problem(case: Case) -> Problem:
 
 
 def logprob_truth(leaves: Results, given: dict[str, Any], upstream: Results) -> Results:
-    """The first rows in float64, some at a time: a row's results depend on no other row."""
+    """Return the first rows in float64, computed some at a time: a row's results depend on no other row."""
     weight = given["weight"].double()
     tensors = leaves["hidden"], given["targets"], upstream["logprobs"]
     chunks = zip(*(tensor[:TRUTH_ROWS].split(TRUTH_CHUNK) for tensor in tensors), strict=True)
@@ -60,71 +59,63 @@ def logprob_truth(leaves: Results, given: dict[str, Any], upstream: Results) -> 
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def both(logprobs: Tensor, entropy: Tensor) -> Results:
+    return {"logprobs": logprobs.flatten(), "entropy": entropy.detach().flatten()}
+
+
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, return_entropy=True)
-    return {"logprobs": logprobs, "entropy": entropy}
+    return both(*linear_logprobs(hidden, weight, targets, return_entropy=True))
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
-    logprobs, entropy = linear_logprobs_ref(hidden, weight, targets)
-    return {"logprobs": logprobs, "entropy": entropy.detach()}
+    return both(*linear_logprobs_ref(hidden, weight, targets))
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
-    """Written by hand: the product in the model's dtype, the softmax in float32."""
+def by_hand(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
+    """Compute the product in the model's dtype, and the softmax in float32."""
     log_softmax = (hidden @ weight.T).float().log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return {"logprobs": log_softmax.gather(-1, targets[:, None])[:, 0], "entropy": entropy}
+    return both(log_softmax.gather(-1, targets[:, None])[:, 0], entropy)
 
 
-def build_products(problem: Problem) -> Run:
+def products(problem: Problem) -> Run:
     """Only the matrix products, in the dtype of the case: of the logits, and of their gradient with a backward pass."""
     hidden, weight = problem.leaves["hidden"], problem.given["weight"]
-    backward = problem.case.passes == FWD_BWD
-
-    def call() -> Results:
-        logits = hidden @ weight.T
-        return {"products": logits @ weight if backward else logits}
-
-    return Run(call)
+    if problem.case.passes == FWD:
+        return Run(lambda: {"products": hidden @ weight.T})
+    return Run(lambda: {"products": hidden @ weight.T @ weight})
 
 
-def build_trl_chunked(problem: Problem) -> Run:
+def trl_chunked(problem: Problem) -> Forward:
     """What TRL's GRPO trainer calls by default since 1.16, by `add_fused_lm_head`: tiles of TRL's own size, with the
     entropy that it logs. It saves the hidden states and makes each tile of logits again in the backward pass."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
     def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
-        logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-            hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, ("entropy",)
-        )
-        return {"logprobs": logprobs, "entropy": entropy.detach()}
+        found = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, ("entropy",))
+        return both(*found[:2])
 
-    return autograd_run(problem, forward)
+    return forward
 
 
-def build_trl_logits(problem: Problem) -> Run:
+def trl_logits(problem: Problem) -> Forward:
     """TRL on whole logits, in float32 as accelerate hands them over under mixed precision."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
         logits = (hidden @ weight.T).float().view(SEQUENCES, -1, weight.shape[0])
-        logprobs, entropy = selective_log_softmax_and_entropy(
-            logits, targets.view(SEQUENCES, -1), entropy_requires_grad=False
-        )
-        return {"logprobs": logprobs.flatten(), "entropy": entropy.flatten()}
+        return both(*selective_log_softmax_and_entropy(logits, targets.view(SEQUENCES, -1),
+                                                       entropy_requires_grad=False))
 
-    return autograd_run(problem, forward)
+    return forward
 
 
-def build_liger(problem: Problem) -> Run:
+def liger_loss(problem: Problem) -> Forward:
     """Liger's fused GRPO loss. It makes all gradients in its forward pass."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    if problem.case.passes == FWD:
-        raise UnsupportedError("returns the loss, and always with its gradients")
     loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", use_ref_model=False, temperature=1.0)
 
     def forward(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor) -> Results:
@@ -132,31 +123,26 @@ def build_liger(problem: Problem) -> Run:
         value, _ = loss(hidden.view(*tokens.shape, -1), weight, tokens, torch.ones_like(tokens), advantages)
         return {"loss": value}
 
-    return autograd_run(problem, forward)
+    return forward
 
 
-def build_cce(problem: Problem) -> Run:
+def cut_cross_entropy(problem: Problem) -> Forward:
     """Apple's cut-cross-entropy; its negative is the log-probability."""
     from cut_cross_entropy import linear_cross_entropy
 
-    if problem.case.device != "cuda" or problem.case.dtype == "float32":
-        raise UnsupportedError("its kernels need a card, and 16 bits")
-
-    def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
-        return {"logprobs": -linear_cross_entropy(hidden, weight, targets, reduction="none").float()}
-
-    return autograd_run(problem, forward)
+    return lambda hidden, weight, targets, **_: {
+        "logprobs": -linear_cross_entropy(hidden, weight, targets, reduction="none").float()}
 
 
-LOGPROB_PROVIDERS = [
-    Provider(OURS, from_forward(ours), OURS),
-    Provider(REFERENCE, from_forward(reference), OURS, "whole logits in float32, and so are the products"),
-    Provider("torch_compile", compiled(plain), note="of log_softmax, gather and entropy over whole logits"),
-    Provider("trl_chunked", build_trl_chunked, "trl", "its GRPO's default: add_fused_lm_head's function and tiles"),
-    Provider("trl_full_logits", build_trl_logits, "trl", "TRL's log-probability and entropy of whole float32 logits"),
-    Provider("liger_grpo_loss", build_liger, "liger-kernel",
-             "the loss, not log-probabilities; no entropy; error of grad_hidden only"),
-    Provider("cut_cross_entropy", build_cce, "cut-cross-entropy", "no entropy, no temperature"),
-    Provider("two_gemms", build_products, note="only the matrix products (one for fwd)"),
-]
-PROBLEMS = {"linear_logprobs": (logprob_problem, LOGPROB_PROVIDERS)}
+PROBLEMS = {"linear_logprobs": (logprob_problem, [
+    plain(OURS, ours),
+    plain(REFERENCE, reference, note="whole logits in float32, and so are the products"),
+    compiled(by_hand, "of log_softmax, gather and entropy over whole logits"),
+    Provider("trl_chunked", trl_chunked, "trl", "its GRPO's default: add_fused_lm_head's function and tiles"),
+    Provider("trl_full_logits", trl_logits, "trl", "TRL's log-probability and entropy of whole float32 logits"),
+    Provider("liger_grpo_loss", liger_loss, "liger-kernel",
+             "the loss, not log-probabilities; no entropy; error of grad_hidden only", needs=("backward",)),
+    Provider("cut_cross_entropy", cut_cross_entropy, "cut-cross-entropy", "no entropy, no temperature",
+             needs=("card", "16 bits")),
+    Provider("two_gemms", products, note="only the matrix products (one for fwd)"),
+])}

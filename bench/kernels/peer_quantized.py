@@ -6,7 +6,7 @@ counts codes, scales, x and the result once each.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from bench.kernels.problems import (
     OURS,
     REFERENCE,
     Case,
+    Forward,
     Problem,
     Provider,
-    Results,
-    Run,
     UnsupportedError,
-    autograd_run,
-    from_forward,
+    plain,
     truth_of,
 )
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
@@ -45,7 +43,7 @@ NF4 = (  # the code of 4-bit NormalFloat, QLoRA (arXiv 2305.14314), appendix E
 
 
 def random_nf4(case: Case) -> NF4Weight:
-    """A weight (O, I) whose entries are about as large as a trained layer's."""
+    """Return a weight (O, I) whose entries are about as large as a trained layer's."""
     outputs, inputs = case.shape["O"], case.shape["I"]
     generator, device = case.generator(), case.device
     blocks = outputs * inputs // BLOCK
@@ -60,72 +58,68 @@ def random_nf4(case: Case) -> NF4Weight:
 
 
 def random_fp8(case: Case) -> FP8Weight:
-    """The same in FP8."""
+    """Return the same in FP8."""
     outputs, inputs = case.shape["O"], case.shape["I"]
     return fp8_quantize(case.randn(outputs, inputs, generator=case.generator()) / inputs**0.5)
 
 
-def values(weight: QuantizedWeight) -> Tensor:
-    """(O, I) in its dtype."""
-    return nf4_dequantize(weight) if isinstance(weight, NF4Weight) else fp8_dequantize(weight)
+@dataclass(frozen=True)
+class Form:
+    """Of a quantized weight: how one is made, dequantized (in plain torch too) and multiplied with."""
 
+    random: Callable[[Case], QuantizedWeight]
+    values: Callable[[Any], Tensor]
+    reference: Callable[[Any], Tensor]
+    linear: Callable[[Tensor, Any], Tensor]
 
-def reference_values(weight: QuantizedWeight) -> Tensor:
-    """The same in plain torch."""
-    return nf4_dequantize_ref(weight) if isinstance(weight, NF4Weight) else fp8_dequantize_ref(weight)
+    def exact(self, weight: QuantizedWeight) -> Tensor:
+        """Return the values (O, I) in float64."""
+        return self.reference(replace(weight, dtype=torch.float64))
 
-
-def weight_bytes(weight: QuantizedWeight) -> int:
-    """What must be read of it."""
-    return sum(part.nbytes for part in weight.tensors)
-
-
-def linear_problem(random_weight: Callable[[Case], QuantizedWeight]) -> Callable[[Case], Problem]:
-    """x (M, I) times the transpose of the weight (O, I)."""
-
-    def make(case: Case) -> Problem:
+    def linear_problem(self, case: Case) -> Problem:
+        """Return x (M, I) times the transpose of the weight (O, I)."""
         rows, outputs, inputs = (case.shape[name] for name in "MOI")
-        weight, generator = random_weight(case), case.generator()
+        weight, generator = self.random(case), case.generator()
         x, grad = (case.randn(rows, size, generator=generator) for size in (inputs, outputs))
-        given = {"dense": reference_values(replace(weight, dtype=torch.float64))}
-        leaves, upstream = {"x": x}, {"out": grad}
+        leaves, upstream, exact = {"x": x}, {"out": grad}, self.exact(weight)
         once, product = weight_bytes(weight) + x.nbytes + grad.nbytes, 2 * rows * outputs * inputs
         return Problem(
-            case, leaves, {"weight": weight, "dense": given["dense"].to(x.dtype)}, upstream,
-            lambda: truth_of(dense, leaves, given, upstream), {FWD: once, FWD_BWD: 2 * once},
+            case, leaves, {"weight": weight, "dense": exact.to(x.dtype)}, upstream,
+            lambda: truth_of(dense, leaves, {"dense": exact}, upstream), {FWD: once, FWD_BWD: 2 * once},
             {FWD: product, FWD_BWD: 2 * product},
         )
 
-    return make
-
-
-def dequantize_problem(random_weight: Callable[[Case], QuantizedWeight]) -> Callable[[Case], Problem]:
-    """The weight (O, I) in the dtype of the case."""
-
-    def make(case: Case) -> Problem:
-        weight = random_weight(case)
+    def dequantize_problem(self, case: Case) -> Problem:
+        """Return the weight (O, I) in the dtype of the case."""
+        weight = self.random(case)
         size = case.torch_dtype.itemsize * case.shape["O"] * case.shape["I"]
-        return Problem(case, {}, {"weight": weight}, {}, lambda: {
-            "values": reference_values(replace(weight, dtype=torch.float64))
-        }, {FWD: weight_bytes(weight) + size})
+        return Problem(case, {}, {"weight": weight}, {}, lambda: {"values": self.exact(weight)},
+                       {FWD: weight_bytes(weight) + size})
 
-    return make
+    def problems(self, name: str, linear: list[Provider], values: list[Provider]) -> dict[str, Any]:
+        """Return both problems with our providers, and these of others."""
+        return {f"{name}_linear": (self.linear_problem, [
+            plain(OURS, lambda x, weight, **_: {"out": self.linear(x, weight)}),
+            plain(REFERENCE, lambda x, weight, **_: {"out": x @ self.reference(weight).T},
+                  note="dequantize all, then a product"),
+            plain("dense", dense, "torch", "the product with a weight that was never quantized (cuBLAS)"), *linear,
+        ]), f"{name}_dequantize": (self.dequantize_problem, [
+            plain(OURS, lambda weight: {"values": self.values(weight)}),
+            plain(REFERENCE, lambda weight: {"values": self.reference(weight)}), *values,
+        ])}
 
 
-def ours(x: Tensor, weight: QuantizedWeight, **_: Any) -> Results:
-    return {"out": nf4_linear(x, weight) if isinstance(weight, NF4Weight) else frozen_linear(x, weight)}
+def weight_bytes(weight: QuantizedWeight) -> int:
+    """Return what must be read of it."""
+    return sum(part.nbytes for part in weight.tensors)
 
 
-def reference(x: Tensor, weight: QuantizedWeight, **_: Any) -> Results:
-    return {"out": x @ reference_values(weight).T}
-
-
-def dense(x: Tensor, dense: Tensor, **_: Any) -> Results:
+def dense(x: Tensor, dense: Tensor, **_: Any) -> dict[str, Tensor]:
     return {"out": x @ dense.T}
 
 
 def packed_state(problem: Problem) -> tuple[Tensor, Any]:
-    """The weight's tensors as bitsandbytes keeps them: packed codes, and the state that says what they mean."""
+    """Return the weight as bitsandbytes keeps it: packed codes, and the state that says what they mean."""
     from bitsandbytes.functional import QuantState
 
     weight: NF4Weight = problem.given["weight"]
@@ -135,72 +129,53 @@ def packed_state(problem: Problem) -> tuple[Tensor, Any]:
     return weight.packed[:, None], state
 
 
-def build_matmul(problem: Problem) -> Run:
+def bnb_matmul(problem: Problem) -> Forward:
     """What its layers call. Since 0.50 that is `gemm_4bit`, of which each chip has a table by rows and sizes: a fused
     dequantize-and-multiply kernel (always up to 4 rows; on an H200 up to 32 for 14,336 outputs and 7 for 4,096), else
     dequantize and multiply. A peak below the dense weight's bytes says that the fused kernel ran."""
     import bitsandbytes
 
     packed, state = packed_state(problem)
-    return autograd_run(problem, lambda x, **_: {"out": bitsandbytes.matmul_4bit(x, packed, state)})
+    return lambda x, **_: {"out": bitsandbytes.matmul_4bit(x, packed, state)}
 
 
-def build_dequantize_matmul(problem: Problem) -> Run:
+def bnb_dequantize_matmul(problem: Problem) -> Forward:
     """The whole weight dequantized by bitsandbytes, then a dense product."""
     from bitsandbytes.functional import dequantize_4bit
 
     packed, state = packed_state(problem)
-    return autograd_run(problem, lambda x, **_: {"out": x @ dequantize_4bit(packed, state).T})
+    return lambda x, **_: {"out": x @ dequantize_4bit(packed, state).T}
 
 
-def build_gemv(problem: Problem) -> Run:
-    """bitsandbytes' product for one row."""
+def bnb_gemv(problem: Problem) -> Forward:
+    """bitsandbytes' product for one row; on the CPU it wants another layout."""
     from bitsandbytes.functional import gemv_4bit
 
-    if problem.case.shape["M"] > 1 or problem.case.passes != FWD or problem.case.device != "cuda":
-        raise UnsupportedError("for one row on a card, without gradients; on the CPU it wants another layout")
     packed, state = packed_state(problem)
-    return autograd_run(problem, lambda x, **_: {"out": gemv_4bit(x, packed, state=state)})
+    return lambda x, **_: {"out": gemv_4bit(x, packed, state=state)}
 
 
-def build_candidate(problem: Problem) -> Run:
-    """Our kernel for few rows in a launch that its rule does not choose."""
-    weight, case = problem.given["weight"], problem.case
-    if case.device != "cuda" or case.passes != FWD:
-        raise UnsupportedError("a launch of a card's kernel, without gradients")
-    if not 32 < case.shape["M"] <= 64 or capability(torch.device("cuda")) < 80:
-        raise UnsupportedError("for 33 to 64 rows, from sm_80 on")
-    rest = (weight.tensors, weight.sizes, list(weight.out_features), None, None, 0.0, None, None, N64)
-    return autograd_run(problem, lambda x, **_: {"out": nf4_decode_triton(x.detach(), *rest)})
-
-
-def build_values(problem: Problem) -> Run:
-    """bitsandbytes' dequantization."""
+def bnb_values(problem: Problem) -> Forward:
     from bitsandbytes.functional import dequantize_4bit
 
     packed, state = packed_state(problem)
-    return autograd_run(problem, lambda weight: {"values": dequantize_4bit(packed, state)})
+    return lambda weight: {"values": dequantize_4bit(packed, state)}
 
 
-LINEAR_PROVIDERS = [
-    Provider(OURS, from_forward(ours), OURS),
-    Provider(REFERENCE, from_forward(reference), OURS, "dequantize all, then a product"),
-    Provider("dense", from_forward(dense), note="the product with a weight that was never quantized (cuBLAS)"),
-]
-LINEAR_PEERS = [
-    Provider("lowmem_grpo_n64", build_candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps"),
-    Provider("bnb_matmul_4bit", build_matmul, "bitsandbytes", "gemm_4bit: fused or not by its own table of the chip"),
-    Provider("bnb_dequantize_matmul", build_dequantize_matmul, "bitsandbytes"),
-    Provider("bnb_gemv_4bit", build_gemv, "bitsandbytes"),
-]
-VALUES_PROVIDERS = [
-    Provider(OURS, from_forward(lambda weight: {"values": values(weight)}), OURS),
-    Provider(REFERENCE, from_forward(lambda weight: {"values": reference_values(weight)}), OURS),
-]
-VALUES_PEERS = [Provider("bnb_dequantize_4bit", build_values, "bitsandbytes")]
-PROBLEMS = {
-    "nf4_linear": (linear_problem(random_nf4), LINEAR_PROVIDERS + LINEAR_PEERS),
-    "nf4_dequantize": (dequantize_problem(random_nf4), VALUES_PROVIDERS + VALUES_PEERS),
-    "fp8_linear": (linear_problem(random_fp8), LINEAR_PROVIDERS),
-    "fp8_dequantize": (dequantize_problem(random_fp8), VALUES_PROVIDERS),
-}
+def candidate(problem: Problem) -> Forward:
+    """Our kernel for few rows in a launch that its rule does not choose."""
+    weight = problem.given["weight"]
+    if problem.case.device == "cuda" and capability(torch.device("cuda")) < 80:
+        raise UnsupportedError("from sm_80 on")
+    rest = (weight.tensors, weight.sizes, list(weight.out_features), None, None, 0.0, None, None, N64)
+    return lambda x, **_: {"out": nf4_decode_triton(x.detach(), *rest)}
+
+
+PROBLEMS = Form(random_nf4, nf4_dequantize, nf4_dequantize_ref, nf4_linear).problems("nf4", [
+    Provider("lowmem_grpo_n64", candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps",
+             needs=("card", "forward", "33 to 64 rows")),
+    Provider("bnb_matmul_4bit", bnb_matmul, "bitsandbytes", "gemm_4bit: fused or not by its own table of the chip"),
+    Provider("bnb_dequantize_matmul", bnb_dequantize_matmul, "bitsandbytes"),
+    Provider("bnb_gemv_4bit", bnb_gemv, "bitsandbytes", needs=("card", "forward", "one row")),
+], [Provider("bnb_dequantize_4bit", bnb_values, "bitsandbytes")])
+PROBLEMS |= Form(random_fp8, fp8_dequantize, fp8_dequantize_ref, frozen_linear).problems("fp8", [], [])

@@ -12,6 +12,7 @@ from bench.common.rows import OWN, version_of
 FWD, FWD_BWD = "fwd", "fwd+bwd"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Results = dict[str, Tensor]
+Forward = Callable[..., Results]
 OURS, REFERENCE = "lowmem_grpo", "reference"
 
 
@@ -39,13 +40,23 @@ class Case:
         return f"{self.op} {self.passes}, {sizes}, {self.dtype}, {self.device}"
 
     def generator(self) -> torch.Generator:
-        """Seeded, so that every run has the same inputs."""
+        """Return a seeded generator, so that every run has the same inputs."""
         return torch.Generator(self.device).manual_seed(0)
 
     def randn(self, *sizes: int, generator: torch.Generator, scale: float = 1.0) -> Tensor:
-        """Normal numbers in the dtype of the case."""
+        """Return normal numbers in the dtype of the case."""
         values = torch.randn(*sizes, generator=generator, device=self.device, dtype=torch.float32)
         return values.mul_(scale).to(self.torch_dtype)
+
+
+NEEDS: dict[str, tuple[Callable[[Case], bool], str]] = {  # whether a case has it, and what is said where it has not
+    "card": (lambda case: case.device == "cuda", "its kernels need a card"),
+    "16 bits": (lambda case: case.dtype != "float32", "its kernels need 16 bits"),
+    "forward": (lambda case: case.passes == FWD, "it has no gradients"),
+    "backward": (lambda case: case.passes == FWD_BWD, "returns the loss, and always with its gradients"),
+    "one row": (lambda case: case.shape["M"] == 1, "for one row"),
+    "33 to 64 rows": (lambda case: 32 < case.shape["M"] <= 64, "for 33 to 64 rows"),
+}
 
 
 @dataclass
@@ -69,27 +80,47 @@ class Run:
     reset: Callable[[], None] = lambda: None
 
 
-Forward = Callable[..., Results]
-
-
 @dataclass(frozen=True)
 class Provider:
-    """One implementation. `build` imports what it needs and returns the call to be timed."""
+    """One implementation. `make` imports what it needs and returns the forward of a problem, or the call to be timed.
+    One that `overwrites` leaves or upstream gradients gets its own copies, restored before each call."""
 
     name: str
-    build: Callable[[Problem], Run]
+    make: Callable[[Problem], Forward | Run]
     package: str = "torch"
     note: str = ""
+    needs: tuple[str, ...] = ()
+    overwrites: bool = False
 
     def package_version(self) -> str | None:
         return version_of(OWN if self.package == OURS else self.package)
 
+    def build(self, problem: Problem) -> Run:
+        """Return the call to be timed. ImportError: it is not installed. UnsupportedError: the case lacks a need."""
+        made = self.make(problem)
+        for has, words in map(NEEDS.__getitem__, self.needs):
+            if not has(problem.case):
+                raise UnsupportedError(words)
+        return made if isinstance(made, Run) else autograd_run(problem, made, self.overwrites)
 
-def autograd_run(problem: Problem, forward: Forward, overwrites: bool = False) -> Run:
-    """A call that runs `forward(**leaves, **given)`, and autograd where the case has a backward pass.
 
-    A provider that overwrites leaves or upstream gradients gets its own copies, restored before each call.
-    """
+def plain(name: str, forward: Forward, package: str = OURS, note: str = "", **options: Any) -> Provider:
+    """Return the provider that is a plain function."""
+    return Provider(name, lambda problem: forward, package, note, **options)
+
+
+def compiled(forward: Forward, note: str) -> Provider:
+    """Return the provider that is torch.compile of a plain function."""
+
+    def make(problem: Problem) -> Forward:
+        torch._dynamo.reset()
+        return torch.compile(forward, dynamic=False)
+
+    return Provider("torch_compile", make, note=note)
+
+
+def autograd_run(problem: Problem, forward: Forward, overwrites: bool) -> Run:
+    """Return a call of `forward(**leaves, **given)`, and of autograd where the case has a backward pass."""
     backward = problem.case.passes == FWD_BWD
     leaves = {name: leaf.clone() if overwrites else leaf.detach() for name, leaf in problem.leaves.items()}
     upstream = {name: grad.clone() if overwrites else grad for name, grad in problem.upstream.items()}
@@ -112,39 +143,20 @@ def autograd_run(problem: Problem, forward: Forward, overwrites: bool = False) -
 def restore(problem: Problem, leaves: Results, upstream: Results) -> None:
     """Restore the copies; otherwise their numbers would shrink from call to call and become denormal."""
     with torch.no_grad():
-        for name, leaf in leaves.items():
-            leaf.copy_(problem.leaves[name])
-        for name, grad in upstream.items():
-            grad.copy_(problem.upstream[name])
-
-
-def from_forward(forward: Forward, overwrites: bool = False) -> Callable[[Problem], Run]:
-    """The `build` of a provider that is a plain function."""
-    return lambda problem: autograd_run(problem, forward, overwrites)
-
-
-def compiled(forward: Forward) -> Callable[[Problem], Run]:
-    """The `build` of a provider that is torch.compile of a plain function."""
-
-    def build(problem: Problem) -> Run:
-        torch._dynamo.reset()
-        return autograd_run(problem, torch.compile(forward, dynamic=False))
-
-    return build
+        for copies, originals in ((leaves, problem.leaves), (upstream, problem.upstream)):
+            for name, copy in copies.items():
+                copy.copy_(originals[name])
 
 
 def truth_of(forward: Forward, leaves: Results, given: dict[str, Any], upstream: Results) -> Results:
-    """Outputs and gradients in float64, by autograd through a plain function."""
+    """Return outputs and gradients in float64, by autograd through a plain function."""
     wide = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
-    outputs = forward(**wide, **{name: widened(value) for name, value in given.items()})
+    others = {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+              for name, value in given.items()}
+    outputs = forward(**wide, **others)
     wanted = [name for name in outputs if name in upstream]
     grads = torch.autograd.grad([outputs[name] for name in wanted], list(wide.values()),
                                 [upstream[name].double() for name in wanted])
     return {name: value.detach() for name, value in outputs.items()} | {
         f"grad_{name}": grad for name, grad in zip(wide, grads, strict=True)
     }
-
-
-def widened(value: Any) -> Any:
-    """Floating tensors in float64, everything else as it is."""
-    return value.double() if torch.is_tensor(value) and value.is_floating_point() else value

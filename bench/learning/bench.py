@@ -1,6 +1,6 @@
 """Does every setting learn, and do settings that should agree learn alike? Arithmetic, with several seeds.
 
-    python -m bench.learning.bench      # 15 settings, five seeds, 30 steps of 128 completions
+    python -m bench.learning.bench      # 13 settings, five seeds, 30 steps of 128 completions
     python -m bench.learning.bench --quick  # two seeds, 20 steps: within 15 minutes on two cores
     python -m bench.learning.bench --report  # only writes docs/learning.md and docs/learning.svg from the rows
 
@@ -20,15 +20,14 @@ import click
 from bench.common import child
 from bench.common.rows import RESULTS, append_row, machine, newest, read_rows
 from bench.learning.report import write_report
-from bench.learning.settings import SETTINGS
-from bench.learning.verdicts import failures
+from bench.learning.settings import SETTINGS, failures
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUICK = Path("runs") / "learning-quick"
 
 
 def one(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """The row of one run, in a process of its own with one thread, or why it failed."""
+    """Return the row of one run, in a process of its own with one thread, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         found = child.run("bench.learning.provider", name, str(seed), str(steps), folder,
                           settings={"OMP_NUM_THREADS": "1"})

@@ -3,10 +3,11 @@
 import json
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-import click
 import torch
 
 from bench.learning.settings import BY_NAME, COMMON, Setting
@@ -18,7 +19,7 @@ from lowmem_grpo.types import RolloutGroup
 LOGGED = {"trained_early": "train_while_sampling/share"}
 
 
-def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list[float]]:
+def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return mean reward, share of right answers and mean length of each step's samples, and the share of completions
     that were trained before all were sampled, where some were."""
     config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
@@ -26,34 +27,24 @@ def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, list
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))
     torch.manual_seed(seed)
     waiting: deque[list[RolloutGroup]] = deque()
-    rewards, right, lengths = [], [], []
-    logged: dict[str, list[float]] = {}
+    curves: dict[str, list[float]] = defaultdict(list)
     while trainer.state.global_step < steps:
         groups = trainer.rollout()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rewards.append(sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts))
-        right.append(sum(rollout.rewards["correct_answer"] or 0.0 for rollout in rollouts) / len(rollouts))
-        lengths.append(sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts))
+        curves["rewards"].append(fmean(rollout.reward or 0.0 for rollout in rollouts))
+        curves["right"].append(fmean(rollout.rewards["correct_answer"] or 0.0 for rollout in rollouts))
+        curves["lengths"].append(fmean(len(rollout.completion_ids) for rollout in rollouts))
         metrics = trainer.collector.metrics(groups, 1.0)
         waiting.append(groups)
         if len(waiting) > setting.stale:
             metrics |= trainer.update(waiting.popleft())
-        for short, name in LOGGED.items():
-            if name in metrics:
-                logged.setdefault(short, []).append(metrics[name])
-    return {"rewards": rewards, "right": right, "lengths": lengths, **logged}
-
-
-@click.command()
-@click.argument("name")
-@click.argument("seed", type=int)
-@click.argument("steps", type=int)
-@click.argument("folder", type=click.Path(path_type=Path))
-def main(name: str, seed: int, steps: int, folder: Path) -> None:
-    started = time.perf_counter()
-    found = run(BY_NAME[name], seed, steps, folder)
-    print(json.dumps(found | {"seconds": time.perf_counter() - started}), file=sys.stdout)
+        if (early := metrics.get("train_while_sampling/share")) is not None:
+            curves["trained_early"].append(early)
+    return dict(curves)
 
 
 if __name__ == "__main__":
-    main()
+    name, seed, steps, folder = sys.argv[1:]
+    started = time.perf_counter()
+    found = run(BY_NAME[name], int(seed), int(steps), Path(folder))
+    print(json.dumps(found | {"seconds": time.perf_counter() - started}))

@@ -30,7 +30,7 @@ SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_fo
 
 
 def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> dict[str, Any]:
-    """The row of one recipe; `missing` says why it has no figures."""
+    """Return the row of one recipe; `missing` says why it has no figures."""
     command = [sys.executable, "-m", "lowmem_grpo", "run", name, f"output_dir={folder}", "overwrite_output_dir=true",
                "disable_tqdm=true", *words]
     row: dict[str, Any] = {"recipe": name, "words": words}
@@ -51,7 +51,7 @@ def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> 
 
 
 def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, int]:
-    """Exit status and peak resident bytes of a process. After `time_limit` seconds it is killed: TimeoutError."""
+    """Return exit status and peak resident bytes of a process, which is killed where time is over: TimeoutError."""
     deadline = time.monotonic() + time_limit
     while time.monotonic() < deadline:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -65,17 +65,16 @@ def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, in
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """What a finished run's files say."""
+    """Return what a finished run's files say."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time" in line]  # the others are of evaluations
-    groups = [line.get("groups/signal_share", 0.0) for line in steps]
-    peaks = [line["memory/peak_bytes"] for line in steps if line.get("memory/peak_bytes")]  # the card's, or resident
     return {
         **{name: summary[name] for name in SUMMARY if name in summary},
         "rewards": [line.get("reward") for line in steps],  # None where a judge failed, for example
-        "groups_with_signal": groups,
-        "step_seconds": [line["step_time"] for line in steps], "peak_bytes": max(peaks, default=0),
+        "groups_with_signal": [line.get("groups/signal_share", 0.0) for line in steps],
+        "step_seconds": [line["step_time"] for line in steps],
+        "peak_bytes": max((line.get("memory/peak_bytes") or 0 for line in steps), default=0),  # the card's, or resident
     }
 
 
@@ -117,7 +116,7 @@ def rises(row: dict[str, Any]) -> bool:
 
 
 def told(row: dict[str, Any]) -> str:
-    """A row in a line."""
+    """Return a row in a line."""
     if "missing" in row:
         return f"{row['recipe']}: missing: {row['missing']}"
     before, after = row.get("accuracy_before"), row.get("accuracy_after")

@@ -25,10 +25,11 @@ from bench.common.rows import append_row, machine, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
 from bench.gate import pretend
-from bench.loop.goals import GOALS
-from bench.loop.section import COLUMNS, cells_of
-from bench.loop.shapes import loop_shape
+from bench.loop.inputs import loop_shape
+from bench.loop.section import COLUMNS, GOALS, cells_of
 
+KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
+PEAKS = ("allocated_bytes", "used_bytes", "host_bytes", "host_taken_bytes")
 console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
@@ -49,56 +50,42 @@ class Plan:
     python: dict[str, str]  # interpreters of trl and unsloth, where they have their own
 
     def run(self, provider: str, folder: Path) -> dict[str, Any]:
-        """What a provider's own process measured, or why there is nothing (`missing`)."""
-        given = {"folder": folder, "shape": self.shape, "device": self.device, "prompts": self.prompts,
-                 "steps": self.steps, "peer-batch": self.peer_batch, "time-limit": self.time_limit,
-                 **({"gib": self.gib} if self.gib else {})}
-        words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+        """Return what a provider's own process measured, or why there is nothing (`missing`)."""
+        words = child.words(folder=folder, shape=self.shape, device=self.device, prompts=self.prompts, steps=self.steps,
+                            batch=None if provider.startswith(OURS) else self.peer_batch, gib=self.gib,
+                            time_limit=self.time_limit)
         return child.run("bench.loop.provider", provider, *words, seconds=self.time_limit,
                          python=self.python.get(provider.partition("_")[0], sys.executable),
                          settings=pretend.environment(self.gpu) | {"OMP_NUM_THREADS": str(self.threads)})
 
 
-def medians(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
-    """One number of each phase, over the timed steps."""
+def combined(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
+    """Return one number of each phase, over the timed steps."""
     names = {name: None for step in steps for name in step.get(measure, {})}
     return {name: combine(step[measure].get(name, 0) for step in steps) for name in names}
 
 
-KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
-
-
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """A provider's row: seconds, shares, tokens a second, peaks; or why it is missing."""
+    """Return a provider's row: seconds, shares, tokens a second, peaks; or why it is missing."""
     row = {"provider": provider, **common, "versions": common["versions"] | found.get("versions", {})}
     if "missing" in found:
         return row | {"missing": found["missing"]}
-    steps = found["steps"]
-    phases = medians(steps, "seconds", median)
+    steps, tokens = found["steps"], median(found["tokens"])
+    phases = combined(steps, "seconds", median)
     whole = [sum(step["seconds"].values()) for step in steps]
-    peaks = {name: medians(steps, name, max) for name in
-             ("allocated_bytes", "used_bytes", "host_bytes", "host_taken_bytes")}
+    peaks = {name: combined(steps, name, max) for name in PEAKS}
+    trained = tokens + common["sequences"] * common["prompt_tokens"]  # prompts too
+    speeds = {"step": tokens / median(whole), **{name: count / phases[name] for name, count in (
+        ("generate", tokens), ("train", trained)) if phases.get(name)}}
     return row | {
         "seconds": round(median(whole), 4), "step_seconds": [round(value, 4) for value in whole],
         "phases": {name: round(value, 4) for name, value in phases.items()},
         "shares": {name: round(value / sum(phases.values()), 4) for name, value in phases.items()},
-        "warm_up": found["warm_up"], "tokens": median(found["tokens"]), **speeds(found, common, phases, median(whole)),
+        "warm_up": found["warm_up"], "tokens": tokens,
+        "tokens_per_second": {name: round(value, 2) for name, value in speeds.items()},
         **{name: value for name, value in peaks.items() if value},
         **{name: found[name] for name in KEPT if name in found},
     }
-
-
-def speeds(
-    found: dict[str, Any], common: dict[str, Any], phases: dict[str, float], whole: float
-) -> dict[str, float]:
-    """Tokens a second: completions per step and per sampling, prompts and completions per training."""
-    tokens, sequences = median(found["tokens"]), common["sequences"]
-    shown = {"step": tokens / whole}
-    if phases.get("generate"):
-        shown["generate"] = tokens / phases["generate"]
-    if phases.get("train"):
-        shown["train"] = (tokens + sequences * common["prompt_tokens"]) / phases["train"]
-    return {"tokens_per_second": {name: round(value, 2) for name, value in shown.items()}}
 
 
 def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[dict[str, Any]], None],
@@ -114,17 +101,6 @@ def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[
                 failed.append(name)
                 click.echo(found.get("log") or found["missing"], err=True)
     return failed
-
-
-def common_of(plan: Plan, where: dict[str, Any], run_name: str | None) -> dict[str, Any]:
-    """The fields that all rows of a call share."""
-    size = loop_shape(plan.shape, plan.prompts)
-    return where | {
-        "run": run_name or run_now(), "device": plan.device, "shape": plan.shape,
-        "gib": plan.gib, "prompts": plan.prompts, "generations": size.n, "sequences": size.sequences,
-        "prompt_tokens": size.prompt_tokens, "completion_tokens": size.completion_tokens, "steps": plan.steps,
-        "threads": plan.threads,
-    }
 
 
 @click.command()
@@ -158,13 +134,18 @@ def main(
     device, shape = options.place(device, shape, where["gpu"])
     python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}
     plan = Plan(device, shape, prompts, steps, gib, peer_batch, threads, time_limit, where["gpu"], python)
-    rows: list[dict[str, Any]] = []
+    size, rows = loop_shape(shape, prompts), list[dict[str, Any]]()
+    common = where | {
+        "run": run_name or run_now(), "device": device, "shape": shape, "gib": gib, "prompts": prompts,
+        "generations": size.n, "sequences": size.sequences, "prompt_tokens": size.prompt_tokens,
+        "completion_tokens": size.completion_tokens, "steps": steps, "threads": threads,
+    }
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
         append_row(output, row)
 
-    failed = measure(plan, list(names or PROVIDERS), weights, keep, common_of(plan, where, run_name))
+    failed = measure(plan, list(names or PROVIDERS), weights, keep, common)
     console.print(tables.terminal(None, COLUMNS, (cells_of(row) for row in rows if not row.get("missing"))))
     tables.print_missing(rows, console)
     console.print(target_table(judged(GOALS, read_rows(output), device)))

@@ -10,23 +10,21 @@ before calibration, so that no factor is counted twice.
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.common.rows import RESULTS, read_rows
 from lowmem_grpo.memory.cards import card_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "loop.jsonl"
 PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # of a plan: those of a row
 
 
 def rows() -> list[dict[str, Any]]:
-    """The committed rows of whole steps."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+    return read_rows(RESULTS / "loop.jsonl")
 
 
 def factors(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """{card: {phase: median of measured over planned}}, to two digits."""
+    """Return {card: {phase: median of measured over planned}}, to two digits."""
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in found:
         card, planned = card_of(row.get("gpu") or ""), row.get("planned_seconds")

@@ -1,39 +1,75 @@
-"""What all providers of the loop benchmark get: prompts, the reward, and the share of the card for vLLM."""
+"""What all providers of the loop's benchmarks get: a model, prompts, rewards, and the share of the card for vLLM.
 
+Nothing here imports the package, or torch at the top, so that it also runs in a peer's environment.
+"""
+
+import json
 import random
+import re
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from bench.loop.shapes import weight_bytes
-from bench.rollout.shapes import Shape
+from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 
 GIB = 2**30
 ROOM = 4 * GIB  # that a vLLM with its own weights needs beside these and the cache
 NO_CARD = 64 * GIB  # what the share refers to on the CPU
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GENERATIONS = {"full": 8, "tiny": 4}
+TOKENS = {"full": (1024, 4096), "tiny": (24, 32)}  # of a prompt and of a completion
+PACKAGE = Shape({}, prompts=32, n=8, prompt_tokens=192, completion_tokens=64)  # steps of the model in the package
 
 
-def prompt_rows(tokenizer: Any, size: Shape, steps: int) -> list[dict[str, str]]:
-    """The prompts of all steps: random digits, all with exactly `size.prompt_tokens` tokens."""
+def loop_shape(name: str, prompts: int = 1) -> Shape:
+    """Return the model called `name` in bench/rollout/shapes.py with a step's sequences, all of one length."""
+    prompt_tokens, completion_tokens = TOKENS[name]
+    return replace(SHAPES[name], prompts=prompts, n=GENERATIONS[name], prompt_tokens=prompt_tokens,
+                   completion_tokens=completion_tokens)
+
+
+class RandomModel:
+    """Random weights, which ours hold in NF4. All completions have the full length and are paid by their place."""
+
+    four_bit, dtype, whole, checkpointing, learning_rate = True, "bfloat16", True, True, 1e-6
+    lora = {"r": LORA_RANK, "lora_alpha": LORA_RANK}
+
+    def __init__(self, size: Shape) -> None:
+        self.size, self.reward = size, ByPlace(size.n)
+
+    def rows(self, tokenizer: Any, steps: int) -> list[dict[str, Any]]:
+        return prompt_rows(tokenizer, self.size, steps)
+
+
+class PackageModel:
+    """The model in the package, at its precision on a CPU, with problems of a file. It writes as much as it likes; the
+    learning rate is 0, so that completions keep their lengths."""
+
+    four_bit, whole, checkpointing, learning_rate = False, False, False, 0.0
+    size, lora = PACKAGE, {"r": 16, "lora_alpha": 32}
+
+    def __init__(self, problems: Path, device: str) -> None:
+        self.problems, self.reward = problems, RightAnswer()
+        self.dtype = "float32" if device == "cpu" else "bfloat16"
+
+    def rows(self, tokenizer: Any, steps: int) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in self.problems.read_text().splitlines()]
+        if len(rows) < steps * self.size.prompts:
+            raise ValueError(f"{self.problems} holds {len(rows)} prompts; {steps} steps need more")
+        return rows[: steps * self.size.prompts]
+
+
+def prompt_rows(tokenizer: Any, size: Shape, steps: int) -> list[dict[str, Any]]:
+    """Return the prompts of all steps: random digits, all with exactly `size.prompt_tokens` tokens."""
     source, rows = random.Random(0), []
     for _ in range(steps * size.prompts):
         text = "".join(f"{source.randrange(10)} " for _ in range(size.prompt_tokens))[: size.prompt_tokens]
-        found = len(tokenizer(text)["input_ids"])
-        if found != size.prompt_tokens:
-            raise ValueError(f"a prompt has {found} tokens, wanted {size.prompt_tokens}: this is another tokenizer")
+        tokens = len(tokenizer(text)["input_ids"])
+        if tokens != size.prompt_tokens:
+            raise ValueError(f"a prompt has {tokens} tokens, wanted {size.prompt_tokens}: this is another tokenizer")
         rows.append({"prompt": text})
     return rows
-
-
-class Patience:
-    """How long a provider may take. A step that would not end in time is not begun."""
-
-    def __init__(self, limit: float) -> None:
-        self.began, self.limit = time.monotonic(), limit
-
-    def another(self, steps: list[dict[str, dict[str, Any]]]) -> bool:
-        """Whether there is time for one more step like the last one, and a tenth to spare."""
-        last = sum(steps[-1]["seconds"].values())
-        return time.monotonic() - self.began + last < 0.9 * self.limit
 
 
 class ByPlace:
@@ -51,8 +87,49 @@ class ByPlace:
         return [place % self.n / (self.n - 1) for place in range(len(completion_ids))]
 
 
+class RightAnswer:
+    """The recipe's rewards: 1 for the right answer as the last integer, 0.1 for a last line `Answer: <integer>`."""
+
+    __name__ = "right_answer"
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, completions: list[Any], answer: list[str], completion_ids: list[list[int]],
+                 **columns: Any) -> list[float]:
+        self.tokens.append(sum(map(len, completion_ids)))
+        texts = [completion[-1]["content"] for completion in completions]
+        return [self.pay(text, int(right)) for text, right in zip(texts, answer, strict=True)]
+
+    def pay(self, text: str, right: int) -> float:
+        numbers, last = re.findall(r"-?\d+", text), text.strip().rpartition("\n")[2]
+        formed = last.startswith("Answer: ") and last.removeprefix("Answer: ").isdecimal()
+        return float(bool(numbers) and int(numbers[-1]) == right) + 0.1 * formed
+
+
+class Patience:
+    """How long a provider may take. A step that would not end in time is not begun."""
+
+    def __init__(self, limit: float) -> None:
+        self.began, self.limit = time.monotonic(), limit
+
+    def another(self, steps: list[dict[str, dict[str, Any]]]) -> bool:
+        """Return whether there is time for one more step like the last one, and a tenth to spare."""
+        last = sum(steps[-1]["seconds"].values())
+        return time.monotonic() - self.began + last < 0.9 * self.limit
+
+
+def weight_bytes(shape: Shape, four_bit: bool) -> int:
+    """Return the bytes of the model: 16 bits a number, or 4 and their scales where a linear layer is quantized."""
+    size = shape.config
+    hidden, inner, head = size["hidden_size"], size["intermediate_size"], size["head_dim"]
+    queries, keys = size["num_attention_heads"] * head, size["num_key_value_heads"] * head
+    linears = size["num_hidden_layers"] * hidden * (2 * queries + 2 * keys + 3 * inner)
+    return int(4 * size["vocab_size"] * hidden + linears * (0.52 if four_bit else 2))
+
+
 def engine_share(size: Shape, four_bit: bool, gib: float | None) -> float:
-    """The share of the card that a vLLM with weights of its own needs: weights, our cache, and room to work in."""
+    """Return the share of the card that a vLLM with weights of its own needs: weights, our cache, room to work in."""
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else NO_CARD

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from bench.loop.inputs import GIB, ByPlace, prompt_rows
+from bench.loop.inputs import GIB, TARGETS, RandomModel
 from bench.loop.phase_watch import PhaseWatch
-from bench.loop.processes import TARGETS
-from bench.rollout.shapes import LORA_RANK, Shape
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.base import Conversation, Engine, OnGroup
 from lowmem_grpo.fast_model import FastPeftModel
@@ -67,25 +65,26 @@ class TimedEngine:
         self.engine.close()
 
 
-def load(folder: Path, device: str, size: Shape, engine: str) -> FastPeftModel:
-    """The random model in NF4, with LoRA on all linears and the package's own checkpointing."""
+def load(folder: Path, device: str, work: Any, engine: str) -> FastPeftModel:
+    """Return the model with LoRA on all linears; the random one in NF4 and with the package's own checkpointing."""
+    size, own = work.size, {} if work.checkpointing else {"use_gradient_checkpointing": False}
+    room = {"kv_cache_bytes": size.kv_bytes, "max_num_seqs": size.sequences} if size.config else {}
     model, _ = FastLanguageModel.from_pretrained(
-        str(folder), max_seq_length=size.context, load_in_4bit=True, dtype="bfloat16", fast_inference=engine,
-        device=device, kv_cache_bytes=size.kv_bytes, max_num_seqs=size.sequences,
+        str(folder), max_seq_length=size.context, load_in_4bit=work.four_bit, dtype=work.dtype, fast_inference=engine,
+        device=device, **room,
     )
-    return FastLanguageModel.get_peft_model(
-        model, r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, random_state=0
-    )
+    return FastLanguageModel.get_peft_model(model, **work.lora, target_modules=TARGETS, random_state=0, **own)
 
 
-def settings(options: Any, size: Shape, outputs: str) -> GRPOConfig:
-    """One optimizer step a generation; all completions have the full length."""
+def settings(options: Any, outputs: str) -> GRPOConfig:
+    """Return the settings of one optimizer step a generation."""
+    work, size, batch = options.work, options.work.size, options.batch or options.work.size.n
     return GRPOConfig(
-        output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=size.n,
-        gradient_accumulation_steps=size.prompts, num_generations=size.n,
-        max_completion_length=size.completion_tokens, learning_rate=1e-6, beta=0.0, loss_type="dapo",
-        vllm_sampling_params=SamplingParams(ignore_eos=True), parity_steps=0, shuffle_dataset=False,
-        disable_tqdm=True, save_strategy="no", seed=0,
+        output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=batch,
+        gradient_accumulation_steps=size.sequences // batch, num_generations=size.n,
+        max_completion_length=size.completion_tokens, learning_rate=work.learning_rate, beta=0.0,
+        loss_type=options.loss_type, vllm_sampling_params=SamplingParams(ignore_eos=work.whole), parity_steps=0,
+        shuffle_dataset=False, disable_tqdm=True, save_strategy="no", seed=0,
     )
 
 
@@ -121,24 +120,21 @@ def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
 
 
 def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
-    """Make all steps. Returns what is known of them beside the watch's measures."""
-    size, reward = options.size, ByPlace(options.size.n)
-    model = load(options.folder, options.device, size, engine)
-    args = settings(options, size, outputs)
-    rows = prompt_rows(model.loaded.tokenizer, size, options.all_steps)
-    trainer = GRPOTrainer(
-        model=model, reward_funcs=[reward], args=args, train_dataset=rows, engine=TimedEngine(model.engine(), watch)
-    )
+    """Make all steps. Return what is known of them beside the watch's measures."""
+    work, args = options.work, settings(options, outputs)
+    model = load(options.folder, options.device, work, engine)
+    rows = work.rows(model.loaded.tokenizer, options.all_steps)
+    trainer = GRPOTrainer(model=model, reward_funcs=[work.reward], args=args, train_dataset=rows,
+                          engine=TimedEngine(model.engine(), watch))
     trained = [step(trainer, watch)["completions/trained"]]
     while len(trained) < options.all_steps and options.patience.another(watch.steps):
         trained.append(step(trainer, watch)["completions/trained"])
     offload = trainer.learner.offload
-    return {
-        "tokens": reward.tokens, "trained": trained, "planned": planned(trainer, options.gib),
-        "planned_seconds": planned_seconds(trainer),
-        "offload_bytes": offload.host_bytes_peak if isinstance(offload, ActivationOffload) else 0,
-        "config": {"weights": "nf4", "engine": trainer.engine.name, "optim": args.optim, "loss_type": args.loss_type,
-                   "parity_steps": args.parity_steps, "kv_cache_bytes": size.kv_bytes,
-                   "max_tokens_per_micro_batch": trainer.memory.train.planned,
-                   "out_of_memory": trainer.memory.metrics()},
-    }
+    found = {"tokens": work.reward.tokens, "trained": trained, "config": {
+        "weights": "nf4" if work.four_bit else work.dtype, "engine": trainer.engine.name, "optim": args.optim,
+        "loss_type": args.loss_type, "per_device_train_batch_size": args.per_device_train_batch_size,
+        "parity_steps": args.parity_steps, "kv_cache_bytes": trainer.engine.kv_bytes,
+        "max_tokens_per_micro_batch": trainer.memory.train.planned, "out_of_memory": trainer.memory.metrics()}}
+    return found if not isinstance(work, RandomModel) else found | {
+        "planned": planned(trainer, options.gib), "planned_seconds": planned_seconds(trainer),
+        "offload_bytes": offload.host_bytes_peak if isinstance(offload, ActivationOffload) else 0}

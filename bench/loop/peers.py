@@ -5,11 +5,11 @@ import dataclasses
 import os
 from typing import Any
 
-from bench.loop.inputs import ByPlace, Patience, engine_share, prompt_rows
+from bench.loop.inputs import TARGETS, Patience, engine_share
 from bench.loop.phase_watch import PhaseWatch
-from bench.loop.processes import TARGETS
-from bench.rollout.shapes import LORA_RANK, Shape
 
+SHOWN = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "loss_type", "gradient_checkpointing",
+         "use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")  # of the settings, in a row
 
 def timed(base: type, watch: PhaseWatch) -> type:
     """A GRPOTrainer class whose phases are timed."""
@@ -67,20 +67,23 @@ def listener(watch: PhaseWatch, patience: Patience) -> Any:
 
 
 def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
-    """GRPOConfig's options: those of our run, with micro-batches of `--peer-batch` completions."""
-    size: Shape = options.size
-    if size.sequences % options.peer_batch:
-        raise ValueError(f"--peer-batch is {options.peer_batch}; it must divide {size.sequences} completions")
+    """Return GRPOConfig's options: those of our run, with micro-batches of `--batch` completions, by default one."""
+    work, size, batch = options.work, options.work.size, options.batch or 1
+    if size.sequences % batch:
+        raise ValueError(f"a micro-batch has {batch} completions; this must divide the {size.sequences} of a step")
     common = {
-        "output_dir": outputs, "max_steps": options.all_steps, "per_device_train_batch_size": options.peer_batch,
-        "gradient_accumulation_steps": size.sequences // options.peer_batch, "num_generations": size.n,
-        "max_completion_length": size.completion_tokens, "learning_rate": 1e-6, "beta": 0.0, "loss_type": "dapo",
-        "temperature": 1.0, "seed": 0, "report_to": "none", "save_strategy": "no", "logging_strategy": "no",
-        "disable_tqdm": True, "shuffle_dataset": False, "gradient_checkpointing": True, "bf16": True,
-        "use_cpu": options.device == "cpu", "optim": "adamw_torch", "dataloader_pin_memory": options.device != "cpu",
+        "output_dir": outputs, "max_steps": options.all_steps, "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": size.sequences // batch, "num_generations": size.n,
+        "max_completion_length": size.completion_tokens, "learning_rate": work.learning_rate, "beta": 0.0,
+        "loss_type": options.loss_type, "temperature": 1.0, "seed": 0, "report_to": "none", "save_strategy": "no",
+        "logging_strategy": "no", "disable_tqdm": True, "shuffle_dataset": False,
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": work.checkpointing, "bf16": work.dtype == "bfloat16",
+        "use_cpu": options.device == "cpu", "dataloader_pin_memory": options.device != "cpu",
     }
-    if not use_vllm:  # all completions have the full length
-        return common | {"use_vllm": False, "generation_kwargs": {"min_new_tokens": size.completion_tokens}}
+    if not use_vllm:
+        whole = {"generation_kwargs": {"min_new_tokens": size.completion_tokens}} if work.whole else {}
+        return common | {"use_vllm": False, **whole}
     return common | {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": size.context,
         "vllm_gpu_memory_utilization": engine_share(size, four_bit, options.gib),
@@ -90,7 +93,7 @@ def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict
 
 
 def load(options: Any, four_bit: bool) -> Any:
-    """The random model in 16 bits, or in bitsandbytes' NF4."""
+    """Return the model as it is, or in bitsandbytes' NF4."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -100,68 +103,58 @@ def load(options: Any, four_bit: bool) -> Any:
     )
     place = {"device_map": {"": options.device}} if options.device != "cpu" or four_bit else {}
     return AutoModelForCausalLM.from_pretrained(
-        str(options.folder), dtype=torch.bfloat16, quantization_config=quantized if four_bit else None,
+        str(options.folder), dtype=options.work.dtype, quantization_config=quantized if four_bit else None,
         trust_remote_code=False, **place
     )
 
 
 def train(options: Any, watch: PhaseWatch, model: Any, tokenizer: Any, config: dict[str, Any], **more: Any) -> Any:
-    """Make all steps. Returns the tokens of each and the settings."""
+    """Make all steps. Return the tokens of each and the settings."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    work = options.work
     if "max_prompt_length" in {field.name for field in dataclasses.fields(GRPOConfig)}:  # older versions cut prompts
-        config = config | {"max_prompt_length": options.size.prompt_tokens}
-    reward = ByPlace(options.size.n)
+        config = config | {"max_prompt_length": work.size.prompt_tokens}
     trainer = timed(GRPOTrainer, watch)(
-        model=model, reward_funcs=[reward], args=GRPOConfig(**config), processing_class=tokenizer,
-        train_dataset=Dataset.from_list(prompt_rows(tokenizer, options.size, options.all_steps)), **more,
+        model=model, reward_funcs=[work.reward], args=GRPOConfig(**config), processing_class=tokenizer,
+        train_dataset=Dataset.from_list(work.rows(tokenizer, options.all_steps)), **more,
     )
     if getattr(trainer, "vllm_generation", None) is not None:
         trainer.vllm_generation = TimedSampler(trainer.vllm_generation, watch)
     trainer.add_callback(listener(watch, options.patience))
     trainer.train()
-    return {"tokens": reward.tokens, "config": shown(config)}
-
-
-def shown(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a row shows."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "loss_type",
-             "gradient_checkpointing", "use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
-    return {name: config[name] for name in names if name in config}
+    return {"tokens": work.reward.tokens, "config": {name: config[name] for name in SHOWN if name in config}}
 
 
 def run_trl(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_bit: bool) -> dict[str, Any]:
-    """TRL's steps with its LoRA."""
+    """Make TRL's steps with its LoRA."""
     import trl  # noqa: F401 - if it is not installed, fail before a model is loaded
     from peft import LoraConfig
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(options.folder), padding_side="left", trust_remote_code=False)
-    lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0.0, target_modules=TARGETS,
-                      task_type="CAUSAL_LM")
+    lora = LoraConfig(**options.work.lora, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     config = settings(options, outputs, use_vllm, four_bit)
     found = train(options, watch, load(options, four_bit), tokenizer, config, peft_config=lora)
-    found["config"]["weights"] = "nf4" if four_bit else "bf16"
+    found["config"]["weights"] = "nf4" if four_bit else {"bfloat16": "bf16", "float32": "fp32"}[options.work.dtype]
     return found
 
 
 def run_unsloth(options: Any, watch: PhaseWatch, outputs: str) -> dict[str, Any]:
-    """Unsloth's steps: its 4-bit model, its vLLM on the same weights, its defaults where ours have no counterpart."""
+    """Make Unsloth's steps: its 4-bit model, its vLLM on the same weights, its defaults where ours fit nothing."""
     if options.gib is not None:  # frees the cache while it trains; must be set before the import
         os.environ["UNSLOTH_VLLM_STANDBY"] = "1"
     import torch
     import unsloth  # first, because it patches what the others import
 
-    size = options.size
+    size, lora = options.work.size, options.work.lora
     model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
         model_name=str(options.folder), max_seq_length=size.context, load_in_4bit=True, fast_inference=True,
-        max_lora_rank=LORA_RANK, dtype=torch.bfloat16,
-        gpu_memory_utilization=engine_share(size, True, options.gib),
+        max_lora_rank=lora["r"], dtype=torch.bfloat16, gpu_memory_utilization=engine_share(size, True, options.gib),
     )
     model = unsloth.FastLanguageModel.get_peft_model(
-        model, r=LORA_RANK, lora_alpha=LORA_RANK, lora_dropout=0, target_modules=TARGETS,
-        use_gradient_checkpointing="unsloth", random_state=0,
+        model, **lora, lora_dropout=0, target_modules=TARGETS, use_gradient_checkpointing="unsloth", random_state=0,
     )
     config = settings(options, outputs, use_vllm=True, four_bit=True)
     for name in ("vllm_enable_sleep_mode", "vllm_max_model_length", "shuffle_dataset"):

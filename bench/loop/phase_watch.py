@@ -4,6 +4,8 @@ Nothing here imports the package, so that it also runs in a peer's environment. 
 the outer one is not counted, so the phases of a step add up to the step.
 """
 
+import resource
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -12,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.loop.processes import resident_bytes
-
 REST = "rest"  # what belongs to no phase
 LOOK_EVERY = 0.05  # seconds between looks at what is in use
-SECONDS, ALLOCATED, USED = "seconds", "allocated_bytes", "used_bytes"  # by torch's allocator; all on the card
+SECONDS, CPU = "seconds", "cpu_seconds"  # by the clock; of all threads of this process
+ALLOCATED, USED = "allocated_bytes", "used_bytes"  # by torch's allocator; all on the card
 HOST, TAKEN = "host_bytes", "host_taken_bytes"  # the resident set; what the whole host lost, pinned pages too
 Step = dict[str, dict[str, Any]]  # measure -> phase -> value
 
@@ -28,7 +29,7 @@ class PhaseWatch:
         self.on_card = device != "cpu"
         self.steps: list[Step] = []
         self.stack: list[str] = []  # the phases that are open; none between steps
-        self.taken_before = taken_bytes()
+        self.taken_before, self.loaded = taken_bytes(), 0  # of the host; of this process before the first step
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.look_again, daemon=True)
@@ -36,11 +37,11 @@ class PhaseWatch:
 
     def begin_step(self) -> None:
         """Begin to count the phases of a new step."""
-        self.now: Step = {SECONDS: defaultdict(float), ALLOCATED: defaultdict(int), USED: defaultdict(int),
-                          HOST: defaultdict(int), TAKEN: defaultdict(int)}
+        self.now: Step = {name: defaultdict(int) for name in (SECONDS, CPU, ALLOCATED, USED, HOST, TAKEN)}
+        self.loaded = self.loaded or resident_bytes("VmRSS")
         self.wait()
         self.forget_peak()
-        self.marked = time.perf_counter()
+        self.marked = time.perf_counter(), time.process_time()
         self.stack.append(REST)
 
     def end_step(self) -> None:
@@ -79,8 +80,9 @@ class PhaseWatch:
     def count(self) -> None:
         """Add the time since the last border to the phase that ran."""
         self.wait()
-        now, name = time.perf_counter(), self.stack[-1]
-        self.now[SECONDS][name] += now - self.marked
+        now, name = (time.perf_counter(), time.process_time()), self.stack[-1]
+        for measure, end, begin in zip((SECONDS, CPU), now, self.marked, strict=True):
+            self.now[measure][name] += end - begin
         if self.on_card:
             import torch
 
@@ -121,9 +123,23 @@ class PhaseWatch:
 
             torch.cuda.reset_peak_memory_stats()
 
+    def peak(self) -> int:
+        """Return the most of all steps: allocated on a card, resident on the CPU."""
+        return max((max(step[ALLOCATED].values()) for step in self.steps), default=0) if self.on_card \
+            else resident_bytes()
+
     def close(self) -> None:
         self.ended.set()
         self.thread.join()
+
+
+def resident_bytes(name: str = "VmHWM") -> int:
+    """Return the bytes of the resident set: the peak so far; with VmRSS the present ones (the peak where unknown)."""
+    status = Path("/proc/self/status")
+    if status.exists():  # unlike ru_maxrss, this does not count the parent before exec
+        line = next(line for line in status.read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def taken_bytes() -> int:

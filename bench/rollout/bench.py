@@ -21,22 +21,16 @@ from bench.common.model_folder import model_folder
 from bench.common.rows import leave, machine, percentiles, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
-from bench.rollout.goals import BF16, BNB, EAGER, FP8_CACHE, GOALS
-from bench.rollout.section import COLUMNS, cells_of
+from bench.rollout.section import BF16, BNB, COLUMNS, EAGER, FP8_CACHE, GOALS, cells_of
 from bench.rollout.shapes import SHAPES
 
-PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", FP8_CACHE)
+PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", "transformers_eager", FP8_CACHE)
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
 console = Console(width=180)
 
 
-def providers(device: str) -> list[str]:
-    """Return all of them; on a CPU, without the one that does without CUDA graphs."""
-    return [name for name in PROVIDERS if device == "cuda" or name != EAGER]
-
-
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of one provider: tokens a second, bytes, agreement; or why it is missing."""
+    """Return what is recorded of one provider: tokens a second, bytes, agreement; or why it is missing."""
     row = {"provider": provider, **common, "versions": common["versions"] | found["versions"]}
     if "missing" in found:
         return row | {"missing": found["missing"]}
@@ -48,9 +42,8 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
 
 
 def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """A row of each provider, one after the other: each has the card to itself."""
-    words = ["--folder", str(folder), "--shape", common["shape"], "--device", common["device"],
-             "--rounds", str(rounds)]
+    """Return a row of each provider, one after the other: each has the card to itself."""
+    words = child.words(folder=folder, shape=common["shape"], device=common["device"], rounds=rounds)
     threads, rows = {"OMP_NUM_THREADS": str(common["threads"])}, []
     for name in names:
         console.print(f"{name} ...", style="dim")
@@ -81,12 +74,12 @@ def main(
     common = machine(PACKAGES)  # first, so that the commit is the one at the start of the run
     device, shape = options.place(device, shape, common["gpu"])
     if not targets:
-        size = SHAPES[shape]
+        size, usual = SHAPES[shape], [name for name in PROVIDERS if device == "cuda" or not name.endswith("_eager")]
         common |= {"run": run_name or run_now(), "device": device, "shape": shape,
                    "threads": threads, "sequences": size.sequences, "completion_tokens": size.completion_tokens,
                    "prompt_tokens": size.prompt_tokens}
         with model_folder(weights, shape, device) as folder:
-            rows = measure(list(names) or providers(device), common, rounds, folder)
+            rows = measure(list(names) or usual, common, rounds, folder)
         for row in rows:
             leave(row, output, as_json)
         console.print(tables.terminal(None, COLUMNS, (cells_of(row) for row in rows if not row.get("missing"))))

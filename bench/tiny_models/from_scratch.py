@@ -20,7 +20,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids (B, T), and labels, which are -100 where nothing is trained
+Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Trained:
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE learned from texts, with single digits and ChatML turns. It can encode any text."""
+    """Return a byte-level BPE learned from texts, with single digits and ChatML turns. It can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -50,7 +51,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, Any]) -> Qwen2ForCausalLM:
-    """A seeded, untrained Qwen2 with tied embeddings; `shape` gives the sizes of Qwen2Config, with the vocabulary."""
+    """Return a seeded, untrained Qwen2 with tied embeddings; `shape` gives sizes of Qwen2Config and the vocabulary."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         **shape, max_position_embeddings=CONTEXT, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
@@ -62,7 +63,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, A
 def batches(
     tokenizer: PreTrainedTokenizerFast, source: Iterator[Any], demonstrate: Callable[[Any], str], size: int
 ) -> Iterator[Batch]:
-    """Endless (input_ids (B, T), labels (B, T)); labels are -100 outside the completion.
+    """Yield batches without end; only completions are trained.
 
     One problem is skipped after each batch, since `zip` takes it before it finds the batch full. The embedded model was
     made this way: another order would make another model than its card describes.
@@ -70,22 +71,26 @@ def batches(
     while True:
         rows = [encode(tokenizer, problem.question, demonstrate(problem))
                 for problem, _ in zip(source, range(size), strict=False)]
-        width = max(len(ids) for ids, _ in rows)
-        input_ids = torch.full((size, width), tokenizer.pad_token_id)
-        labels = torch.full((size, width), -100)
-        for row, (ids, prompt_length) in enumerate(rows):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            labels[row, prompt_length : len(ids)] = input_ids[row, prompt_length : len(ids)]
-        yield input_ids, labels
+        yield padded(tokenizer, rows)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tuple[list[int], int]:
-    """Token ids of prompt and answer, and the length of the prompt."""
+def padded(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> Batch:
+    """Return the batch of some rows."""
+    width = max(len(ids) for ids, _ in rows)
+    input_ids, labels = (torch.full((len(rows), width), fill) for fill in (tokenizer.pad_token_id, -100))
+    for row, (ids, own) in enumerate(rows):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        labels[row, : len(ids)] = torch.tensor(ids).where(torch.tensor(own), -100)
+    return input_ids, labels
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> Row:
+    """Return the token ids of prompt and answer, and which of them are the answer's."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     completion_ids = tokenizer.encode(answer + END, add_special_tokens=False)
-    return prompt_ids + completion_ids, len(prompt_ids)
+    return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
 
 
 def loss_of(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
@@ -88,12 +87,6 @@ def endless_sums(seed: int) -> Iterator[Sum]:
         yield from (problem for problem, _ in known)
 
 
-def game_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that is learned from demonstrations."""
-    talks = (source()[0] for source, _ in zip(demonstrations(seed), range(3000), strict=False))
-    return talk_tokenizer(talks, SHAPE["vocab_size"])
-
-
 @click.command(help=__doc__)
 @OUT
 @SEED
@@ -102,7 +95,7 @@ def game_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 @click.option("--batch", default=32, show_default=True)
 def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""
-    tokenizer = game_tokenizer(seed)
+    tokenizer = talk_tokenizer(demonstrations(seed), SHAPE["vocab_size"])
     model = begun(start, tokenizer, seed, SHAPE)
     done = train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
     write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,

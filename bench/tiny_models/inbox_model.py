@@ -126,8 +126,7 @@ def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterato
 @click.option("--batch", default=16, show_default=True)
 def main(out: Path, start: str, seed: int, copying: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""
-    talks = (source()[0] for source, _ in zip(demonstrations(seed), range(2000), strict=False))
-    tokenizer = talk_tokenizer(talks, VOCABULARY, WORDS, PHRASES)
+    tokenizer = talk_tokenizer(demonstrations(seed), VOCABULARY, WORDS, PHRASES, 2000)
     model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
     data = chain(islice(lessons(tokenizer, seed + 5, LESSONS), copying),
                  talk_batches(tokenizer, demonstrations(seed + 1), batch))

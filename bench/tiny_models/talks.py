@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from bench.tiny_models.from_scratch import Batch, make_model, make_tokenizer
+from bench.tiny_models.from_scratch import Batch, Row, make_model, make_tokenizer, padded
 from lowmem_grpo.models.named import resolve
 
 TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # tokens of their own, as in the models that call tools
@@ -27,10 +27,12 @@ Source = Callable[[], tuple[Talk, Tools | None]]  # gives one demonstration, and
 
 
 def talk_tokenizer(
-    talks: Iterable[Talk], vocab_size: int, words: Iterable[str] = (), phrases: Iterable[str] = ()
+    sources: Iterator[Source], vocab_size: int, words: Iterable[str] = (), phrases: Iterable[str] = (),
+    count: int = 3000,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of so many tokens, learned from demonstrations. Each of `words` is a token of its own where it stands
-    as a word, and each of `phrases` wherever it stands."""
+    """Return a tokenizer of so many tokens, learned from `count` demonstrations. Each of `words` is a token of its own
+    where it stands as a word, and each of `phrases` wherever it stands."""
+    talks = (source()[0] for source, _ in zip(sources, range(count), strict=False))
     texts = [f"{message['role']}\n{message['content']}\n{json.dumps(message.get('tool_calls', ''))}\nsystem\nTools: "
              for talk in talks for message in talk]
     added: list[str | AddedToken] = [
@@ -49,7 +51,7 @@ def called(name: str, **arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
 
 
-def encode_talk(tokenizer: PreTrainedTokenizerFast, talk: Talk, tools: Tools | None) -> tuple[list[int], list[bool]]:
+def encode_talk(tokenizer: PreTrainedTokenizerFast, talk: Talk, tools: Tools | None) -> Row:
     """Ids of a whole conversation, and which of them the assistant wrote."""
     ids: list[int] = []
     own: list[bool] = []
@@ -66,16 +68,9 @@ def encode_talk(tokenizer: PreTrainedTokenizerFast, talk: Talk, tools: Tools | N
 
 
 def talk_batches(tokenizer: PreTrainedTokenizerFast, sources: Iterator[Source], size: int) -> Iterator[Batch]:
-    """Endless (input_ids (B, T), labels (B, T)) of one source each; labels are -100 outside the assistant's turns."""
+    """Yield batches without end, each of one source; only the assistant's turns are trained."""
     for source in sources:
-        rows = [encode_talk(tokenizer, *source()) for _ in range(size)]
-        width = max(len(ids) for ids, _ in rows)
-        input_ids = torch.full((size, width), tokenizer.pad_token_id)
-        labels = torch.full((size, width), -100)
-        for row, (ids, own) in enumerate(rows):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            labels[row, : len(ids)] = torch.tensor(ids).where(torch.tensor(own), -100)
-        yield input_ids, labels
+        yield padded(tokenizer, [encode_talk(tokenizer, *source()) for _ in range(size)])
 
 
 def begun(start: str, tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, Any]) -> Qwen2ForCausalLM:

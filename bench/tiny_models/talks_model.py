@@ -16,7 +16,6 @@ from itertools import chain, islice
 from pathlib import Path
 
 import click
-from transformers import PreTrainedTokenizerFast
 
 from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
 from bench.tiny_models.games_model import game_talk
@@ -98,12 +97,6 @@ def demonstrations(seed: int, heeding: bool = False) -> Iterator[Source]:
         yield lambda: (answering_talk(rng), None)
 
 
-def learned_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that is learned from demonstrations."""
-    talks = (source()[0] for source, _ in zip(demonstrations(seed), range(3000), strict=False))
-    return talk_tokenizer(talks, VOCABULARY, WORDS, PHRASES)
-
-
 @click.command(help=__doc__)
 @OUT
 @SEED
@@ -113,7 +106,7 @@ def learned_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 @click.option("--batch", default=32, show_default=True)
 def main(out: Path, start: str, seed: int, first: int, steps: int, batch: int) -> None:
     """Make the tokenizer and the model, train, write the model card."""
-    tokenizer = learned_tokenizer(seed)
+    tokenizer = talk_tokenizer(demonstrations(seed), VOCABULARY, WORDS, PHRASES)
     model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
     data = chain(islice(talk_batches(tokenizer, demonstrations(seed + 1, heeding=True), batch), first),
                  talk_batches(tokenizer, demonstrations(seed + 2), batch))

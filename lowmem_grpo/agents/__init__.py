@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.agents.backend import Backend, LocalBackend, LocalTrainResult, TrainResult
+    from lowmem_grpo.agents.dev import LoRAConfig
     from lowmem_grpo.agents.endpoint import (
         auto_trajectory,
         capture_auto_trajectory,
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from lowmem_grpo.agents.types import Message, Messages, MessagesAndChoices, Tools
 
 __all__ = [
-    "Backend", "FailedRollout", "History", "LocalBackend", "LocalTrainResult", "Message", "Messages",
-    "MessagesAndChoices", "Model", "Tools", "TrainConfig", "TrainResult", "TrainableModel", "Trajectory",
+    "Backend", "FailedRollout", "History", "LoRAConfig", "LocalBackend", "LocalTrainResult", "Message",
+    "Messages", "MessagesAndChoices", "Model", "Tools", "TrainConfig", "TrainResult", "TrainableModel", "Trajectory",
     "TrajectoryGroup", "auto_trajectory", "capture_auto_trajectory", "capture_yielded_trajectory",
     "gather_trajectories", "gather_trajectory_groups", "limit_concurrency", "retry", "yield_trajectory",
 ]
 
 HOMES = {name: home for home, names in {
     "agents.backend": "Backend LocalBackend LocalTrainResult TrainResult",
+    "agents.dev": "LoRAConfig",
     "agents.endpoint": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
     "agents.gather": "gather_trajectories gather_trajectory_groups limit_concurrency retry",
     "agents.model": "Model TrainableModel",

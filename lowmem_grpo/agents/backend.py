@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.agents.local_run import LocalRun
-from lowmem_grpo.agents.model_options import ModelOptions
+from lowmem_grpo.agents.model_options import ModelOptions, with_lora
 from lowmem_grpo.agents.refused import missing
 from lowmem_grpo.agents.sampled import Tally, tally_of
 from lowmem_grpo.agents.train_config import TrainConfig
@@ -60,7 +60,7 @@ class LocalBackend:
     async def register(self, model: Any) -> None:
         """Load a model that is trained, resume its run, and open its engine. A model that is only asked gets a folder.
         The same model again changes nothing."""
-        folder, key = self.folder(model), (model.project, model.name)
+        folder, key = self.folder(model), (model.project, model.folder_name)
         if not trains(model):
             folder.mkdir(parents=True, exist_ok=True)
             return
@@ -73,7 +73,8 @@ class LocalBackend:
             other = next(iter(self.runs.values())).name
             raise ValueError(f"model= of LocalBackend is one loaded model, which {other!r} trains; make a second "
                              f"LocalBackend for {model.name!r}")
-        options = self.options.with_config(getattr(model, "_internal_config", None), model.base_model)
+        options = self.options.with_config(
+            with_lora(getattr(model, "_internal_config", None), getattr(model, "lora_config", None)), model.base_model)
         run = LocalRun(model.name, model.base_model, folder, options)
         await run.open(self.given)
         self.runs[key] = run
@@ -136,7 +137,7 @@ class LocalBackend:
         """Steps made so far; before the model is registered, those of its newest checkpoint."""
         if not trains(model):
             return 0
-        run = self.runs.get((model.project, model.name))
+        run = self.runs.get((model.project, model.folder_name))
         saved = list_checkpoints(self.folder(model))
         return run.step if run is not None else int(saved[-1].name.rpartition("-")[2]) if saved else 0
 
@@ -144,11 +145,11 @@ class LocalBackend:
 
     def folder(self, model: Any) -> Path:
         """The folder of its run."""
-        return self.path / str(model.project) / str(model.name)
+        return self.path / str(model.project) / str(model.folder_name)
 
     def run(self, model: Any) -> LocalRun:
         """The run of a model. ValueError where it is not registered."""
-        found = self.runs.get((model.project, model.name))
+        found = self.runs.get((model.project, model.folder_name))
         if found is None:
             raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
                              "call `await model.register(backend)` first")

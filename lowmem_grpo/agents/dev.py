@@ -8,6 +8,7 @@ from lowmem_grpo.agents.refused import missing
 InitArgs = dict[str, Any]  # for FastLanguageModel.from_pretrained
 EngineArgs = dict[str, Any]  # for vLLM
 PeftArgs = dict[str, Any]  # for FastLanguageModel.get_peft_model
+LoRAConfig = dict[str, Any]  # ART's names of the same: rank, alpha, dropout, init_weights
 TrainerArgs = dict[str, Any]  # for GRPOConfig
 OpenAIServerConfig = dict[str, Any]
 ServerArgs = dict[str, Any]

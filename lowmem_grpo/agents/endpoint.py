@@ -107,11 +107,11 @@ async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajec
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine. RuntimeError without one."""
+    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine; without one nothing happens, as
+    in ART, so that the coroutine also runs by itself."""
     taken = YIELDED.get()
-    if taken is None:
-        raise RuntimeError("nobody takes this trajectory: run this coroutine with capture_yielded_trajectory(...)")
-    taken.append(trajectory)
+    if taken is not None:
+        taken.append(trajectory)
 
 
 async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:

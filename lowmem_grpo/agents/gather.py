@@ -11,7 +11,7 @@ import tenacity
 
 from lowmem_grpo.agents.progress import Progress, described, together
 from lowmem_grpo.agents.trajectories import PendingGroup, Trajectory, TrajectoryGroup, is_awaitable
-from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, require
+from lowmem_grpo.rules import COUNT, NOT_NEGATIVE, require
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,8 +26,9 @@ async def gather_trajectory_groups(
 ) -> list[TrajectoryGroup]:
     """All groups, in order, when all their rollouts have ended.
 
-    max_exceptions: how many rollouts may fail, or below 1 which share of them. They are kept in `group.exceptions`. Of
-    one more the error is raised, and all other rollouts are cancelled. max_metrics: how many means the bar shows.
+    max_exceptions: how many rollouts may fail (inf: all), or below 1 which share of them. They are kept in
+    `group.exceptions`. Of one more the error is raised, and all other rollouts are cancelled. max_metrics: how many
+    means the bar shows.
     after_each: is called with each group as soon as it is whole, for example to score it; its result takes the group's
     place (None drops it). timeout: seconds that each rollout may take; one that takes longer is cancelled and counts as
     failed. A rollout that blocks (time.sleep, a loop without await) cannot be cancelled.
@@ -53,7 +54,7 @@ async def whole(group: Any, progress: Progress, after_each: AfterEach | None) ->
         group = await group
     elif is_awaitable(group):
         group = await progress.watch(group, (TrajectoryGroup,), "its TrajectoryGroup")
-    if isinstance(group, Exception):
+    if isinstance(group, BaseException):
         return []
     for trajectory in group:
         progress.done(trajectory)
@@ -113,8 +114,8 @@ def retry(
     for settings that make no sense.
     """
     require("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
-    require("delay", delay, ZERO_OR_MORE)
-    require("backoff_factor", backoff_factor, ZERO_OR_MORE)
+    require("delay", delay, NOT_NEGATIVE)
+    require("backoff_factor", backoff_factor, NOT_NEGATIVE)
 
     def tell(state: tenacity.RetryCallState) -> None:
         error = state.outcome and state.outcome.exception()

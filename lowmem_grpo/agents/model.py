@@ -113,9 +113,14 @@ class Model(BaseModel, Generic[ConfigT]):
 
     # What a program keeps for itself
 
+    @property
+    def folder_name(self) -> str:
+        """The name of its run's folder."""
+        return getattr(self, "run_name", None) or self.name
+
     def folder(self) -> Path:
         """The folder of its run."""
-        return Path(getattr(self._backend, "path", None) or self.base_path) / self.project / self.name
+        return Path(getattr(self._backend, "path", None) or self.base_path) / self.project / self.folder_name
 
     def read_state(self) -> dict[str, Any] | None:
         """What `overwrite_state` and `merge_state` wrote, or None. ValueError for a damaged file."""
@@ -146,11 +151,14 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """A model that is trained here: `TrainableModel(name="agent-1", project="mail", base_model="Qwen/Qwen3-4B")`.
 
     `_internal_config` holds options of loading, LoRA and training (`art.dev.InternalModelConfig`); it may also be set
-    afterwards, before `register`.
+    afterwards, before `register`. `lora_config` has LoRA's own by ART's names (`art.LoRAConfig`), and `run_name` names
+    the run's folder, where it is not the model's name.
     """
 
     base_model: str
     trainable: bool = True
+    run_name: str | None = None
+    lora_config: dict[str, Any] | None = None
 
     _internal_config: InternalModelConfig | None = PrivateAttr(None)
     _endpoint: Any = PrivateAttr(None)

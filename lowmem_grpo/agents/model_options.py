@@ -24,6 +24,7 @@ OWN = {  # what the backend decides
 }
 PARTS = ("init_args", "engine_args", "peft_args", "trainer_args")  # in `_internal_config`
 TEMPLATES = ("chat_template", "chat_template_path", "chat_template_kwargs")
+LORA = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "init_weights": "init_lora_weights"}
 CONFIG: Table = {  # the rest of `_internal_config`
     **off("There is one device, which samples and trains by turns.", "trainer_gpu_ids", "inference_gpu_ids",
           also=([0],)),
@@ -144,3 +145,10 @@ def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     longest = config.get("text_config", config).get("max_position_embeddings")
     return None if longest is None else min(int(longest), CONTEXT)
+
+
+def with_lora(config: Mapping[str, Any] | None, lora: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return an `_internal_config` with ART's `lora_config` among its `peft_args`."""
+    whole = dict(config or {})
+    named = {LORA.get(name, name): value for name, value in (lora or {}).items()}
+    return whole | ({"peft_args": {**whole.get("peft_args", {}), **named}} if named else {})

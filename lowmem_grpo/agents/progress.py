@@ -14,7 +14,7 @@ from uuid import uuid4
 from tqdm import auto
 
 from lowmem_grpo.config.launcher import this_place
-from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE, check_ranges
+from lowmem_grpo.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 from lowmem_grpo.service.sessions import SESSION
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Progress:
     failures: list[BaseException] = field(default_factory=list)
     counted: dict[int, Any] = field(default_factory=dict)  # trajectories by id; a group may be told of twice
 
-    RANGES = {"max_exceptions": ZERO_OR_MORE, "max_metrics": COUNT, "timeout": POSITIVE}
+    RANGES = {"max_exceptions": NOT_NEGATIVE, "max_metrics": COUNT, "timeout": POSITIVE}
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -62,6 +62,7 @@ class Progress:
         """Count a rollout that has ended."""
         if id(trajectory) not in self.counted:
             self.counted[id(trajectory)] = trajectory
+            trajectory.count_tokens()
             for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
                 self.sums[name] += value
                 self.counts[name] += 1
@@ -88,7 +89,7 @@ class Progress:
 
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
         """Return what a rollout returns, or the error with which it failed; that is told only here. `kinds` are what it
-        may return, `noun` says so."""
+        may return, `noun` says so. A CancelledError is one too where nobody cancelled this: a client raised it."""
         SESSION.set(uuid4().hex)  # for this task only
         limit = asyncio.timeout(self.timeout)
         try:
@@ -98,7 +99,10 @@ class Progress:
                 return result
             raise TypeError(f"a rollout returned {described(result)}; it must return {noun}: end it with `return "
                             "trajectory`")
-        except Exception as raised:  # noqa: BLE001, of the user's code
+        except (Exception, asyncio.CancelledError) as raised:  # of the user's code
+            task = asyncio.current_task()
+            if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             late = TimeoutError(f"the rollout did not end within {self.timeout} s and was cancelled")
             error = late if limit.expired() else raised
             self.failed(error)

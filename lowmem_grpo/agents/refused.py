@@ -9,18 +9,21 @@ REFUSED = {  # names of its door, of its dev, of its backend and of its models
     **dict.fromkeys(("ServerlessBackend", "ServerlessTrainResult", "SkyPilotBackend", "TinkerBackend",
                      "TinkerNativeBackend", "MegatronBackend", "serverless", "skypilot", "tinker", "tinker_native",
                      "megatron", "TinkerArgs", "TinkerNativeArgs", "TinkerTrainingClientArgs", "initialize_cluster",
-                     "down", "MegatronConfig", "MegatronTrainConfig"), LOCAL),
+                     "down", "MegatronConfig", "MegatronTrainConfig", "MegatronRuntimeConfig",
+                     "MegatronTopologyConfig", "get_megatron_runtime_config", "init_megatron_runtime_config"), LOCAL),
     **dict.fromkeys(("trajectory", "trajectory_group", "current_trajectory", "no_capture"),
                     "Nothing is captured from calls in secret: make Trajectory(messages_and_choices=[...], reward=...) "
                     "of what you said and heard, and TrajectoryGroup([...]) of several (docs/agents.md)."),
     **dict.fromkeys(("tokenize", "tensorize", "get_tokenizer"),
                     "Trajectories are made into tensors while model.train(groups) runs; the tokenizer is "
                     "transformers' AutoTokenizer.from_pretrained(model.base_model)."),
-    "LoRAConfig": "LoRA's settings are those of FastLanguageModel.get_peft_model: TrainableModel(..., "
-                  "_internal_config={'peft_args': {'r': 8, 'lora_alpha': 16}}).",
     "LocalServingUnavailableError": "model.serve() opens the address of the trainer's own engine, and says what is in "
                                     "the way.",
-    **dict.fromkeys(("PipelineTrainer", "pipeline_trainer", "trajectory_group_batches"),
+    **dict.fromkeys(("MetricDefinition", "PIPELINE_RL_DASHBOARD_DEFAULT_METRICS", "PIPELINE_RL_METRIC_DEFINITIONS",
+                     "PIPELINE_RL_SCORE_METRICS"),
+                    "The metrics of a run are in its metrics.jsonl, and docs/metrics.md says what each means."),
+    **dict.fromkeys(("PipelineTrainer", "pipeline_trainer", "trajectory_group_batches", "PipelineAutotuneConfig",
+                     "PipelineRuntimeConfig"),
                     "Write the loop: `groups = await gather_trajectory_groups(...)`, then `await model.train(groups)`. "
                     "One GPU samples or trains, so nothing is gained by doing both at a time."),
     **dict.fromkeys(("TrainSFTConfig", "train_sft"),

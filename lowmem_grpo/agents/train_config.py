@@ -23,6 +23,9 @@ class TrainConfig(BaseModel):
     beta: float | None = None
     """The older name of kl_penalty_coef."""
     grad_accumulation_sequences: int | None = None
+    kl_penalty_source: str | None = None
+    optimizer_save_interval: int | None = None
+    final_training_step: int | None = None
 
 
 FATES: Table = {  # options without effect here, and refused where they ask for one
@@ -37,6 +40,8 @@ FATES: Table = {  # options without effect here, and refused where they ask for 
           "advantage_balance", also=(0.0,)),
     **off("Use loss_fn='cispo', which never masks, or vllm_importance_sampling_mode='token_mask'.", "mask_prob_ratio"),
     **off("A KL term towards the base model is kl_penalty_coef.", "kimi_k2_tau", also=(0.0,)),
+    **only("The KL term is of the policy as it is while it is trained.", kl_penalty_source=("current_learner",)),
+    **any_value("optimizer_save_interval", "final_training_step"),  # each step is saved with its optimizer
     **off("Nothing is trained that the policy did not draw; fine-tune on given answers with SFTTrainer.",
           "allow_training_without_logprobs"),
     **off("The report of the run has pictures: lowmem-grpo report FOLDER.", "plot_tensors"),

@@ -4,13 +4,14 @@ The tokens are not here. A `Choice` that came from `model.openai_client()` names
 and the turn holds the ids as the engine returned them.
 """
 
+import copy
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +22,17 @@ Metadata = float | int | str | bool | None
 Metrics = dict[str, float | int | bool]
 
 
-class History(BaseModel):
+class Copied(BaseModel):
+    """A model whose shallow copies have lists and dictionaries of their own, as ART's groups have."""
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        for name, value in vars(copied).items():
+            vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict) else value
+        return copied
+
+
+class History(Copied):
     """One conversation of a rollout."""
 
     model_config = ConfigDict(extra="forbid")
@@ -69,6 +80,15 @@ class Trajectory(History):
         finally:
             self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
 
+    def count_tokens(self) -> None:
+        """Note how many tokens its choices have, in all conversations, as the metric `completion_tokens`; nothing where
+        a choice does not say it."""
+        choices = [entry for history in self.histories for entry in history.messages_and_choices
+                   if isinstance(entry, Choice)]
+        counts = list(map(tokens_of, choices))
+        if counts and all(counts):
+            self.metrics["completion_tokens"] = sum(count or 0 for count in counts)
+
     def for_logging(self) -> dict[str, Any]:
         """All of it as plain data; each message says whether it is one that can be trained on."""
         messages = [message | {"trainable": isinstance(one, Choice)}
@@ -96,7 +116,7 @@ class Grouped(type(BaseModel)):  # type: ignore[misc]
         return PendingGroup(members, make) if any(map(is_awaitable, members)) else make(members)
 
 
-class TrajectoryGroup(BaseModel, metaclass=Grouped):
+class TrajectoryGroup(Copied, metaclass=Grouped):
     """Rollouts of one task, which are compared with each other; and what those raised that failed.
 
     Members are trajectories, errors, or rollouts that have not ended: with one of these, `await TrajectoryGroup(...)`
@@ -182,6 +202,13 @@ def failure_of(given: Any) -> FailedRollout | Mapping[str, Any]:
         given = TypeError(f"{described(given)} stands in place of a Trajectory")
     words = "".join(traceback.format_exception(given))
     return FailedRollout(type=type(given).__name__, message=str(given), traceback=words)
+
+
+def tokens_of(choice: Choice) -> int | None:
+    """Return how many tokens a choice has: as the model's own client says it, or as many as have log-probabilities."""
+    said = (choice.model_extra or {}).get("completion_tokens")
+    logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
+    return said if isinstance(said, int) else len(logged) if logged else None
 
 
 def message_of(given: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is tested: a base model, and the adapter on it."""
+    """A model to test: a base model, and the adapter on it."""
 
     model: str
     adapter: Path | None
@@ -186,7 +186,7 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens_of_run(subject: Candidate) -> int | None:
-    """What the longest answer had in the run that left the adapter; None where that is not known. It is said."""
+    """Return the length of the longest answer in the run that left the adapter; None if it is not known. It is said."""
     if subject.adapter is None:
         return None
     from lowmem_grpo.runs.saved_adapter import read_summary

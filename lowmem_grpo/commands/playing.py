@@ -86,7 +86,7 @@ def seated(factory: Callable[[], Any]) -> Any:
 
 
 def answer_to(told: str) -> str:
-    """What the person says to what the opponent sees."""
+    """Ask the person for an answer to what the opponent sees."""
     say("environment", told)
     return ask()
 
@@ -108,7 +108,7 @@ def say(who: str, text: str) -> None:
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:
-    """How an episode went, in one line."""
+    """Return how an episode went, in one line."""
     paid = sum(turn.reward or 0.0 for turn in rollout.turns)
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.config.launcher import take_card
+from lowmem_grpo.config.launcher import leave_busy_cores, take_card, used_by_others
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.views.terminal import plain_errors, quiet
@@ -41,10 +41,13 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
             click.echo(recipe_help(Path(recipe) if is_recipe_file(recipe) else file_of(recipe)))
         return
     with plain_errors():
+        before = used_by_others()
         from lowmem_grpo.commands.options import check_recipe
 
         take_card()
         check_recipe(recipe, options)
     quiet()
     with plain_errors():
-        run_module(find_recipe(recipe), list(options), recipe)
+        module = find_recipe(recipe)
+        leave_busy_cores(before)  # libraries were loaded meanwhile, which takes seconds
+        run_module(module, list(options), recipe)

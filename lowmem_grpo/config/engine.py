@@ -17,7 +17,8 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What vLLM's engine is made with. The transformers engine reserves no memory, and takes `enforce_eager` only."""
+    """What vLLM's engine is made with. The transformers engine reserves no memory, and takes `enforce_eager` and
+    `sampling_weights` only."""
 
     gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
     kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization
@@ -39,9 +40,6 @@ class EngineSettings:
 
     def check_for(self, fast_inference: bool | str) -> None:
         """Raise ValueError where a setting has nothing to act on in that engine."""
-        if self.sampling_weights == SIXTEEN and fast_inference in (False, TRANSFORMERS):
-            raise ValueError(f"sampling_weights is {SIXTEEN!r} and fast_inference is {fast_inference!r}: only vLLM "
-                             'samples with dequantized weights. Leave it out, or load with fast_inference="vllm"')
         if self.in_8_bits and fast_inference in (False, TRANSFORMERS):
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and fast_inference is {fast_inference!r}: "
                              "only vLLM holds its cache in 8 bits, the transformers engine in the model's dtype. "

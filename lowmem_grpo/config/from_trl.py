@@ -10,22 +10,19 @@ import logging
 from dataclasses import fields
 from typing import Any, TypeVar
 
-import torch
-
 from lowmem_grpo.config.shared import TrainSettings, field_names
 
 logger = logging.getLogger(__name__)
 
 CLASSES = {  # (the library, the class) -> our class that it may become
-    ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig",
+    ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig", ("trl", "RLOOConfig"): "RLOOConfig",
     ("transformers", "TrainingArguments"): "TrainSettings",
 }
 TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")
 DIFFERENT = {  # fields whose default there is another one and is not taken over; what happens instead
-    "output_dir": "records go to ours", "optim": "AdamW of torch, not fused",
-    "bf16": "the model's own precision", "gradient_checkpointing": "as get_peft_model set it up",
-    "disable_tqdm": "the live view is on", "shuffle_dataset": "each epoch has its own order",
-    "save_total_limit": "the newest three checkpoints are kept",
+    "output_dir": "records go to ours", "bf16": "the model's own precision",
+    "gradient_checkpointing": "as get_peft_model set it up", "disable_tqdm": "the live view is on",
+    "shuffle_dataset": "each epoch has its own order", "save_total_limit": "the newest three checkpoints are kept",
     "vllm_importance_sampling_correction": "on where the sampler's log-probabilities differ",
     "vllm_importance_sampling_mode": "each token has its own weight",
     "vllm_importance_sampling_clip_max": "2, as suits weights of tokens",
@@ -71,9 +68,7 @@ def known_as(cls: type) -> tuple[str, str]:
 def converted(given: Any, base: Any, ours: type[Settings]) -> Settings:
     """Return our settings with what the object of the class `base` says; what differs is told in a line of the log."""
     usual = base(use_cpu=True)  # without it the classes refuse machines without a card
-    if given.use_cpu and torch.cuda.is_available():
-        raise ValueError('use_cpu=True: the model is trained where it was loaded; load it with device="cpu"')
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"use_cpu": given.use_cpu}
     for name in (field.name for field in fields(given) if field.name not in COMPUTED):
         value = plain(getattr(given, name))
         if value != plain(getattr(usual, name, None)) or (name in TAKEN_OVER and name in field_names(ours)):

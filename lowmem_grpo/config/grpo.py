@@ -10,7 +10,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
-from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
+from lowmem_grpo.rules import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
@@ -62,11 +62,21 @@ class GRPOConfig(
     """Not in TRL: what the KL term (`beta`) compares with. "start", as in TRL: the policy as the trainer begins with
     it, so that a run that goes on from an adapter keeps what that has learned. "base": the model without any adapter.
     """
+    sync_ref_model: bool = False
+    """True moves the reference toward the policy: every `ref_model_sync_steps` steps each number of its adapter becomes
+    ref_model_mixup_alpha * policy + (1 - ref_model_mixup_alpha) * reference."""
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
     mask_truncated_completions: bool = False
     log_completions: bool = False
     """Print a sample with each log; completions.jsonl holds them all in any case."""
+    num_completions_to_print: int | None = None
+    """So many of a step's completions with each log; None is the best one of its first prompt."""
+    log_unique_prompts: bool = False
+    """True prints one completion of each prompt at most, the best one."""
     per_device_eval_batch_size: int = 8
     num_generations_eval: int | None = None
+    """Completions of each row of an evaluation; None is num_generations, as in TRL."""
 
     # rewards
     reward_timeout: float | None = 60.0
@@ -89,6 +99,8 @@ class GRPOConfig(
         "max_prompt_length": COUNT, "steps_per_generation": COUNT, "num_iterations": COUNT,
         "truncate_prompts": TRUTH,
         "max_completion_length": COUNT, "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
+        "num_completions_to_print": COUNT, "log_unique_prompts": TRUTH, "sync_ref_model": TRUTH,
+        "ref_model_mixup_alpha": SHARE, "ref_model_sync_steps": COUNT,
         "per_device_eval_batch_size": COUNT, "num_generations_eval": COUNT, "reward_timeout": POSITIVE,
         "kl_reference": one_of("start", "base"), "score_while_sampling": TRUTH, "nothing_to_learn_steps": COUNT,
     }
@@ -107,6 +119,7 @@ class GRPOConfig(
         self.check_overlap()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
         self.check_credit()
+        self.check_reference()
         self.sampling(None)
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
             raise ValueError(
@@ -127,6 +140,15 @@ class GRPOConfig(
             )
         self.check_sampling_params()
 
+    def check_reference(self) -> None:
+        """Raise ValueError where there is no reference that could move toward the policy."""
+        if self.sync_ref_model and not self.beta:
+            raise ValueError("sync_ref_model=True, and beta is 0.0: nothing is compared with the reference. Set beta, "
+                             "or leave sync_ref_model out")
+        if self.sync_ref_model and self.kl_reference == "base":
+            raise ValueError("sync_ref_model=True, and kl_reference is 'base', which stays as it is; leave one of them "
+                             "out")
+
     def check_credit(self) -> None:
         """Raise ValueError where `turn_discount` has no mean of the group to compare a turn with."""
         name = self.advantage_estimator
@@ -138,6 +160,10 @@ class GRPOConfig(
                 f"advantages are those of {name}; take advantage_estimator={' or '.join(map(repr, COMPARING))}, or "
                 "leave turn_discount out"
             )
+        if self.turn_discount is not None and self.kl_in_reward:
+            raise ValueError(f"turn_discount is {self.turn_discount}, and with loss_type 'rloo' and beta {self.beta} "
+                             "the KL term is part of the reward of a whole completion; set beta=0, or leave "
+                             "turn_discount out")
 
     def check_sampling_params(self) -> None:
         """`vllm_sampling_params` does not contradict the fields that say the same."""
@@ -160,7 +186,8 @@ class GRPOConfig(
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL term is part of the advantages and not of the loss."""
-        return bool(self.beta) and self.advantage_estimator == "reinforce++"
+        rloo = self.advantage_estimator == self.loss_type == "rloo"
+        return bool(self.beta) and (rloo or self.advantage_estimator == "reinforce++")
 
     @property
     def optimizer_steps_per_generation(self) -> int:
@@ -210,6 +237,16 @@ class GRPOConfig(
             f"num_generations ({self.num_generations}); each step uses {self.completions_per_step}"
         )
 
+    def doubts(self) -> list[str]:
+        """Return what TRL warns of: settings of which a paper says otherwise."""
+        found = []
+        if self.loss_type == "luspo" and self.level != "sequence":
+            found.append("loss_type is 'luspo' and importance_sampling_level 'token'; its paper has 'sequence'")
+        if self.level == "sequence" and self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            found.append(f"importance_sampling_level is 'sequence', and loss_type {self.loss_type!r} sums over tokens, "
+                         "which weights each sequence by its completion length. GSPO's paper has loss_type 'grpo'")
+        return found
+
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
         """How completions are drawn in training."""
         given = self.vllm_sampling_params or SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
@@ -224,3 +261,14 @@ class GRPOConfig(
         given = self.vllm_sampling_params
         params = self.sampling(given.seed if given else None)
         return Draws(self.prompts_per_generation, params, self.seed)
+
+
+@dataclass
+class RLOOConfig(GRPOConfig):
+    """TRL's RLOOConfig: a completion is one action, compared with the others of its prompt, and the KL term is part of
+    its reward. TRL has no other options than these and those of GRPOConfig that are not about its loss."""
+
+    num_generations: int = 2
+    beta: float = 0.05
+    advantage_estimator: str = "rloo"
+    loss_type: str = "rloo"

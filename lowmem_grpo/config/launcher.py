@@ -1,13 +1,24 @@
-"""`Place`: which of a run's processes this one is, as torchrun and accelerate's launchers tell it. Loads no torch."""
+"""`Place`: which of a run's processes this one is, as torchrun and accelerate's launchers tell it, and which cores
+other programs leave it. Loads no torch, but to set its threads."""
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
+
+from lowmem_grpo.later import torch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM sets to its own
 CARDS = "CUDA_VISIBLE_DEVICES"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+STAT = Path("/proc/stat")  # a line for each core, in hundredths of a second
+BUSY = (1, 2, 3, 6, 7)  # fields of it: user, nice, system, interrupts; neither idle nor what another machine took
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,28 @@ def take_card() -> None:
         raise ValueError(f"rank {place.rank} is process {place.local} of its machine, and has no card: {CARDS} lists "
                          f"{len(listed)} ({','.join(listed)}). Start at most one process for each card")
     os.environ[CARDS] = listed[place.local] if listed else str(place.local)
+
+
+def used_by_others() -> tuple[float, float]:
+    """Return the time, and the seconds that other programs have computed on this process's cores so far."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if STAT.is_file() else set[str]()
+    lines = [line.split() for line in STAT.read_text().splitlines()] if cores else []
+    ticks = sum(int(line[field]) for line in lines if line[0] in cores for field in BUSY)
+    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def leave_busy_cores(before: tuple[float, float]) -> None:
+    """Compute with fewer threads where other programs kept cores busy since `before`, as threads wait for each other at
+    every operation. Nothing changes on a card, and where the user chose."""
+    if not STAT.is_file() or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
+        return
+    seconds, computed = (now - then for now, then in zip(used_by_others(), before, strict=True))
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if (free := max(1, cores - round(computed / seconds))) < threads:
+        torch.set_num_threads(free)
+        logger.warning("other programs keep %.1f of %d cores busy: this run computes with OMP_NUM_THREADS=%d, as more "
+                       "threads would wait for each other; set it to %d to take all cores", computed / seconds, cores,
+                       free, threads)
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:

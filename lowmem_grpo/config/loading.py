@@ -44,9 +44,6 @@ FROM_PRETRAINED: Table = BOTH | {
 GET_PEFT_MODEL: Table = BOTH | {
     **off("Only LoRA weights are trained; name modules in target_modules instead.", "modules_to_save"),
     **off("Leave it out; LoRA starts at zero.", "loftq_config"),
-    **off("LoRA starts at zero, with B = 0; leave it out.", "init_lora_weights", also=(True, "default")),
-    **off("Layers are found by the model's own structure; leave it out.", "layers_pattern"),
-    **off("Name the modules that get LoRA in target_modules.", "exclude_modules"),
     **off("Embeddings stay frozen; train LoRA on linear layers.", "trainable_token_indices"),
     **off("All layers are checkpointed alike: use_gradient_checkpointing is \"offload\", True or False.",
           "checkpoint_skip_layers"),

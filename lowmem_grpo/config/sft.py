@@ -14,13 +14,11 @@ FIXED: Table = EVERY_TRAINER | {
     **only("Set tokenizer.eos_token; answers end as the chat template ends them, else with it.", eos_token=None),
     **only("Only the columns that are trained on are read from a row.", remove_unused_columns=(True, False)),
     **only("Sequences are always packed, without padding and without seeing each other; leave it out.", pad_token=None,
-           pad_to_multiple_of=("auto", None), padding_free=(True, False), num_of_sequences=(None, 1024),
-           chars_per_token=(None, 3.6)),
+           padding_free=(True, False), num_of_sequences=(None, 1024), chars_per_token=(None, 3.6)),
     **any_value("dataset_batch_size", usual=1000),
     **at_default("Smoothing is not supported; leave it out.", "label_smoothing_factor"),
     **only("Pass use_gradient_checkpointing='offload' to get_peft_model.", activation_offloading=False),
-    **at_default("Evaluation is packed as training is; use per_device_train_batch_size.",
-                 "per_device_eval_batch_size"),
+    **any_value("per_device_eval_batch_size", usual=8),  # an evaluation is packed as training is
 }
 
 

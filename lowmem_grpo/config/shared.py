@@ -10,9 +10,11 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.rules import COUNT, DECAY, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 OPTIMIZERS = tuple(OPTIMIZER_BYTES)
-SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup")
+SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
+              "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 SINKS = ("none", "all", "wandb", "tensorboard", "trackio")
-STRATEGIES = ("no", "steps")
+STRATEGIES = ("no", "steps", "epoch")
+LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
 def field_names(cls: Any) -> set[str]:
@@ -57,7 +59,9 @@ class TrainSettings(metaclass=CheckedCall):
 
     # data
     shuffle_dataset: bool = True
-    """Each epoch in its own order, by `seed`; False keeps the order of the rows."""
+    """Each epoch in its own order, by `data_seed`; False keeps the order of the rows."""
+    data_seed: int | None = None
+    """Of the order of the rows; None is `seed`."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     # how much
@@ -72,13 +76,15 @@ class TrainSettings(metaclass=CheckedCall):
 
     # optimizer
     learning_rate: float = 1e-6
-    optim: str = "adamw_torch"
+    optim: str = "adamw_torch_fused"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Options of the schedule, such as {"min_lr_rate": 0.1} of "cosine_with_min_lr"."""
     warmup_steps: float = 0
     """Steps; below 1 it is a share of all steps, as in transformers 5."""
     warmup_ratio: float = 0.0
@@ -88,9 +94,16 @@ class TrainSettings(metaclass=CheckedCall):
     fp16: bool | None = None
     gradient_checkpointing: bool | None = None
     """None keeps what get_peft_model set up."""
+    disable_dropout: bool = False
+    """True sets every dropout of the model to 0, that of LoRA too."""
+    use_cpu: bool = False
+    """True loads a model that is given by its name on the CPU, and refuses one that lies elsewhere."""
 
     # records and checkpoints
     logging_steps: int = 1
+    logging_first_step: bool = False
+    log_level: str = "passive"
+    """Of this package's log, while it is not "passive"."""
     report_to: Any = "none"  # str | list[str]; a list once checked
     disable_tqdm: bool | None = None
     """True turns the live view off."""
@@ -105,6 +118,7 @@ class TrainSettings(metaclass=CheckedCall):
     save_total_limit: int | None = 3
     eval_strategy: str = "no"
     eval_steps: int | None = None
+    eval_on_start: bool = False
     metric_for_best_model: str | None = None
     """Which metric of an evaluation says which checkpoint is the best, with or without eval_ before it. None: the mean
     training reward of GRPO, and in fine-tuning no metric."""
@@ -132,7 +146,9 @@ class TrainSettings(metaclass=CheckedCall):
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
         "logging_steps": COUNT, "nonfinite_steps": COUNT, "save_strategy": one_of(*STRATEGIES), "save_steps": COUNT,
         "save_total_limit": COUNT, "eval_strategy": one_of(*STRATEGIES), "eval_steps": COUNT,
-        "greater_is_better": TRUTH, "load_best_model_at_end": TRUTH, "push_to_hub": TRUTH,
+        **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "push_to_hub", "disable_dropout", "use_cpu",
+                         "logging_first_step", "eval_on_start"), TRUTH),
+        "data_seed": number("a number", lambda value: True), "log_level": one_of(*LOG_LEVELS),
     }
     """What a field's value must be; a subclass has its own table for the fields that it adds."""
 
@@ -163,11 +179,17 @@ class TrainSettings(metaclass=CheckedCall):
         """The best checkpoint is told by an evaluation, and can be loaded only if it is saved when it is evaluated."""
         if not self.load_best_model_at_end:
             return
-        if "no" in (self.eval_strategy, self.save_strategy):
-            raise ValueError("load_best_model_at_end=True needs eval_strategy='steps' and save_strategy='steps'")
-        if self.save_steps % (self.eval_steps or 1):
+        if self.eval_strategy == "no" or self.eval_strategy != self.save_strategy:
+            raise ValueError("load_best_model_at_end=True needs eval_strategy='steps' and save_strategy='steps', or "
+                             "'epoch' for both")
+        if self.save_strategy == "steps" and self.save_steps % (self.eval_steps or 1):
             raise ValueError(f"load_best_model_at_end=True, and save_steps ({self.save_steps}) is no multiple of "
                              f"eval_steps ({self.eval_steps}): a checkpoint would have no metric of its own")
+
+    @property
+    def order_seed(self) -> int:
+        """What the order of the rows is drawn by."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def best_metric(self) -> str | None:

@@ -101,6 +101,6 @@ def needs(config: Any) -> dict[str, tuple[Any, ...]]:
         "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
         "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),
         "advantage_estimator": ("grpo", "rloo", "passk"), "multi_objective_aggregation": ("sum_then_normalize",),
-        "score_while_sampling": (None, True),
+        "score_while_sampling": (None, True), "normalize_advantages": (False,),
     }
     return once | ({"beta": (0.0,)} if config.train_while_sampling == PARALLEL else {})

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-RENAMED = {"evaluation_strategy": "eval_strategy"}  # transformers' name until 4.46
+RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}  # older names of transformers
 
 
 @cache
@@ -45,6 +45,20 @@ class Fixed:
         """Return the accepted values of the option `name`, its default first."""
         usual = (transformers_defaults()[name],) if self.at_default else (None, False) if self.may_be_off else ()
         return (*usual, *self.values)
+
+
+@dataclass(frozen=True)
+class Harmless(Fixed):
+    """An object or a dict of options, of which those in `free` change nothing here; others stay at their defaults."""
+
+    free: tuple[str, ...] = ()
+    usual: tuple[tuple[str, Any], ...] = ()
+
+    def accepts(self, name: str, value: Any) -> bool:
+        """Return whether all that is not free is at its default."""
+        found, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
+        return isinstance(found, Mapping) and all(key in self.free or (key in usual and usual[key] == one)
+                                                  for key, one in found.items())
 
 
 Table = dict[str, Fixed]
@@ -102,12 +116,9 @@ OTHER = Fixed("transformers has it, and the trainers here do not; leave it out."
 EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     # the model, the optimizer, precision and memory
     **only("Only model classes of transformers itself can be trained.", trust_remote_code=False),
-    **only("Set lora_dropout=0 in get_peft_model instead.", disable_dropout=False),
     **only("Logits are computed in chunks; set logits_chunk, in tokens, for another size than the default.",
            unsloth_num_chunks=-1, unsloth_logit_chunk_multiplier=None),
     **only("Use per_device_train_batch_size or max_tokens_per_micro_batch.", unsloth_grpo_mini_batch=None),
-    **at_default("The schedules take no options; choose another lr_scheduler_type.", "lr_scheduler_kwargs",
-                 also=({},)),
     **at_default("Use adam_beta1, adam_beta2, adam_epsilon and weight_decay.", "optim_args", also=("", {})),
     **at_default("Choose what is trained with target_modules in get_peft_model.", "optim_target_modules"),
     **only("Use optim, for example optim='paged_adamw_8bit'.", adafactor=False),
@@ -119,22 +130,27 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     **at_default("The package's own kernels never hold all logits at once; leave it out.", "use_liger_kernel",
                  also=(True,)),  # it asks for memory that is saved anyway
     # rows, records and evaluation
-    **at_default("Use seed, which orders the data too.", "data_seed"),
     **at_default("Shape the dataset itself to drop rows.", "dataloader_drop_last"),
     **at_default("Use shuffle_dataset=False to keep the order of the rows.", "train_sampling_strategy"),
     **any_value("dataset_num_proc"),  # by how many processes rows are read; all give the same
     **any_value("dataloader_num_workers", usual=0),
+    "accelerator_config": Harmless(
+        "There are no data loaders to split; leave split_batches and gradient_accumulation_kwargs out of it.",
+        (None, {}), free=("dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
+                          "use_configured_state"),
+        usual=(("split_batches", False), ("gradient_accumulation_kwargs", None)),
+    ),
+    **any_value("pad_to_multiple_of"),  # sequences are packed, without padding
     **at_default("Use logging_steps; a large value logs almost nothing.", "logging_strategy"),
-    **at_default("Use logging_steps=1.", "logging_first_step"),
     **only("Logs go to output_dir; set that.", logging_dir=None),
     **at_default("Use torch.autograd.set_detect_anomaly to find where a value overflows.", "debug", also=([], None)),
-    **at_default("Set the level with Python's logging module.", "log_level", "log_level_replica"),
+    **at_default("Set the level with Python's logging module.", "log_level_replica"),
     **at_default("Set trackio_space_id, or run `trackio sync` afterwards.", "trackio_bucket_id",
                  "trackio_static_space_id"),
     **at_default("Call trainer.train().", "do_train", also=(True,)),
     **at_default("Call the model's generate to predict.", "do_predict", also=(True,)),
     **at_default("Use eval_strategy='steps' to evaluate while training, with eval_steps.", "do_eval", also=(True,)),
-    **at_default("Use eval_strategy='steps' with eval_steps.", "eval_delay", "eval_on_start"),
+    **at_default("Use eval_strategy='steps' with eval_steps.", "eval_delay"),
     # checkpoints and the hub
     **at_default("Pass it to trainer.train(resume_from_checkpoint=...).", "resume_from_checkpoint", also=(False,)),
     **at_default("Every checkpoint can be resumed; the folder `adapter` in output_dir holds only the adapter.",
@@ -149,8 +165,7 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     **only("Use hub_model_id, its newer name; the token is that of `hf auth login`.",
            push_to_hub_model_id=None, push_to_hub_organization=None, push_to_hub_token=None),
     # devices
-    **at_default("Training happens on the device that the model was loaded on.", "use_cpu"),
-    **only("Training happens on the device that the model was loaded on.", no_cuda=False, use_mps_device=False),
+    **only("Training happens on the device that the model was loaded on.", use_mps_device=False),
     **at_default("Call torch.use_deterministic_algorithms(True) yourself; seed fixes every draw.", "full_determinism"),
     **at_default("There is one process; leave it out.", "local_rank", also=(0,)),
     **at_default(ONE_DEVICE, "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph",
@@ -161,7 +176,8 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     **only("Use per_device_train_batch_size.", per_gpu_train_batch_size=None),
     **only("Use per_device_eval_batch_size.", per_gpu_eval_batch_size=None),
     **only("Use bf16 or fp16.", fp16_opt_level="O1", fp16_backend="auto", half_precision_backend="auto"),
-    **only(LEAVE_OUT, cast_lm_head_to_fp32=False, router_aux_loss_coef=(None, 0.0), group_by_length=False,
+    **only("Logits are computed in float32 in any case.", cast_lm_head_to_fp32=(False, True)),
+    **only(LEAVE_OUT, router_aux_loss_coef=(None, 0.0), group_by_length=False,
            include_tokens_per_second=(False, None), include_for_metrics=([], None), include_inputs_for_metrics=False,
            save_safetensors=True, jit_mode_eval=False, past_index=-1, torchdynamo=None,
            use_legacy_prediction_loop=False),
@@ -169,8 +185,6 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
 OF_GRPO: Table = EVERY_TRAINER | {
     **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **at_default("The GRPO loss has no labels to smooth; leave it out.", "label_smoothing_factor"),
-    **only("The reference (kl_reference) stays fixed; use beta for the strength of the KL term.",
-           sync_ref_model=False, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512),
     **only("Use steps_per_generation: it counts micro-batches that share a generation.", generation_batch_size=None),
     **only("Use temperature, top_p, top_k, min_p or vllm_sampling_params.", generation_kwargs=(None, {})),
     **only("Penalised sampling is off-policy; score repetition with a reward function.", repetition_penalty=1.0),
@@ -179,7 +193,6 @@ OF_GRPO: Table = EVERY_TRAINER | {
            speculation=None, partial_rollouts=False, partial_rollouts_ahead=0.5, partial_rollouts_staleness=1),
     **only("It favoured short answers and is gone; raise num_generations instead.", extra_generations=0),
     **only("completions.jsonl in output_dir holds every completion; use log_completions to print a few.",
-           num_completions_to_print=None, log_unique_prompts=False, wandb_log_unique_prompts=False,
            log_completions_hub_repo=None),
     **only("There is no server: vLLM works in this process, on the trainer's own weights; leave it out.",
            vllm_mode="colocate", vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000,
@@ -190,7 +203,7 @@ OF_GRPO: Table = EVERY_TRAINER | {
            vllm_max_model_length=None, vllm_tensor_parallel_size=1),
     **only("Constrained decoding is not supported; reward the format instead.",
            vllm_structured_outputs_regex=None, vllm_guided_decoding_regex=None),
-    **only(LEAVE_OUT, use_liger_loss=(False, None, True), cache_implementation=None, pad_to_multiple_of=("auto", None),
+    **only(LEAVE_OUT, use_liger_loss=(False, None, True), cache_implementation=None,
            ds3_gather_for_generation=(True, False), use_transformers_continuous_batching=False,
            transformers_continuous_batching_config=None, use_transformers_paged=False, log_multimodal=(True, False)),
 }

@@ -131,7 +131,8 @@ class EngineKeeper:
     def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
         """The engine that samples with the policy's weights as they are: the kept one while it still fits."""
         if self.choice.name != VLLM:
-            return TransformersEngine(policy, tokenizer, self.max_seq_length, self.settings.enforce_eager)
+            return TransformersEngine(policy, tokenizer, self.max_seq_length, self.settings.enforce_eager,
+                                      self.settings.sampling_weights)
         if self.kept is not None and self.fits(self.kept, policy, tokenizer):
             return self.kept
         self.make_room()

@@ -112,6 +112,13 @@ class DecodeState:
         positions = torch.cat([state.positions for state in states])
         return cls(cache, rows, counts, tokens, alive, torch.cat(real), positions)
 
+    def trim(self) -> None:
+        """Leave out the places on the left that no unfinished row has."""
+        width, rows = self.real.shape[1], slice(0, len(self.rows))
+        held = int(self.positions.where(self.alive, 0).max()) + 1
+        self.cache = right_aligned([Piece(self.cache, rows, width - held, width)], held, give=True)
+        self.real = self.real[:, width - held :]
+
     def select(self, keep: Tensor) -> None:
         """Keep only these rows (R,), or repeat them."""
         self.cache.batch_select_indices(keep)
@@ -145,6 +152,11 @@ class GenerationState:
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
         self.unfinished = [self.params.n] * len(self.prompts)  # rows of each prompt
         self.cached = [0] * rows  # tokens of each row's prompt that were not computed
+
+    @property
+    def widest(self) -> int:
+        """The places of a cache that all rows need at most, if they run together from their first token on."""
+        return max(map(len, self.prompts)) + self.ids.shape[1]
 
     @classmethod
     def of_prompts(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int], device: torch.device,

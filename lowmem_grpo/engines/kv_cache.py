@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-STEP = 128  # places by which the storage of rows grows whose tokens are written at one place
-
 
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
@@ -164,10 +162,37 @@ def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
     return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
 
 
+class LastingStorage:
+    """Storage (2, R, H_kv, C, K) of each layer that outlives the caches whose rows lie in it: those from `first` on, in
+    the first of C places. Numbers in other places are finite."""
+
+    def __init__(self, rows: int, capacity: int, first: int = 0, layers: dict[int, Tensor] | None = None) -> None:
+        self.rows, self.capacity, self.first = rows, capacity, first
+        self.layers: dict[int, Tensor] = {} if layers is None else layers  # each made when it is first needed
+
+    def behind(self, rows: int) -> "LastingStorage":
+        """The same behind so many rows that are in use."""
+        return LastingStorage(self.rows, self.capacity, rows, self.layers)
+
+    def show(self, place: int, rows: int, like: Tensor) -> Tensor:
+        """Return the storage of so many rows in a layer, whose keys are `like` (B, H_kv, T, K)."""
+        if place not in self.layers:
+            self.layers[place] = like.new_zeros(2, self.rows, like.shape[1], self.capacity, like.shape[3])
+        return self.layers[place][:, self.first : self.first + rows]
+
+    def move(self, place: int, layer: GrowingLayer) -> None:
+        """Move a layer's rows here, which lets go of the storage that they had."""
+        length, here = layer.get_seq_length(), self.show(place, layer.storage.shape[1], layer.storage[0])
+        here[:, :, :, :length] = layer.storage[:, :, :, :length]
+        layer.storage = here
+        layer.view(length)
+
+
 class GrowingCache(Cache):
     """A cache of `GrowingLayer`s and `StateLayer`s, one for each decoder layer, made at first use."""
 
     layers: list[Any]
+    lasting: LastingStorage | None = None  # where its rows lie
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
@@ -194,12 +219,30 @@ class GrowingCache(Cache):
         """The layers that hold keys and values."""
         return [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
 
-    def fix(self, at: Tensor, capacity: int) -> None:
-        """From now on write the keys and values of new tokens at a place that `at` says, in room for `capacity`."""
+    def fix(self, at: Tensor, rows: int, capacity: int) -> None:
+        """From now on write the keys and values of new tokens at a place that `at` says, in room for `capacity`; rows
+        of lasting storage are shown with those behind them up to `rows`, which hold nothing of use."""
+        for place, layer in enumerate(self.layers):
+            if isinstance(layer, GrowingLayer):
+                layer.at = at
+                if self.lasting is not None:
+                    layer.storage = self.lasting.show(place, rows, layer.keys)
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for so many places."""
         for layer in self.growing:
-            layer.at = at
             if layer.storage.shape[3] < capacity:
                 layer.reserve(capacity)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows (R,), or repeat them."""
+        for place, layer in enumerate(self.layers):
+            if self.lasting is not None:
+                layer.storage = layer.storage[:, :, :, : layer.get_seq_length()]
+            layer.batch_select_indices(indices)
+            if self.lasting is not None:
+                self.lasting.move(place, layer)
 
     def cut(self, length: int) -> None:
         """Show the first `length` places of keys and values."""
@@ -209,6 +252,15 @@ class GrowingCache(Cache):
     def copied(self, rows: Tensor) -> "GrowingCache":
         """A cache of some of the rows (R,), without room to grow."""
         return self.holding([layer.copied(rows) for layer in self.layers])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values to a layer, which is made where it lasts."""
+        if self.lasting is not None and layer_idx == len(self.layers):
+            storage = self.lasting.show(layer_idx, len(key_states), key_states)
+            self.layers.append(GrowingLayer.holding(storage, 0))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Keep the last inputs of a layer's convolution, which makes that layer's states the first time."""
@@ -237,10 +289,14 @@ def right_aligned(pieces: list[Piece], width: int, room: int = 0, give: bool = F
     """A cache of `width` places and `room` for more, with the rows of all pieces in order; each ends at the right edge.
     Places before a row are zero: a weight of 0 in attention would not hide a NaN there. Caches that `give` their layers
     away lose each as it is copied, so that not all of them are held twice."""
-    made: list[Any] = []
+    made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]
         made.append(layers[0].right_aligned(layers, pieces, width, room))
+        if lasting is not None:
+            lasting.move(place, made[-1])
         for piece in pieces if give else ():
             piece.cache.layers[place] = None
-    return GrowingCache.holding(made)
+    cache = GrowingCache.holding(made)
+    cache.lasting = lasting
+    return cache

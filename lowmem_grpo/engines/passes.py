@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lowmem_grpo.engines.generation_state import DecodeState
+from lowmem_grpo.kernels.frozen import WIDE, WideWeights
 from lowmem_grpo.kernels.logits import LogitShape
-from lowmem_grpo.kernels.lora_factors import kept_factors
+from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.models.policy import Policy
 
@@ -22,14 +23,16 @@ class Passes:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.wide: WideWeights | None = None  # quantized weights in 16 bits
 
     def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
         """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-        routes: list[Tensor] = []
+        routes, width = list[Tensor](), state.real.shape[1] + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
             hidden = self.feed_piece(state, ids, true)[:, -1:]
             routes += [] if state.routes is None else [state.routes]
+            state.cache.reserve(width)  # no piece to come makes it grow by half
         state.routes = torch.cat(routes, 1) if routes else None
         return self.logits(hidden).squeeze(1)
 
@@ -47,15 +50,17 @@ class Passes:
         return hidden
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
         """Inside, nothing is dropped out and no gradient is computed, and adapters, which must not change, are kept as
-        products take them; the mode of the model comes back."""
+        products take them, in `lasting` for longer; the mode of the model comes back."""
         was_training = self.policy.model.training
         self.policy.model.eval()
+        token = WIDE.set(self.wide)
         try:
-            with torch.no_grad(), kept_factors():
+            with torch.no_grad(), kept_factors(lasting):
                 yield
         finally:
+            WIDE.reset(token)
             self.policy.model.train(was_training)
 
     def hidden(

@@ -1,16 +1,18 @@
 """One token for all rows of a batch: the model's pass, with everything that changes from step to step at one address.
 
-On a card the step is recorded as a CUDA graph, once for each number of rows and each length of storage, because the
-host needs longer to launch the kernels of a small step than the card needs to run them. On a CPU, and where a graph
-cannot be had, the same code runs as it is, and one warning says why. Who asks for graphs by name
-(`enforce_eager=False`) gets an error in place of that, before weights are loaded as far as it is known by then.
+On a card the step is recorded as a CUDA graph, because the host needs longer to launch the kernels of a small step than
+the card needs to run them: once for each number of rows and each length of storage, both rounded up, in the life of an
+engine. On a CPU, and where a graph cannot be had, the same code runs as it is, and one warning says why. Who asks for
+graphs by name (`enforce_eager=False`) gets an error in place of that, before weights are loaded as far as it is known
+by then.
 
 Nothing of this has run on a card. So the first run of each graph is compared with the same step done without one.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -18,39 +20,24 @@ from torch import Tensor
 
 from lowmem_grpo.config.engine import VLLM
 from lowmem_grpo.engines.generation_state import DecodeState
-from lowmem_grpo.engines.kv_cache import STEP
+from lowmem_grpo.engines.kv_cache import LastingStorage
 from lowmem_grpo.engines.passes import Passes
+from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.bounds import is_out_of_memory
+from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.models.lora_layers import adapter_state
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import on_host
 
 logger = logging.getLogger(__name__)
-WARM = 2  # steps of one form without a graph, in which kernels are compiled and libraries start
+WARM = 2  # steps without a graph before the first one, in which kernels are compiled and libraries start; then 1
+GROW = 2  # times the places that a call needs, at most, where lasting buffers keep the rows and the width of another
 AGREE = 0.02  # of the largest logit: how far the first run of a graph may be from the same step without one
-ASKS = ("dynamic", "longrope")  # kinds of RoPE that read the positions on the host
 HOST = "its embedding is on the host"
 FIX = "leave enforce_eager out, and token steps run without graphs where they must"
-
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-
-
-class CudaGraph:
-    """Work that reads and writes tensors that stay where they are, and asks the device for nothing: one launch."""
-
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        """Record the work, without running anything. RuntimeError where it cannot be recorded."""
-        self.graph = torch.cuda.CUDAGraph()
-        # another thread may train meanwhile, and what it asks of the device is none of this graph's concern
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.result = work()
-
-    def __call__(self) -> Tensor:
-        """Run it; the result is the same tensor each time."""
-        self.graph.replay()
-        return self.result
-
 
 class TokenStep:
     """Feeds the rows of a batch the tokens they drew last."""
@@ -64,92 +51,137 @@ class TokenStep:
         self.must = eager is False  # until a graph has shown that this card and model can have them
         self.record: Record | None = None if why or eager else CudaGraph
         # places that attention reads: a multiple of this, as a graph is of one length
-        self.block = STEP if self.record else 1
+        self.block = GRAPH_PLACES if self.record else 1
         self.recorded = 0  # graphs made so far
         self.state: DecodeState | None = None
-        self.run: Callable[[], Tensor] | None = None
+        self.empty = self.buffers = StepBuffers(0, 0, passes.policy.device)
+        self.lasting: StepBuffers | None = None  # for the engine's life, of rows that a call decodes
         if passes.policy.device.type == "cuda" and why and not eager:
             say_plain(why)
 
+    def prepare(self, rows: int, width: int) -> None:
+        """Have room that lasts for so many rows of so many places, where steps are recorded. It grows where it is too
+        small, and its graphs are gone then."""
+        width, old = up_to_multiple(width, self.block), self.lasting
+        if self.record is None:
+            self.lasting = None
+        elif old is None or rows > old.rows or width > old.capacity:
+            most = (rows, width) if old is None else (max(rows, old.rows), max(width, old.capacity))
+            rows, width = most if prod(most) <= GROW * rows * width else (rows, width)
+            self.lasting = old = None  # before there is a new one
+            self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
+
+    def storage_for(self, width: int, running: int) -> LastingStorage | None:
+        """Return what rows of so many places may lie in, beside those that run; None where nothing lasts."""
+        storage = None if self.lasting is None else self.lasting.storage
+        if storage is None or width > storage.capacity:
+            return None
+        return storage.behind(running) if running else storage
+
+    def factors(self) -> Kept | None:
+        """Return the adapters as graphs read them, which are made anew for other adapters; None where nothing lasts."""
+        if self.lasting is None:
+            return None
+        model = self.passes.policy.model
+        if self.lasting.adapters != (now := (adapter_state(model), *addresses(model.parameters()))):
+            self.lasting.forget_graphs()
+            self.lasting.adapters = now
+        return self.lasting.factors
+
     def extend(self, state: DecodeState) -> Tensor:
         """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which hold until the next call."""
-        width = state.real.shape[1] + 1
-        if state is not self.state or state.positions is not self.positions or width > self.mask.shape[1]:
-            self.hold(state, width)
-        self.tokens.copy_(state.tokens)
-        self.alive.copy_(state.alive)
-        self.width = -(-width // self.block) * self.block
-        state.cache.cut(self.width)
-        logits = self.logits()
-        state.real = self.mask[:, :width]
-        if self.width > width:
-            state.cache.cut(width)
+        count, width = len(state.rows), state.real.shape[1] + 1
+        if state is not self.state or state.positions is not self.positions or width > self.buffers.capacity:
+            width = self.hold(state)
+        buffers = self.buffers
+        buffers.tokens[:count].copy_(state.tokens)
+        buffers.alive[:count].copy_(state.alive)
+        self.width = min(graph_width(width, self.block), buffers.capacity) if self.block > 1 else width
+        logits = self.logits()[:count]
+        state.cache.cut(width)
+        state.real = buffers.mask[:count, :width]
         return logits
 
-    def hold(self, state: DecodeState, width: int) -> None:
-        """Give rows a cache, a mask and inputs that stay where they are for the next steps."""
+    def hold(self, state: DecodeState) -> int:
+        """Give rows a cache, a mask and inputs that stay where they are for the next steps; returns their width with
+        the next token."""
         self.release()
-        self.state, capacity = state, capacity_for(width)
-        self.at = torch.full((1,), width - 1, device=state.rows.device)
-        state.cache.fix(self.at, capacity)
-        self.tokens, self.positions, self.alive = state.tokens.clone(), state.positions.clone(), state.alive.clone()
-        self.mask = torch.zeros(len(state.rows), capacity, dtype=torch.bool, device=state.rows.device)
-        self.mask[:, : width - 1] = state.real
-        # what attention adds to its scores: it would make this of a mask of bools in each layer
-        self.added = torch.zeros_like(self.mask, dtype=state.cache.growing[0].storage.dtype)
-        self.added.masked_fill_(~self.mask, -torch.inf)
-        state.positions = self.positions
+        count, lasting = len(state.rows), self.lasting
+        if lasting is not None and state.cache.lasting is lasting.storage:
+            if state.real.shape[1] >= lasting.capacity:
+                state.trim()
+            self.rows, self.buffers = min(graph_rows(count), lasting.rows), lasting
+        else:
+            capacity = up_to_multiple(state.real.shape[1] + 1)
+            self.rows, self.buffers = count, StepBuffers(count, capacity, state.rows.device)
+        self.buffers.hold(state, self.rows)
+        self.state, self.positions = state, state.positions
         self.weights: list[Tensor] = [*self.passes.policy.model.parameters()] if self.record else []
+        return state.real.shape[1] + 1
 
     def release(self) -> None:
-        """Let go of the rows and of the graph."""
-        self.state, self.run, self.steps = None, None, 0
+        """Let go of the rows."""
+        self.state, self.buffers = None, self.empty
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self.release()
+        self.lasting = None
 
     def step(self) -> Tensor:
-        """Do the work of one step: logits (B, V). Nothing here asks the device for a value."""
+        """Do the work of one step: logits (R, V). Nothing here asks the device for a value."""
         assert self.state is not None
-        self.positions.add_(1)
-        self.mask.index_fill_(1, self.at, True)
-        self.added.index_fill_(1, self.at, 0.0)
-        added, named = self.added[:, None, None, : self.width], {"newest": self.at} if self.block > 1 else {}
+        self.state.cache.cut(self.width)
+        rows, buffers = slice(0, self.rows), self.buffers
+        positions, added = buffers.positions[rows].add_(1), buffers.added
+        assert added is not None
+        buffers.mask.index_fill_(1, buffers.at, True)
+        added.index_fill_(1, buffers.at, 0.0)
+        seen, named = added[rows, None, None, : self.width], {"newest": buffers.at} if self.block > 1 else {}
         # rows that are done are decoded on, but what is kept of them must not change
-        hidden = self.passes.hidden(self.tokens[:, None], self.positions[:, None], added, self.alive[:, None],
+        hidden = self.passes.hidden(buffers.tokens[rows, None], positions[:, None], seen, buffers.alive[rows, None],
                                     self.state, **named)
         logits = self.passes.logits(hidden).squeeze(1)
-        self.at.add_(1)
+        buffers.at.add_(1)
         return logits
 
     def logits(self) -> Tensor:
         """Return those of one step, by the graph where there is one of these weights."""
-        if self.run is not None and self.addresses() == self.held:
-            return self.run()
-        if self.run is not None:
-            self.run, self.steps = None, 0  # weights have moved
+        buffers, key = self.buffers, (self.rows, self.width)
+        if buffers.graphs and addresses(self.weights) != buffers.held:
+            buffers.forget_graphs()  # weights have moved
+        if (run := buffers.graphs.get(key)) is not None:
+            return run()
         logits = self.step()
-        self.steps += 1
-        if self.record is not None and self.steps >= WARM:
-            self.make(self.record, logits)
+        buffers.steps += 1
+        if self.record is not None and buffers.steps >= (1 if self.recorded else WARM):
+            self.make(self.record, key, logits)
         return logits
 
-    def make(self, record: Record, logits: Tensor) -> None:
-        """Record the step that has just given `logits` (B, V), and hold its first run against them."""
-        at, positions = self.at - 1, self.positions - 1
+    def make(self, record: Record, key: tuple[int, int], logits: Tensor) -> None:
+        """Record the step that has just given `logits` (R, V), and hold its first run against them."""
+        buffers, at, positions = self.buffers, self.buffers.at - 1, self.buffers.positions.clone()
+        positions[: self.rows] -= 1
+        if buffers.out is None:
+            buffers.out = logits.new_empty(buffers.rows, logits.shape[1])
+        out = buffers.out[: self.rows]
         try:
-            run = record(self.step)
-            self.at.copy_(at)
-            self.positions.copy_(positions)
+            buffers.at.copy_(at)
+            buffers.positions.copy_(positions)
+            run = record(lambda: out.copy_(self.step()), next(iter(buffers.graphs.values()), None))
             why = differs(run(), logits)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise  # fewer rows may have room for a graph
             why = f"it could not be recorded ({first_line(error)})"
         if not why:
-            self.run, self.held, self.must = run, self.addresses(), False
+            buffers.add_graph(key, run)
+            buffers.held, self.must = addresses(self.weights), False
             self.recorded += 1
             return
         self.give_up(why)
-        self.at.copy_(at)
-        self.positions.copy_(positions)
+        buffers.at.copy_(at)
+        buffers.positions.copy_(positions)
         self.step()  # a wrong graph has written wrong keys and values at that place
 
     def give_up(self, why: str) -> None:
@@ -161,14 +193,15 @@ class TokenStep:
         logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", named)
         self.record = None
 
-    def addresses(self) -> list[int]:
-        """Return where the weights and adapters are."""
-        return [part.data_ptr() for part in self.weights]
+
+def up_to_multiple(width: int, step: int = GRAPH_PLACES) -> int:
+    """Return the places that are held for rows of `width` places."""
+    return -(-width // step) * step
 
 
-def capacity_for(width: int) -> int:
-    """Return the places that are held for rows of `width` places: at most STEP - 1 more."""
-    return -(-width // STEP) * STEP
+def addresses(weights: Iterable[Tensor]) -> list[int]:
+    """Return where weights and adapters are."""
+    return [part.data_ptr() for part in weights]
 
 
 def differs(found: Tensor, logits: Tensor) -> str:
@@ -180,8 +213,9 @@ def differs(found: Tensor, logits: Tensor) -> str:
     return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"
 
 
-def other_cache(config: Any) -> str:
-    """Return why a model's rows cannot have their cache at fixed addresses; "" where they can."""
+def not_of_model(config: Any) -> str:
+    """Return why a model's rows cannot have their cache at fixed addresses, so that no step of it can be a CUDA graph;
+    "" where they can."""
     family = family_of(config)
     if family is not None and family.experts is not None and has_experts(config):
         return "its experts' routes are recorded"
@@ -190,13 +224,6 @@ def other_cache(config: Any) -> str:
     if family is not None and family.unlike_layers:
         return "its layers lend each other keys"
     return ""
-
-
-def not_of_model(config: Any) -> str:
-    """Return why steps of a model of this config cannot be CUDA graphs, on whatever card; "" where they can."""
-    if any(kind in ASKS for kind in kinds_of_rope(config.get_text_config())):
-        return f"its RoPE ({', '.join(ASKS)}) looks at the positions on the host"
-    return other_cache(config)
 
 
 def not_recorded(policy: Policy) -> str:
@@ -208,13 +235,6 @@ def not_recorded(policy: Policy) -> str:
     if on_host(policy.base):
         return HOST
     return not_of_model(policy.base.config)
-
-
-def kinds_of_rope(config: object) -> set[str]:
-    """Return the kinds of position embedding that a config names, of all its kinds of layers."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    nested = [part for part in settings.values() if isinstance(part, dict)]
-    return {str(part.get("rope_type", "default")) for part in (nested or [settings])}
 
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, FinishedPrompts, Meanwhile, OnGroup
 from lowmem_grpo.engines.batch import Batch
@@ -27,13 +28,15 @@ from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.passes import Passes, left_padded
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
+from lowmem_grpo.engines.vllm.sampling_weights import few_rows
+from lowmem_grpo.kernels.frozen import WideWeights
 from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
-from lowmem_grpo.memory.cards import prefill_piece
+from lowmem_grpo.memory.cards import graph_rows, prefill_piece
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
-RARELY = 0.5  # the same where steps are CUDA graphs, each of which is of one number of rows
+RARELY = 0.5  # the same where CUDA graphs are of one number of rows and go with them
 LOOK = 8  # token steps from one look at which rows are done to the next, there
 ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
 
@@ -45,9 +48,11 @@ class TransformersEngine:
     capabilities = EVERYTHING
 
     def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, enforce_eager: bool | None = None
+        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
+        enforce_eager: bool | None = None, sampling_weights: str | None = None,
     ) -> None:
-        """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be."""
+        """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be.
+        `sampling_weights="16bit"` dequantizes quantized weights while sampling; None leaves that to a run's plan."""
         self.policy, self.passes = policy, Passes(policy)
         self.tokenizer, self.pad_id = tokenizer, tokenizer.pad_token_id or 0
         self.max_seq_length = max_seq_length
@@ -58,6 +63,9 @@ class TransformersEngine:
         self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
+        self.use_weights(sampling_weights)
+        self.decoding = False
+        self.sleeps = True  # what steps are recorded on is given back while training, and so are the graphs
 
     @property
     def slots(self) -> int | None:
@@ -69,15 +77,38 @@ class TransformersEngine:
 
     def sleep(self) -> None:
         self.forget()
+        self.free_weights()
+        if self.sleeps:
+            self.step.drop()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def use_weights(self, form: str | None) -> None:
+        """Sample with weights in 16 bits where rows are more than few, or in the form in which they are held."""
+        self.sampling_weights = form
+        self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
+
+    def free_weights(self) -> None:
+        """Free the weights in 16 bits, and the graphs that read them."""
+        if self.passes.wide is not None:
+            self.passes.wide.held.clear()
+            if self.step.lasting is not None:
+                self.step.lasting.forget_above(self.passes.wide.few)
+
+    def give_back(self) -> None:
+        """From now on keep nothing while training, where memory ran out."""
+        self.sleeps = True
+        if not self.decoding:
+            self.sleep()
+
     def wake(self) -> None:
-        """Nothing to do: each call makes its own cache."""
+        """Nothing to do: each call makes what is not there."""
 
     def close(self) -> None:
         """Free what was kept; the weights are the trainer's."""
         self.forget()
+        self.free_weights()
+        self.step.drop()
 
     def forget(self) -> None:
         """Drop what was computed for turns that may go on."""
@@ -106,6 +137,7 @@ class TransformersEngine:
         """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,
         as many are kept for their next turns as were decoded together at most."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
+        self.step.drop()  # kept rows have the room
         if not goes_on:
             self.forget()  # another's keys
         self.pace.begin()
@@ -134,9 +166,18 @@ class TransformersEngine:
         while waiting:
             size = min(self.bound.under(None) or most, most)
             batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
-            with self.passes.evaluating():
-                failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
-                               device, self.step.release)
+            if not generation.requests:
+                self.step.prepare(size, min(generation.widest, self.max_seq_length))
+            self.decoding = True
+            try:
+                with self.passes.evaluating(self.step.factors()):
+                    failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
+                                   device, self.step.drop)
+            except BaseException:
+                self.step.drop()  # it may hold NaN
+                raise
+            finally:
+                self.decoding = False
             self.step.release()
             if isinstance(failed, Shortage):
                 waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
@@ -156,6 +197,11 @@ class TransformersEngine:
         if generation.finished.failed_outside is not None:
             raise generation.finished.failed_outside  # memory ran out elsewhere, so that the call ends
         what = f"sampling {size} at once"
+        if self.passes.wide is not None and self.passes.wide.held:
+            self.free_weights()
+            self.use_weights(FOUR)
+            self.bound.note(what, shortage, "weights in 16 bits are given up, and the work is repeated")
+            return size
         if dropped := generation.kept.shed():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")
@@ -192,14 +238,20 @@ class TransformersEngine:
         drawn, done = batch.look()
         self.pace.step(running, drawn)
         self.report(generation, generation.finish_rows(done))
-        share = COMPACT_BELOW if self.step.record is None else RARELY
-        if batch.running < (1 if self.have_room(batch, waiting, size) else share) * len(batch.state.rows):
+        if batch.running < len(batch.state.rows) and (self.have_room(batch, waiting, size) or self.pays(batch)):
             generation.keep_prefixes(batch.state)
             batch.drop_finished()
         if batch.running or waiting:
             with self.pace.paused():
                 for _ in range(steps):  # the caller may count them
                     generation.finished.between(sum(generation.unfinished))
+
+    def pays(self, batch: Batch) -> bool:
+        """Return whether steps of unfinished rows alone are worth that these are moved."""
+        rows, left = len(batch.state.rows), batch.running
+        if self.step.lasting is not None:
+            return graph_rows(left) < graph_rows(rows)
+        return left < (COMPACT_BELOW if self.step.record is None else RARELY) * rows
 
     def report(self, generation: GenerationState, prompts: list[int]) -> None:
         """Copy the rows of finished prompts to the host, and report each prompt."""
@@ -242,7 +294,7 @@ class TransformersEngine:
         known = {row for more in continued for row in more.rows}
         made = [self.go_on(generation, more) for more in continued]
         if fresh := [row for row in part.rows if row not in known]:
-            made.append(self.prefill(generation, fresh))
+            made.append(self.prefill(generation, fresh, running, part.start))
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
         if part.start:
             self.pace.read(part.start * len(part.rows))
@@ -251,12 +303,15 @@ class TransformersEngine:
             state.counts = torch.full_like(state.rows, part.start)
         return state, logits
 
-    def prefill(self, generation: GenerationState, rows: list[int]) -> tuple[DecodeState, Tensor]:
+    def prefill(self, generation: GenerationState, rows: list[int], running: int, start: int
+                ) -> tuple[DecodeState, Tensor]:
         """Compute the prompts of B rows, each of them once; returns the state after them, and the next tokens' logits
-        (B, V)."""
+        (B, V). It lies where steps are recorded, behind rows that run, if that has room for `start` tokens more."""
         prompts, counts = generation.prompts_of(rows)
         input_ids, real = left_padded(prompts, self.pad_id, self.policy.device)
         state = DecodeState.holding(torch.arange(len(prompts), device=input_ids.device))
+        if not generation.requests:
+            state.cache.lasting = self.step.storage_for(input_ids.shape[1] + start, running)
         logits = self.passes.feed(state, input_ids, real, at_once=prefill_piece(*input_ids.shape))
         self.pace.read(sum(map(len, prompts)))
         generation.keep_prompt_routes(rows, prompts, counts, state.routes)

@@ -69,6 +69,7 @@ class Episode:
     splits: list[Split] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     state: str | None = None
+    empty: bool = False  # whether the policy reads an empty message first: TRL's environments may say nothing
     ending: str = ""
     trouble: str = ""  # what failed
     trusted: int = 0  # messages, the first ones, which are the dataset's
@@ -97,7 +98,8 @@ class Episode:
         self.messages = joined(self.given, observation)
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
         self.trusted = sum(one is other for one, other in zip(self.messages, self.given, strict=False))
-        if not any(one.get("content") or one.get("tool_calls") for one in self.messages):
+        self.empty = not any(one.get("content") or one.get("tool_calls") for one in self.messages)
+        if self.empty and (self.seat is None or self.seat.steps):
             raise EnvironmentFailedError("reset returned nothing and the row has no prompt, so the policy would read "
                                          "nothing; let reset return a text, or give the rows a prompt")
         return self.renderer.first(self.messages, self.trusted)

@@ -7,8 +7,8 @@ A class with `step` is our kind, whose names are Gym's:
     both: an AskBase first, to hear the base model; an observation may be Anew (see observations.py)
     optional: tools (functions that the policy may call), get_reward(), state_key(), close()
 
-A class without `step` is TRL's: its public methods are the tools, and a turn without a call ends the episode. Methods
-may be async.
+A class without `step` is TRL's: its public methods are the tools, and a turn without a call ends the episode. It may
+have no tools, and only make the task in `reset`. Methods may be async.
 """
 
 import asyncio
@@ -172,7 +172,8 @@ class Factories:
         """Which factory a row asks for; ValueError where it names none of them."""
         name = row.get("environment") if self.several else ""
         if name not in self.by_name:
-            raise ValueError(f"the row's environment is {name!r}; environment_factory has {', '.join(self.by_name)}")
+            raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
+                             f"environment_factory has {', '.join(self.by_name)}")
         return str(name)
 
     def lacking(self, row: Mapping[str, Any]) -> str:
@@ -215,8 +216,6 @@ def sample(factory: Factory, name: str) -> Any:
                         "arguments (functools.partial gives them theirs)") from error
     if not callable(getattr(made, "reset", None)):
         raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
-    if not callable(getattr(made, "step", None)) and not tools_of(made):
-        raise TypeError(f"{type(made).__name__} has neither step(reply) nor a public method that could be a tool")
     shut(made)  # nobody will play in this one
     return made
 

@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lowmem_grpo.export.merge import MergeError
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.pretrained import Pretrained, compute_in
+from lowmem_grpo.models.rope_context import fix_frequencies
 
 TEXTS = (
     "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
@@ -39,11 +40,16 @@ class LogitCheck:
     same_choice: float  # share of positions where both give the same token the highest logit
 
 
-def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenizer: Any, device: str) -> LogitCheck:
-    """Load a merged model with transformers and compare. MergeError if it differs by more than rounding explains."""
+def compare_logits(
+    reference: Logits, folder: Path, dtype: torch.dtype, tokenizer: Any, device: str, context: int = 0
+) -> LogitCheck:
+    """Load a merged model with transformers and compare. MergeError if it differs by more than rounding explains.
+
+    `context`: that of a loaded model, whose position embeddings were fixed for it.
+    """
     prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
     wanted = [reference(ids).float() for ids in prompts]
-    exact, rounded = (answers(folder, kind, prompts, device) for kind in (torch.float32, dtype))
+    exact, rounded = (answers(folder, kind, prompts, device, context) for kind in (torch.float32, dtype))
     difference, rounding = rms(exact, wanted), rms(exact, rounded)
     agree = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(exact, wanted, strict=True)])
     check = LogitCheck(difference, rounding, agree.float().mean().item())
@@ -53,11 +59,13 @@ def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenize
     return check
 
 
-def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str) -> list[Tensor]:
+def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int) -> list[Tensor]:
     """Logits of a model in `folder`, loaded with plain transformers in `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
     ).eval()
+    if context:
+        fix_frequencies(model, context)
     try:
         with torch.no_grad():
             return [model(input_ids=ids).logits.float() for ids in prompts]
@@ -72,7 +80,7 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
-    """What plain PEFT computes in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
+    """Return the logits of plain PEFT in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
     model, _ = base.load(dtype, device, form)
     adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
@@ -96,7 +104,7 @@ def in_float32(model: Any) -> Any:
 
 
 def live_logits(model: Any) -> Logits:
-    """What a loaded model computes now. Its training mode is restored afterwards."""
+    """Return the logits of a loaded model as it is now. Its training mode is restored afterwards."""
     def logits(ids: Tensor) -> Tensor:
         training = model.training
         try:

@@ -21,7 +21,7 @@ class ExportError(ValueError):
 
 @dataclass
 class Exported:
-    """What was exported, and the results of its checks."""
+    """An exported model, and the results of its checks."""
 
     folder: Path
     format: str

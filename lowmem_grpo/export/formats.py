@@ -45,7 +45,7 @@ ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md", "g
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What can be chosen. None means: as the adapter's record says."""
+    """The options of an export. None means: as the adapter's record says."""
 
     base: str | None = None
     load_in_4bit: bool | None = None

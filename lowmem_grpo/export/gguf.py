@@ -31,7 +31,7 @@ class GGUFError(RuntimeError):
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """What a GGUF file contains."""
+    """The content of a GGUF file."""
 
     architecture: str
     shapes: dict[str, tuple[int, ...]]  # of each tensor, the last dimension first

@@ -1,6 +1,5 @@
 """LoRA's two factors for each weight, from a saved adapter or a loaded model. A merge computes W + s B A."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, of_pattern, rank_of, read_adapter, refuse_variants
+from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, rank_of, read_adapter, refuse_variants, scaling_of
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """What is added to a weight (out, in): scaling * b @ a."""
+    """The change of a weight (out, in): scaling * b @ a."""
 
     a: Tensor  # (r, in)
     b: Tensor  # (out, r)
@@ -35,12 +34,10 @@ def read_pairs(folder: Path) -> dict[str, LoraPair]:
         if a is None or b is None or a.ndim != 2 or b.ndim != 2:
             raise AdapterError(f"the adapter in {folder} has no lora_A and lora_B matrices for {module}; only LoRA on "
                                "linear layers is merged")
-        rank, alpha = rank_of(config, module), of_pattern(config.alpha_pattern, module, config.lora_alpha)
-        if len(a) != rank:
+        if len(a) != rank_of(config, module):
             raise AdapterError(f"the adapter in {folder} has rank {len(a)} in {module}, and adapter_config.json says "
-                               f"r={rank}; one file is of another adapter")
-        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling)
+                               f"r={rank_of(config, module)}; one file is of another adapter")
+        pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling_of(config, module))
     if tensors:
         raise AdapterError(f"the adapter in {folder} holds {next(iter(tensors))}, which is not LoRA on a linear layer")
     return checked(pairs, str(folder))

@@ -78,7 +78,7 @@ def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> Sta
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
-    """What is added to a tensor; None for a bias."""
+    """Return what is added to a tensor; None for a bias."""
     return pairs.get(weight.module) if weight.name.endswith(".weight") else None
 
 

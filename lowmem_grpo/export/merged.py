@@ -61,7 +61,8 @@ def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
     with freed_memory_returned():
         write_folder(merge, temp, done)
         if elements(merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
-            compare(live_logits(model), merge, temp, str(model.device), done)
+            context = getattr(getattr(model, "loaded", None), "max_seq_length", 0)
+            compare(live_logits(model), merge, temp, str(model.device), done, context)
 
 
 def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: str | None = None) -> Exported:
@@ -100,9 +101,9 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
                     "dtype": str(merge.dtype).removeprefix("torch.")}
 
 
-def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported) -> None:
+def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
     """Compare the logits, and add the result to the record."""
-    found = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device)
+    found = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device, context)
     done.checks |= {f"logits_{name}": value for name, value in asdict(found).items()}
 
 

@@ -52,7 +52,7 @@ def check_version(found: str) -> None:
 
 
 class LogprobsWithoutLogits:
-    """What comes before a trainer class of TRL's among the bases of the subclass."""
+    """A mixin that comes before a trainer class of TRL's among the bases of the subclass."""
 
     accelerator: Any
     temperature: float
@@ -120,7 +120,7 @@ def linear_of(head: Any) -> nn.Linear:
 
 
 def refused(trainer: Any) -> Iterator[str]:
-    """What of a trainer cannot be trained on the kernels, each with what to do."""
+    """Return the settings of a trainer that cannot be trained on the kernels, each with what to do."""
     args = trainer.args
     if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         yield "several processes, DeepSpeed or FSDP, whose wrapped forward is not called; train in one process"

@@ -72,8 +72,8 @@ def delta_rule_ref(
 
 @cache
 def field_kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the field's kernels give what the rule token by token gives, with all gradients; tried once on each card.
-    Where they do not, one line says so, and plain torch computes."""
+    """Return whether the field's kernels give what the rule token by token gives, with all gradients; tried once on
+    each card. Where they do not, one line says so, and plain torch computes."""
     runs, found = Runs((70, 3, 0, 60), device), []
     with torch.enable_grad():
         given = example(runs, device, dtype)

@@ -58,7 +58,7 @@ def decode_ref(
 
 
 def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
-    """Whether x (M, K) has few 16-bit rows on CUDA, and there are weights of this form to multiply them with."""
+    """Return whether x (M, K) has few 16-bit rows on CUDA, and there are weights of this form to multiply them with."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
         return False
     return 0 < x.shape[0] <= taken_rows(capability(x.device), form) and sum(features) > 0
@@ -156,8 +156,8 @@ def finish_arguments(
     x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
     scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:
-    """What the kernels hand to `finish`, in its order. Where a tensor is not given, x or the float32 `table` of the
-    weight stands for it, and nothing reads it."""
+    """Return the arguments of the kernels' `finish`, in its order. Where a tensor is not given, x or the float32
+    `table` of the weight stands for it, and nothing reads it."""
     ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
     return (
         x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,

@@ -28,7 +28,7 @@ def installed() -> str | None:
 
 
 def serve(x: Tensor) -> bool:
-    """Whether its kernels compute for x: on a card, in 16 bits, where it is installed."""
+    """Return whether its kernels compute for x: on a card, in 16 bits, where it is installed."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and installed() is not None
 
 

@@ -58,12 +58,12 @@ class FP8Weight:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.codes.device
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the kernels read."""
+        """The tensors that the kernels read."""
         return [self.codes, self.scales]
 
     @property

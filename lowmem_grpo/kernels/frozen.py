@@ -9,6 +9,8 @@ bands: those of the product back are bands of columns.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -27,8 +29,32 @@ QuantizedWeight = NF4Weight | FP8Weight
 FrozenWeight = Tensor | QuantizedWeight
 
 
+@dataclass(eq=False)
+class WideWeights:
+    """Weights in 16 bits that products of more than `few` rows of x read inside of a context (`WIDE`). Each is
+    dequantized by the first of them, and stays where it is until `held` is cleared."""
+
+    few: int
+    held: dict[tuple[int, tuple[int, int]], tuple[QuantizedWeight, Tensor]] = field(default_factory=dict)
+
+    def of(self, weight: QuantizedWeight, like: Tensor) -> Tensor:
+        """Return the dequantized weight (out, in), in the dtype of `like`."""
+        key = weight.tensors[0].data_ptr(), weight.shape
+        if key not in self.held:
+            wide = like.new_empty(weight.shape)
+            weight.fill(wide)
+            self.held[key] = weight, wide  # whose address nothing else can have
+        return self.held[key][1]
+
+
+WIDE: ContextVar[WideWeights | None] = ContextVar("wide weights", default=None)
+
+
 def can_decode(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
+    """Return whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
+    wide = WIDE.get()
+    if wide is not None and len(x) > wide.few:
+        return False
     return can_decode_nf4(x, weight) if isinstance(weight, NF4Weight) else can_decode_fp8(x, weight)
 
 
@@ -136,7 +162,12 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like`."""
+    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like` (M, in); all
+    rows at once where they are held so."""
+    wide = WIDE.get()
+    if wide is not None and len(like) > wide.few:
+        yield 0, wide.of(weight, like)
+        return
     rows, columns = weight.shape
     step = even_step(rows, columns * like.element_size(), weight.row_unit)
     buffer = like.new_empty(min(step, rows) * columns)
@@ -160,7 +191,8 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """How many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal size."""
+    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal
+    size."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 

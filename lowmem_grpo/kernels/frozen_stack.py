@@ -50,7 +50,8 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What an operation of torch is given: the weights, or codes, scales, their values and nested scales."""
+        """The tensors passed to an operation of torch: the weights, or codes, scales, their values and nested scales.
+        """
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property

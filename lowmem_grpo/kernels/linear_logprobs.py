@@ -55,14 +55,16 @@ def linear_logprobs(
     hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, *, bias: Tensor | None = None,
     temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
     entropy_grad: bool = False, lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
-    chunk_rows: int | None = None, ignore_index: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target token, and its entropy with `return_entropy`.
+    chunk_rows: int | None = None, ignore_index: int | None = None, return_best: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probability of each target token, its entropy with `return_entropy`, and that of the likeliest token with
+    `return_best`.
 
     hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional; a 4-bit weight
     is an `NF4Weight` (or bitsandbytes' Params4bit). lora_a (r, D) and lora_b (V, r) add lora_scale * hidden A^T B^T.
-    Returns logprobs (N,) in float32 (float64 for float64 input), and the pair (logprobs, entropy) with
-    `return_entropy`. Rows whose target is `ignore_index` give 0 and no gradient.
+    Returns logprobs (N,) in float32 (float64 for float64 input), or a tuple of them and what else was asked for, each
+    (N,). Rows whose target is `ignore_index` give 0 and no gradient. The log-probability of the likeliest token has no
+    gradient; the target is that token where both are the same.
 
     hidden, weight, bias, lora_a and lora_b take gradients where they require them (a 4-bit weight never does). The
     entropy is a value without gradient unless `entropy_grad` is set, for a loss with an entropy bonus; that costs a
@@ -86,8 +88,9 @@ def linear_logprobs(
             function: Any = RecomputedLogprobsFunction
         else:
             function = FrozenHeadLogprobsFunction
-        logprobs, entropy = function.apply(*operands, targets, shape, rows, needed, entropy_grad)
-    return (logprobs, entropy) if return_entropy else logprobs
+        logprobs, entropy, log_sum = function.apply(*operands, targets, shape, rows, needed, entropy_grad)
+    asked = [entropy] * return_entropy + [-log_sum] * return_best
+    return (logprobs, *asked) if asked else logprobs
 
 
 def default_rows(device: torch.device, vocabulary: int) -> int:
@@ -107,12 +110,12 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
         head = Head(hidden, weight, bias, low, lora_b)
         results, gradient = forward_pass(head, targets, shape, chunk_rows, needed[0])
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(results[1])
-        return results[0], results[1]
+        ctx.mark_non_differentiable(results[1], results[3])
+        return results[0], results[1], results[3]
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_logprobs, _grad_entropy):
+    def backward(ctx, grad_logprobs, _grad_entropy, _grad_log_sum):
         (gradient,) = ctx.saved_tensors
         # the product is taken in fp32 and rounded once, straight into place
         grad_hidden = torch.mul(gradient, grad_logprobs[:, None], out=torch.empty_like(gradient))
@@ -130,13 +133,12 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         ctx.quantized = weight if plain is None else None
         ctx.settings = shape, chunk_rows, needed
         ctx.set_materialize_grads(False)
-        if not entropy_grad:
-            ctx.mark_non_differentiable(results[1])
-        return results[0], results[1]
+        ctx.mark_non_differentiable(results[3], *([] if entropy_grad else [results[1]]))
+        return results[0], results[1], results[3]
 
     @staticmethod
     @first_order
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _grad_log_sum):
         hidden, weight, bias, low, lora_b, targets, entropy, *sums = ctx.saved_tensors
         shape, chunk_rows, needed = ctx.settings
         if grad_logprobs is None and grad_entropy is None:

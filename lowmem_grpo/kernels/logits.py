@@ -55,7 +55,7 @@ class LogitShape:
 
 
 def kernels_take(logits: Tensor) -> bool:
-    """Whether our kernels read these logits; in other dtypes, and on the CPU, plain torch does."""
+    """Return whether our kernels read these logits; in other dtypes, and on the CPU, plain torch does."""
     return logits.is_cuda and logits.dtype == torch.float32
 
 

@@ -121,7 +121,7 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
 
 
 def matrices(weight: FrozenWeight) -> int:
-    """Of how many layers the weight is."""
+    """Return the number of layers in the weight."""
     return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 

@@ -95,16 +95,31 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 
 @contextmanager
-def kept_factors() -> Iterator[Kept]:
+def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
     """Inside, passes without gradient convert the pairs of a layer once, and read them adjacent and in the dtype of x
-    from then on: 2 bytes for each number of the adapters where x is in 16 bits. The adapters must not change inside."""
-    kept: Kept = {}
+    from then on: 2 bytes for each number of the adapters where x is in 16 bits. The adapters must not change inside.
+    What was kept in `lasting` before is converted again, into the tensors that it had, and stays there."""
+    kept: Kept = {} if lasting is None else lasting
+    convert_again(kept)
     token = KEPT.set(kept)
     try:
         yield kept
     finally:
         KEPT.reset(token)
-        kept.clear()
+        if lasting is None:
+            kept.clear()
+
+
+def convert_again(kept: Kept) -> None:
+    """Put the adapters of now where those of before are: a CUDA graph reads them there."""
+    for key, (groups, found) in kept.items():
+        if not isinstance(key[0], torch.dtype):
+            continue  # no tensors of its own
+        for old, new in zip(found, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
+            pairs = zip([old.a, *old.b], [new.a, *new.b], strict=True) if old is not None and new is not None else ()
+            for to, given in pairs:
+                if to is not None and given is not None and to.data_ptr() != given.data_ptr():
+                    to.copy_(given)
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
@@ -118,8 +133,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """What `find` finds for `what`, whose ids are in the key: the first time that it is asked for inside
-    `kept_factors`, and each time outside."""
+    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`, and each time
+    outside."""
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -138,7 +153,7 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Where a tensor has another dtype, its place is made and the copy noted."""
+    """Return the factors of a group; a tensor of another dtype gets a place, and its copy is noted."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None

@@ -88,7 +88,7 @@ def lora_mlp(
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """What an MLP is made of besides its LoRA tensors: inner holds gate and up, apart or adjacent, or one matrix."""
+    """The weights of an MLP besides its LoRA tensors: inner holds gate and up, apart or adjacent, or one matrix."""
 
     inner: list[FrozenWeight]
     down: FrozenWeight
@@ -101,7 +101,7 @@ class MLPWeights:
         return sum(weight.shape[0] for weight in self.inner) // 2
 
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
-        """Of gate and up, and of down, from their LoRA tensors."""
+        """Return the factors of gate and up, and those of down, from their LoRA tensors."""
         loras = pairs_of(tensors, self.scales)
         inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
         return inner, down

@@ -99,7 +99,7 @@ class NF4Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the kernels read: three tensors, and three more with double quantization."""
+        """The tensors that the kernels read: three, and three more with double quantization."""
         parts = (self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset)
         return [part for part in parts if part is not None]
 

@@ -29,7 +29,8 @@ from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, tl, tr
 
 
 def can_decode_nf4(x: Tensor, weight: NF4Weight) -> bool:
-    """Whether the kernel takes x (M, K): few 16-bit rows on CUDA, and rows of W made of whole blocks of 64 or more."""
+    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, and rows of W made of whole blocks of 64 or
+    more."""
     return takes_rows(x, weight.out_features, "nf4") and weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
 
 

@@ -37,7 +37,7 @@ class Places:
 
     @classmethod
     def of(cls, ids: Tensor, experts: int) -> "Places":
-        """Of the flattened ids (S,), without waiting for the device."""
+        """Return the places of the flattened ids (S,), without waiting for the device."""
         chosen, order = ids.sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
         block = block_rows(len(ids), experts)
@@ -51,13 +51,13 @@ def block_rows(places: int, experts: int) -> int:
 
 
 def can_group(x: Tensor, stack: FrozenStack) -> bool:
-    """Whether the kernels take rows x of this stack: on CUDA, blocks of 64 within the rows of NF4 weights. Before sm_80
-    Triton multiplies without tensor cores, and tiles do not fit in registers."""
+    """Return whether the kernels take rows x of this stack: on CUDA, blocks of 64 within the rows of NF4 weights.
+    Before sm_80 Triton multiplies without tensor cores, and tiles do not fit in registers."""
     return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
 
 
 def whole_blocks(stack: FrozenStack) -> bool:
-    """Whether each block of weights lies in one row of an NF4 stack."""
+    """Return whether each block of weights lies in one row of an NF4 stack."""
     weight = stack.weight
     return isinstance(weight, NF4Weight) and weight.blocksize >= 64 and weight.shape[1] % weight.blocksize == 0
 
@@ -197,7 +197,7 @@ def nf4_grouped(
 
 
 def steps_of(experts: int) -> int:
-    """Of a search by halves among so many."""
+    """Return the number of steps of a search by halves among so many experts."""
     return max(1, (experts - 1).bit_length())
 
 

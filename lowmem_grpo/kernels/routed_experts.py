@@ -155,7 +155,7 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Whether the grouped kernels compute these rows, on a card."""
+    """Return whether the grouped kernels compute these rows, on a card."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import of_trained, with_context
-from lowmem_grpo.rules import NUMBERS, Rule, check_ranges, one_of
+from lowmem_grpo.rules import NUMBERS, TRUTH, Rule, check_ranges, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,8 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
 
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """What a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a group.
+    """Return what a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a
+    group.
 
     Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by the
     std of the best of k; for rewards of 0 and 1 that is the published closed form.
@@ -173,7 +174,7 @@ COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # those that compare a rew
 
 @dataclass(kw_only=True)
 class AdvantageSettings:
-    """How rewards become advantages."""
+    """Settings that turn rewards into advantages."""
 
     advantage_estimator: str = "grpo"
     """Not in TRL: one of ESTIMATORS."""
@@ -184,10 +185,15 @@ class AdvantageSettings:
     """"normalize_then_sum" normalises each reward function by itself first (GDPO, arXiv 2601.05242)."""
     pass_at_k: int | None = None
     """Not in TRL: the k of advantage_estimator="passk"; None is half of the group."""
+    normalize_advantages: bool = False
+    """Of TRL's RLOOConfig: the advantages of a generation get the mean 0 and the std 1."""
+    reward_clip_range: Sequence[float] | None = None
+    """Of TRL's RLOOConfig: (lowest, highest) of a completion's reward, the weighted sum."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, True, False),
         "multi_objective_aggregation": one_of(*AGGREGATIONS), "reward_weights": NUMBERS,
+        "normalize_advantages": TRUTH, "reward_clip_range": NUMBERS,
     }
 
     def __post_init__(self) -> None:
@@ -200,6 +206,7 @@ class AdvantageSettings:
             self.scale_rewards = "group" if self.scale_rewards else "none"
         name = self.advantage_estimator
         self.check_scale(ESTIMATORS[name].scales)
+        self.check_rloo()
         if self.pass_at_k is not None and name != "passk":
             raise ValueError(f"pass_at_k is {self.pass_at_k}, and advantage_estimator {name!r} does not use it")
         if self.multi_objective_aggregation == "normalize_then_sum" and name != "grpo":
@@ -207,6 +214,18 @@ class AdvantageSettings:
                 f"multi_objective_aggregation is 'normalize_then_sum', which is an estimator by itself (GDPO); leave "
                 f"advantage_estimator={name!r} out"
             )
+
+    def check_rloo(self) -> None:
+        """Raise ValueError for RLOO's options where they have no meaning."""
+        limits = self.reward_clip_range
+        if self.normalize_advantages and self.advantage_estimator != "rloo":
+            raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
+                             f"{self.advantage_estimator!r}; use scale_rewards instead")
+        if limits is not None and (len(limits) != 2 or limits[0] >= limits[1]):
+            raise ValueError(f"reward_clip_range is {limits}; it must be (lowest, highest)")
+        if limits is not None and self.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError("reward_clip_range bounds the sum of the rewards, and multi_objective_aggregation is "
+                             "'normalize_then_sum', which has none; leave one of them out")
 
     def check_scale(self, scales: tuple[str, ...]) -> None:
         if self.multi_objective_aggregation == "normalize_then_sum":
@@ -230,7 +249,19 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
     if settings.multi_objective_aggregation == "normalize_then_sum":
         return normalized_then_summed(rewards, weights).nan_to_num(nan=0.0)
     estimator, k = ESTIMATORS[settings.advantage_estimator], settings.pass_at_k or max(rewards.shape[1] // 2, 1)
-    return estimator.function(combine_rewards(rewards, weights), settings.scale, baselines, k).nan_to_num(nan=0.0)
+    found = estimator.function(summed_rewards(rewards, weights, settings), settings.scale, baselines, k)
+    return (normalized(found) if settings.normalize_advantages else found).nan_to_num(nan=0.0)
+
+
+def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
+    """Weighted sums (P, G) of rewards (P, G, R), within `reward_clip_range`."""
+    sums, limits = combine_rewards(rewards, weights), settings.reward_clip_range
+    return sums if limits is None else sums.clamp(*limits)
+
+
+def normalized(advantages: Tensor) -> Tensor:
+    """Advantages (P, G) less their mean, divided by their std, over those that are not NaN."""
+    return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
 
 
 def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -257,7 +288,7 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
     if settings.advantage_estimator == "remax":
         missing = [torch.nan if group.baseline is None else group.baseline for group in groups]
         baselines = torch.tensor(missing, dtype=torch.float64)
-    rewards, advantages = combine_rewards(table, weights), advantages_of(table, settings, baselines)
+    rewards, advantages = summed_rewards(table, weights, settings), advantages_of(table, settings, baselines)
     for group, sums, values in zip(groups, rewards.tolist(), advantages.tolist(), strict=True):
         for rollout, reward, advantage in zip(group.rollouts, sums, values, strict=False):
             rollout.reward = None if reward != reward else reward
@@ -280,6 +311,28 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
     for rollout, values in zip(scored, scores.split([len(found) for found in returns]), strict=True):
         rollout.token_advantages = with_context(rollout, values.float())
+
+
+def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as TRL does.
+
+    A completion without `ref_logprobs` is one that is masked, whose KL counts as 0.
+    """
+    rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
+    widest = max(map(len, rows), default=0)
+    table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
+    found = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
+    found = (normalized(found) if settings.normalize_advantages else found).nan_to_num(nan=0.0)
+    for group, values in zip(groups, found.tolist(), strict=True):
+        for rollout, value in zip(group.rollouts, values, strict=False):
+            rollout.advantage = value
+
+
+def without_kl(rollout: Rollout, beta: float) -> float:
+    """R - beta * sum (log pi - log ref) over a rollout's trained tokens; NaN where it has no reward."""
+    if rollout.reward is None or rollout.ref_logprobs is None or not rollout.num_trained:
+        return torch.nan if rollout.reward is None else rollout.reward
+    return float(reward_to_go(rollout, beta)[0])
 
 
 def reward_to_go(rollout: Rollout, beta: float) -> Tensor:

@@ -11,6 +11,10 @@ from lowmem_grpo.rules import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number
 LEVELS = ("token", "sequence", "sequence_token")
 OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",
             "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+OF_TRL = {  # TRL's defaults of the options that only some of its loss types use
+    "epsilon": 0.2, "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+}
 ABOVE_ZERO = number("above 0", lambda value: value > 0)
 ADAPTIVE = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2}
 
@@ -100,9 +104,13 @@ class LossSettings:
         return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
     def check_used(self) -> None:
-        used = LOSS_TYPES[self.loss_type].options
+        """Raise ValueError for an option that the loss type does not use. TRL's default written out asks for nothing,
+        nor does the level that the type has anyway."""
+        kind = LOSS_TYPES[self.loss_type]
+        used, asks_nothing = kind.options, {"importance_sampling_level": kind.level}
+        asks_nothing |= OF_TRL if kind.in_trl else {}
         for name in OF_TYPES:
-            if getattr(self, name) is not None and name not in used:
+            if getattr(self, name) not in (None, asks_nothing.get(name)) and name not in used:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, and loss_type {self.loss_type!r} does not use it; it uses "
                     f"{', '.join(used) or 'no option of its own'}. Leave {name} out, or choose another loss_type"
@@ -140,8 +148,8 @@ class LossSettings:
 
     @property
     def whole_sequences(self) -> str:
-        """What makes tokens of a completion share one ratio; empty where nothing does."""
-        if self.loss_type in ("gspo", "gmpo"):
+        """The setting that makes tokens of a completion share one ratio; empty if there is none."""
+        if self.loss_type in ("gspo", "gmpo", "rloo"):
             return f"loss_type {self.loss_type!r}"
         return "importance_sampling_level 'sequence'" if self.level == "sequence" else ""
 

@@ -69,7 +69,7 @@ Weights = Callable[["Tensor", "StepCounts"], "Tensor"]
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What the step's denominators count."""
+    """The counts in a step's denominators."""
 
     sequences: float
     tokens: float
@@ -189,6 +189,7 @@ class LossType:
     level: str = "token"  # where it is not an option
     counts_generation: bool = False  # `tokens` is the mean over the optimizer steps of one generation
     metrics: str = ""  # which metrics of its own it logs: a key of KINDS in loss_metrics.py, or none
+    in_trl: bool = False  # whether TRL's GRPOConfig has it, and with it the options of all others
 
 
 CLIP = {"epsilon": 0.2, "epsilon_high": None, "delta": None}
@@ -202,27 +203,27 @@ LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType(
         clipped, mean_of_sequence_means, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of means over tokens",
         "The original. Short completions weigh as much as long ones, so each of their tokens weighs more.",
-        "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip",
+        "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip", in_trl=True,
     ),
     "bnpo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over the tokens of the optimizer step",
         "As dapo, where several optimizer steps share a generation and each is to have its own mean.",
-        "TRL's name for a token mean over the batch", metrics="clip",
+        "TRL's name for a token mean over the batch", metrics="clip", in_trl=True,
     ),
     "dr_grpo": LossType(
         clipped, mean_over_longest, CLIP | LEVEL, f"{CLIPPED}; sum over tokens / (sequences * max_completion_length)",
         "No bias towards long wrong answers; use it with scale_rewards='none'. A longer limit makes it smaller.",
-        "Dr. GRPO, arXiv 2503.20783", metrics="clip",
+        "Dr. GRPO, arXiv 2503.20783", metrics="clip", in_trl=True,
     ),
     "dapo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over all tokens of the generation",
         "The default. Every token weighs the same; with epsilon_high=0.28 exploration lives longer.",
-        "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip",
+        "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip", in_trl=True,
     ),
     "luspo": LossType(
         clipped, mean_of_sequence_sums, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of sums over tokens",
         "Sequence ratios without GSPO's length bias: use importance_sampling_level='sequence', as its paper does.",
-        "LUSPO, arXiv 2602.05261", metrics="clip",
+        "LUSPO, arXiv 2602.05261", metrics="clip", in_trl=True,
     ),
     "gspo": LossType(
         clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w = exp(mean_t log ratio_t), one for the sequence",
@@ -237,23 +238,28 @@ LOSS_TYPES: dict[str, LossType] = {
     "cispo": LossType(
         cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "l = -sg(min(w, epsilon_high)) A logp; token mean",
         "Rare but decisive tokens keep their gradient. epsilon_high bounds the ratio itself: 5, not 0.2.",
-        "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo",
+        "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo", in_trl=True,
     ),
     "sapo": LossType(
         sapo, mean_of_sequence_means, SAPO | LEVEL, "l = -(4 / tau) sigmoid(tau (w - 1)) A, tau by the sign of A",
         "Several optimizer steps per generation: a soft gate lets slightly stale tokens still teach.",
-        "SAPO, arXiv 2511.20347",
+        "SAPO, arXiv 2511.20347", in_trl=True,
     ),
     "vespo": LossType(
         vespo, mean_over_tokens, VESPO, "l = -sg(w^k exp(lambda (1 - w))) A logp, w = exp(sum_t log ratio_t)",
         "Stale samples: far off-policy sequences fade out smoothly, at sequence level.",
-        "VESPO, arXiv 2602.10693", counts_generation=True, metrics="vespo",
+        "VESPO, arXiv 2602.10693", counts_generation=True, metrics="vespo", in_trl=True,
     ),
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
         "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped on the side that would pay",
         "Outliers among token ratios: a geometric mean is steadier than an arithmetic one.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
+    ),
+    "rloo": LossType(
+        clipped, mean_of_sequence_means, CLIP, f"{CLIPPED}; w = exp(sum_t log ratio_t), one for the sequence",
+        "A completion is one action: with advantage_estimator='rloo' (RLOOConfig) the KL term is part of its reward.",
+        "RLOO, arXiv 2402.14740; the clip as in TRL", level="sequence_sum", metrics="clip",
     ),
     "reinforce": LossType(
         reinforce, mean_over_tokens, {}, "l = -A logp; mean over the tokens of the step",

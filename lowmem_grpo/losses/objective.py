@@ -4,13 +4,14 @@
 fine-tuning of `train/sft.py`, is another small class.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class Reducer:
@@ -64,7 +65,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What one optimizer step's means are over, all of its groups counted."""
+    """The counts that one optimizer step's means are over, of all its groups."""
 
     sequences: int
     tokens: float  # that count in the loss
@@ -74,9 +75,11 @@ class StepTotals:
 class Objective:
     """One algorithm, as the learner sees it. This base class needs no extra fields and counts every rollout."""
 
+    counts_hits = False  # whether it logs the share of trained tokens that the policy finds likeliest
+
     @property
     def temperature(self) -> float:
-        """What logits are divided by: that of the sampling whose log-probabilities they are compared with."""
+        """The divisor of the logits: the temperature of the sampling whose log-probabilities they are compared with."""
         return 1.0
 
     @property
@@ -91,8 +94,8 @@ class Objective:
     def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
         """An update begins on all these rollouts, with the policy of this version."""
 
-    def prepared(self, rollouts: list[Rollout]) -> None:
-        """The needed fields are filled."""
+    def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
+        """The needed fields are filled, of these rollouts of the groups of an update."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts whose tokens the step's means are over."""
@@ -108,7 +111,7 @@ class Objective:
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """What `begin` decided, and all else that changes the loss from one update to the next."""
+        """The decisions of `begin`, and all else that changes the loss from one update to the next."""
         return ()
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
@@ -120,7 +123,7 @@ class Objective:
         return reducer.result()
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
+        """Return what a resumed run needs, as JSON."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from lowmem_grpo.losses.loss_metrics import Means, clip_metrics, correction_metr
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, LossTokens, StepCounts
 from lowmem_grpo.losses.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
-from lowmem_grpo.losses.sequences import sequence_lengths, sequence_means
+from lowmem_grpo.losses.sequences import sequence_lengths, sequence_means, sequence_sums
 from lowmem_grpo.types import LossOutput
 
 
@@ -120,9 +120,12 @@ def loss_tokens(
 
 
 def at_level(log_ratio: Tensor, sequence_ids: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """log w (N,): the token's own log ratio, or its sequence's mean (GSPO), whose value the token form keeps."""
+    """log w (N,): the token's own log ratio, its sequence's sum (RLOO), or its mean (GSPO), whose value the token form
+    keeps."""
     if level == "token":
         return log_ratio
+    if level == "sequence_sum":
+        return sequence_sums(log_ratio, sequence_ids, len(lengths))[sequence_ids]
     mean = sequence_means(log_ratio, sequence_ids, lengths)[sequence_ids]
     return mean if level == "sequence" else mean.detach() + (log_ratio - log_ratio.detach())
 
@@ -131,7 +134,7 @@ def factors(
     tokens: LossTokens, settings: LossSettings, rollout_logprobs: Tensor | None, policy_mask: Tensor | None,
     report: Report,
 ) -> Iterator[Tensor]:
-    """What multiplies the policy term, each (N,): the off-policy mask, the token mask, the correction."""
+    """Return the factors of the policy term, each (N,): the off-policy mask, the token mask, the correction."""
     if settings.off_policy_mask_threshold is not None:
         logprobs = tokens.logprobs.detach()
         sampler = logprobs - tokens.log_ratio.detach() if rollout_logprobs is None else rollout_logprobs
@@ -166,7 +169,8 @@ def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | N
     reference = needed(ref_logprobs, "ref_logprobs", f"beta is {settings.beta}")
     name = settings.kl_estimator or "k3"
     if settings.use_bias_correction_kl:
-        kl = weighed_kl(name, tokens.logprobs, reference, tokens.log_weight, settings.level != "sequence")
+        of_token = settings.level in ("token", "sequence_token")
+        kl = weighed_kl(name, tokens.logprobs, reference, tokens.log_weight, of_token)
     else:
         kl = KL_ESTIMATORS[name](tokens.logprobs, reference)
     report.mean("kl", kl)

@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a loss needs: values (T,) of each sequence, and settings with their defaults."""
+    """The inputs of a loss: values (T,) of each sequence, and settings with their defaults."""
 
     needs: tuple[str, ...]
     settings: Mapping[str, float]

@@ -33,6 +33,9 @@ POOL_WORDS = "CUDA Error: out of memory"  # of vLLM's memory pool, which spells 
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 # Rows of a plan that do not depend on how much is done at once: a shortage does not show that they are wrong.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
+OTHERS = ("Other programs hold about {} of this card, which the plan does not know: end them (nvidia-smi lists them), "
+          "or leave them room with card_share or torch.cuda.set_per_process_memory_fraction")
+UNNOTICED = 2**31  # bytes: what this process holds without torch (driver, libraries, paged states) counts as others'
 SHOWN = 3  # settings
 TRIM_EVERY = 0.1  # seconds: about the time in which a tensor is quantized
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -49,6 +52,7 @@ class Shortage:
     words: str  # the first line of the error's own
     asked: int | None  # bytes that could not be had
     peak: int  # bytes in use at most, so far
+    others: str = ""  # what other programs hold of the card, where that is much, and what to do
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -82,7 +86,16 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage:
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
     first = words.splitlines()[0] if words else type(error).__name__
-    return Shortage(first, wanted, peak_memory(device)["memory/peak_bytes"])
+    return Shortage(first, wanted, peak_memory(device)["memory/peak_bytes"], held_by_others(device))
+
+
+def held_by_others(device: torch.device) -> str:
+    """Return in words what of a card is neither free nor torch's here; empty where it is what a driver takes."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return OTHERS.format(size_text(others)) if others > UNNOTICED else ""
 
 
 def free(device: torch.device) -> None:
@@ -182,6 +195,7 @@ class Bound:
     failures: int = 0
     advice: MemoryAdvice = field(default_factory=MemoryAdvice)
     planned: int | None = None  # what holds where the user gave no bound
+    spare: Callable[[], None] | None = None  # gives back what another phase keeps
     spread: float | None = None  # planned with it: places side by side in attention, as a multiple of the bound
 
     def under(self, given: int | None) -> int | None:
@@ -190,7 +204,12 @@ class Bound:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: Shortage, limit: int | None) -> None:
-        """Count a shortage and remember the new limit; MemoryExhaustedError where that is None."""
+        """Count a shortage and remember the new limit; MemoryExhaustedError where that is None. The first time, what
+        there is to spare goes in place of that."""
+        if self.spare is not None:
+            self.spare()
+            self.spare = None
+            return self.note(what, shortage, "what the sampler kept is given back, and the work is repeated")
         if limit is None:
             self.end(what, shortage)
         self.lowered = limit
@@ -200,7 +219,7 @@ class Bound:
         """Count a shortage and log what is done about it."""
         self.failures += 1
         bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
-        wrong = self.advice.wrong_row(self.phase, what, shortage.peak)
+        wrong = shortage.others or self.advice.wrong_row(self.phase, what, shortage.peak)
         logger.warning("out of memory in %s%s: %s%s", what, bytes_asked, answer, wrong and f". {wrong}")
 
     def end(self, what: str, shortage: Shortage) -> None:
@@ -208,7 +227,8 @@ class Bound:
         self.failures += 1
         raise MemoryExhaustedError(
             f"out of memory in {what}, which cannot be made smaller: {shortage.words}\n"
-            f"Measured peak: {size_text(shortage.peak)}. {self.advice.text(self.phase)}"
+            f"Measured peak: {size_text(shortage.peak)}. {shortage.others and shortage.others + '. '}"
+            f"{self.advice.text(self.phase)}"
         )
 
     def state(self) -> dict[str, int | None]:

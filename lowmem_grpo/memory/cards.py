@@ -26,6 +26,7 @@ PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # tokens that vLLM reads at a ti
 LARGE_PREFILL = 8192  # on the others
 MASK_PLACES = 2**26  # of attention's masks in a pass of the transformers engine
 LEAST_PIECE = 256  # tokens of each prompt that it reads in a pass, at least
+GRAPH_PLACES = 128  # of the cache: by how many graphs of our own engine differ, at least
 MOST_SEQUENCES = 256  # decoded together at most, where nothing else was asked for
 
 
@@ -72,6 +73,21 @@ def prefill_piece(prompts: int, longest: int) -> int:
     """Return how many tokens of each prompt the transformers engine reads in one pass: `LARGE_PREFILL` of all prompts,
     or fewer, so that the masks (prompts, piece, longest) have at most `MASK_PLACES`."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
+
+
+def graph_rows(rows: int) -> int:
+    """Return the rows of the CUDA graph that computes so many of our own engine: 1, 2, 4, 8, then by eights as vLLM's,
+    above 64 by an eighth of the next power of 2."""
+    power = 1 << (rows - 1).bit_length()
+    step = power if rows <= 8 else max(8, power // 8)
+    return -(-rows // step) * step
+
+
+def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
+    """Return the places of the cache that such a graph reads for rows of `width` places: a multiple of `least`, above
+    2,048 of a sixteenth of the next power of 2, so that long contexts need few graphs."""
+    step = max(least, (1 << (width - 1).bit_length()) // 16)
+    return -(-width // step) * step
 
 
 def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:

@@ -136,7 +136,7 @@ FAMILIES: dict[str, Family] = {
             "Gemma4TextAttention", norm="heads", window="layers", values_are_keys=True, lean=False),
     ),
     "qwen3_5_text": decoder(
-        "Qwen3.5, Qwen3.6 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
+        "Qwen3.5, Qwen3.6, Qwen3.8 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
         attention=Attention("Qwen3_5Attention", norm="heads", turned=0.25, gated=True, lean=False),
         delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM,
     ),

@@ -9,7 +9,8 @@ from typing import Any
 
 VARIANT = re.compile(r"-(instruct|base|it|chat|unsloth|bnb|4bit|bf16|[0-9]{4})$")
 NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b",
-             "olmo-3-7b-think": "olmo-3-7b", "ministral-3-8b-reasoning": "ministral-3-8b"}
+             "olmo-3-7b-think": "olmo-3-7b", "ministral-3-8b-reasoning": "ministral-3-8b",
+             "qwen3.5-27b": "qwen3.6-27b", "qwen3.8-27b": "qwen3.6-27b"}  # alike but for the weights
 
 
 def named_shapes() -> list[str]:

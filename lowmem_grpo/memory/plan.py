@@ -47,12 +47,16 @@ class RunSettings:
     completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
     host_bytes: int | None = None  # of the host's memory that the run may fill; None is not known
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, on the host
+    reward_bytes: int = 0  # on the card while the largest reward model scores
+    reward_host_bytes: int = 0  # of all reward models, between steps
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
+    trained: int | None = None  # numbers of the adapter; None: of `lora_rank` on all linears
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        **dict.fromkeys(("context", "num_generations", "lora_rank", "max_tokens", "chunk_rows", "kv_bytes", "sequences",
-                         "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
-        "mlp_tile": at_least(0), "spread": ZERO_OR_MORE, "host_bytes": ZERO_OR_MORE, "engine": one_of(*ENGINES),
+        **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
+                         "sequences", "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
+        "mlp_tile": at_least(0), "spread": ZERO_OR_MORE,
+        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),
     }
@@ -65,9 +69,9 @@ class RunSettings:
         if in_8_bits(self.kv_cache_dtype) and self.engine != "vllm":
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and engine is {self.engine!r}, whose cache "
                              "has the model's dtype; use engine='vllm', or leave it out")
-        if self.sampling_weights == "16bit" and (self.form == BITS_16 or self.engine != "vllm"):
-            raise ValueError("sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights; leave it out, "
-                             "or set load_in_4bit=True and engine='vllm'")
+        if self.sampling_weights == "16bit" and self.form == BITS_16:
+            raise ValueError("sampling_weights is '16bit', which is of 4-bit and FP8 weights; leave it out, or set "
+                             "load_in_4bit=True")
 
     @property
     def form(self) -> str:

@@ -1,7 +1,7 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
-from lowmem_grpo.memory.cards import LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
+from lowmem_grpo.memory.cards import GRAPH_PLACES, LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
@@ -23,15 +23,17 @@ from lowmem_grpo.memory.training_step import (
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
 CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
-GRAPHS = 384 * MIB  # of vLLM's CUDA graphs
+GRAPHS = 384 * MIB  # of CUDA graphs, vLLM's and ours
 RESERVE = 0.04  # of what is freed and made again: holes between blocks
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
-WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS)
+REWARD_MODEL = "reward model"
+WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS, REWARD_MODEL)
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
     WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
     EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
+    REWARD_MODEL: "weights, and what is inside a layer (estimated)",
 }
 
 
@@ -40,13 +42,18 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     group in vLLM, which lets the others wait, and all that are sampled together in our own engine."""
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
+    if settings.reward_bytes:
+        moments["scoring"] = {REWARD_MODEL: settings.reward_bytes}
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     working = [working_row(component, name, moments, settings.head_groups or 1) for component in WORKING
-               if component != EXPERTS or shape.experts is not None]
+               if (component != EXPERTS or shape.experts is not None)
+               and (component != REWARD_MODEL or settings.reward_bytes)]
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
-    graphs = GRAPHS if settings.engine == "vllm" else 0
-    engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, graphs, card_only=True,
-                 note="prefill and sampling" + ("; CUDA graphs, which stay" if graphs else "") + " (estimated)")
+    graphs = GRAPHS if settings.engine == "vllm" or recorded(shape) else 0
+    kept = graphs if settings.engine == "vllm" or not settings.sleeps else 0
+    engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
+                 note="prefill and sampling" + ("; CUDA graphs" if graphs else "") + (", which stay" if kept else "")
+                 + " (estimated)")
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
@@ -65,12 +72,17 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
 
 
+def recorded(shape: ModelShape) -> bool:
+    """Return whether our own engine records token steps as CUDA graphs: none of a cache that changes its place."""
+    return not (shape.delta or shape.experts or shape.forms)
+
+
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
     """Of the first sequence of the longest length in the cache, and of each further one of its group. vLLM holds the
     whole blocks of their prompt once (but that of its last token, which it always computes); of a hybrid model, whose
     prefixes it does not keep, none."""
     if settings.engine != "vllm":
-        return (shape.kv_bytes(settings.context),) * 2
+        return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
     itemsize = cache_itemsize(settings.kv_cache_dtype)
     one = shape.paged_bytes(settings.context, itemsize=itemsize)
     if shape.delta is not None or settings.longest_completion is None:
@@ -81,7 +93,7 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is there in both phases; gradients only while training."""
-    table, trained = shape.table_bytes, shape.lora_weights(settings.lora_rank)
+    table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
@@ -92,10 +104,22 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
         Row("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         Row("embedding", on_device, on_device, note=where),
         Row("head", table, table, note="16 bits"),
-        Row("adapters", adapters, adapters, note=f"LoRA of rank {settings.lora_rank} on {adapted}, float32"),
+        Row("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
         Row("gradients", 0, adapters * (1 + ranks), note="of the adapters, float32" + ", and all ranks' sum" * ranks),
         Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
+
+
+def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
+    """Return how many numbers are trained."""
+    return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
+
+
+def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
+    """Return what a plan says of the adapter; usually it lies on these layers."""
+    if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
+        return f"LoRA of rank {settings.lora_rank} on {layers}"
+    return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def embedded(shape: ModelShape) -> str:
@@ -106,10 +130,11 @@ def embedded(shape: ModelShape) -> str:
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the adapters."""
-    copied = WORD * shape.lora_weights(settings.lora_rank)
-    if settings.engine != "vllm":
-        return [Row("adapter copy", copied, note="what the sampler reads, 16 bits, while it samples")]
+    copied = WORD * trained_numbers(shape, settings)
     rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
+    if settings.engine != "vllm":
+        rows = [Row("adapter copy", copied, 0 if settings.sleeps else copied,
+                    note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     if settings.sampling_weights == "16bit":
         rows.append(Row("sampling weights", WORD * shape.sampler_weights, card_only=True,
                         note="weights in 16 bits while sampling; freed while training"))
@@ -179,11 +204,13 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     """What the host holds."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
-    states = int(OPTIMIZER_BYTES[PAGED] * shape.lora_weights(settings.lora_rank)) if settings.optim == PAGED else 0
-    kept = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank) if settings.keeps_reference else 0
-    return [Row("host buffers", host=inputs + embedding + states + kept,
+    states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
+    kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
+    scorers = settings.reward_host_bytes
+    return [Row("host buffers", host=inputs + embedding + states + kept + scorers,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                + (", optimizer" if states else "") + (", the reference adapter" if kept else ""))]
+                + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
+                + (", reward models" if scorers else ""))]
 
 
 def driver_rows(rollout: int, train: int) -> list[Row]:

@@ -3,22 +3,27 @@
 Loads no torch until a card is used.
 """
 
+import ctypes
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.later import torch
+from lowmem_grpo.units import size_text
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by the first number of CUDA (NVIDIA: CUDA compatibility, minor versions)
 OLDER_TORCH = ("install a torch for CUDA 12.6, which driver 525 is enough for, and leave vLLM out: pip install "
                '"torch>=2.11,<2.15" --index-url https://download.pytorch.org/whl/cu126')
 OLDEST_CARD = (7, 5)  # compute capability that the kernels are compiled for
+MANAGED_MEMORY = 83  # CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY of cuda.h
+LARGER = 1.1  # times the bytes of another card; cards of one kind differ by less
 NO_COMPILER = ("Triton builds its launcher with a C compiler, and there is neither gcc nor clang here, nor the "
                "variable CC: sudo apt install gcc")
 NO_HEADER = ("Triton builds its launcher against Python's headers, and {} does not exist: sudo apt install "
@@ -49,15 +54,29 @@ def use_card(device: str, cuda: Any = None) -> None:
     cuda.set_device(index)
 
 
+def larger_card(device: str, cuda: Any = None) -> str | None:
+    """Return which other card of this one process holds more, and how to take it; None where none does."""
+    if not device.startswith("cuda:") or "WORLD_SIZE" in os.environ:
+        return None
+    cuda = cuda or torch.cuda
+    sizes = [cuda.get_device_properties(number).total_memory for number in range(cuda.device_count())]
+    own, most = sizes[int(device.partition(":")[2])], max(sizes)
+    return None if most <= LARGER * own else (
+        f"the model is on {device!r}, which has {size_text(own)}, and 'cuda:{sizes.index(most)}' has "
+        f"{size_text(most)}: CUDA_VISIBLE_DEVICES={sizes.index(most)}, set before torch is imported, takes that one; "
+        f"device={device!r} takes this one without this line")
+
+
 def no_card(driver: str | None, built_for: str | None, version: str, why: str | None = None) -> tuple[str, str]:
     """Return the reason for which this version of torch, built for this CUDA, sees no card (`why` is what it raised),
     and what to do."""
+    needed = OLDEST_DRIVER.get(int((built_for or "13").partition(".")[0]), 0)
     if driver is None:
-        return "there is no card: runs use the CPU", ("use only the embedded tiny model here (device='cpu'), or find a "
-                                                      "machine with a card")
+        return "there is no NVIDIA driver, so no card is found", (
+            f"if this machine has a card, install driver {needed} or newer (on Colab, choose a runtime with a GPU); "
+            "without one, leave device out or take device='cpu', which is enough for small models")
     if built_for is None:
         return f"there is a card (driver {driver}), but torch is built for CPUs", "pip install torch from a CUDA index"
-    needed = OLDEST_DRIVER.get(int(built_for.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) < needed:
         return (f"driver {driver} is too old for torch {version}, which is built for CUDA {built_for} and needs "
                 f"{needed} or newer"), f"update the driver; or {OLDER_TORCH}"
@@ -78,6 +97,16 @@ def driver_version() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+
+
+def has_managed_memory(index: int) -> bool:
+    """Return whether host and card can share memory, as paged optimizers do; True where the driver does not say."""
+    shared, card = ctypes.c_int(1), ctypes.c_int()
+    with suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(card), index) == 0:
+            driver.cuDeviceGetAttribute(ctypes.byref(shared), MANAGED_MEMORY, card)
+    return bool(shared.value)
 
 
 def missing_compiler() -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import FrozenWeight
@@ -162,6 +162,12 @@ def is_plain(layer: Any) -> bool:
     dropped = any(layer.training and not isinstance(layer.lora_dropout[name], nn.Identity) for name in active)
     special = any(name in layer.lora_variant or layer.lora_bias[name] for name in active)
     return not (layer.merged or len(active) > 1 or dropped or special)
+
+
+def adapter_state(model: nn.Module) -> tuple[object, ...]:
+    """Return what passes without gradient decide by: of each layer which adapters are active, their scales, merged."""
+    return tuple((layer.disable_adapters, *layer.merged_adapters, "active", *layer.active_adapters,
+                  *layer.scaling.items()) for layer in model.modules() if isinstance(layer, LoraLayer))
 
 
 def active_lora(layer: Any) -> LoRA | None:

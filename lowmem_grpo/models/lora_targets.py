@@ -1,18 +1,25 @@
 """Which linear layers get LoRA: by the names of modules, and by the kinds and numbers of layers that are asked for."""
 
+import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
 
+logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # a part of the path of every linear layer of attention
 NO_EXPERTS = ("target_modules names {}. Of a mixture of experts, LoRA goes on attention only: the experts and their "
               "router stay as they are. Leave them out: target_modules={}")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Targets = list[str] | str | None
 
 
@@ -40,8 +47,8 @@ class Scope:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left out."""
-        return self == Scope()
+        """Whether nothing is left out but layers by their numbers, as PEFT does itself."""
+        return replace(self, layers_to_transform=None) == Scope()
 
     def layers(self, count: int) -> range | list[int]:
         """The numbers of the layers, of `count`; ValueError for one that the model does not have."""
@@ -58,19 +65,63 @@ class Scope:
         return self.finetune_attention_modules if ATTENTION.search(path) else self.finetune_mlp_modules
 
 
-def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope) -> list[str] | str:
-    """What PEFT is told: names of modules, "all-linear" or a pattern; whole paths if a part of the model is left out.
+def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude: Targets = None) -> list[str] | str:
+    """Return what PEFT is told: names of modules, "all-linear" or a pattern; whole paths if a part of the model is left
+    out that PEFT cannot leave out itself.
 
     ValueError for names that the model does not have, and where nothing is left to train.
     """
-    chosen = check_targets(model, targets) if targets else usual_targets(model)
-    if scope.whole and model.config.get_text_config() is model.config:
+    chosen = check_targets(model, targets, exclude) if targets else usual_targets(model)
+    by_peft = scope.layers_to_transform is None or isinstance(chosen, list)
+    if scope.whole and by_peft and model.config.get_text_config() is model.config:
         return chosen
     paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or is_named(path, chosen)]
     if not paths:
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
     return paths
+
+
+def check_config(model: Any, config: LoraConfig) -> None:
+    """Raise ValueError where PEFT would stop half way, or adapt nothing, with these settings on this model; warn of a
+    pattern that names nothing."""
+    if config.layers_to_transform is not None:
+        Scope(layers_to_transform=config.layers_to_transform).layers(len(model.get_decoder().layers))
+    adapted = adapted_layers(model, config)
+    if not adapted:
+        chosen = {name: getattr(config, name) for name in ("target_modules", "exclude_modules", "layers_to_transform",
+                                                           "layers_pattern")}
+        named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
+        raise ValueError(f"{named} leave no layer of this model to put LoRA on; correct the names")
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    if min(ranks) < 1:
+        raise ValueError(f"r is {min(ranks)}; it must be at least 1")
+    if config.init_lora_weights == "orthogonal":
+        check_orthogonal(ranks, adapted)
+    for name in ("rank_pattern", "alpha_pattern"):
+        keys = getattr(config, name) or {}
+        used = {get_pattern_key(keys, path) for path in adapted}
+        for key in keys.keys() - used:
+            logger.warning("%s: %r is the pattern of no layer with LoRA, and changes nothing", name, key)
+
+
+def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:
+    """Raise ValueError where PEFT cannot begin orthogonally: with odd ranks, and on quantized weights."""
+    if odd := next((rank for rank in ranks if rank % 2), None):
+        raise ValueError(f'init_lora_weights="orthogonal" needs even ranks, and one is {odd}; choose an even rank, or '
+                         "init_lora_weights=True")
+    if not all(module.weight.dtype in FLOATS for module in adapted.values()):
+        raise ValueError('init_lora_weights="orthogonal" needs a base in 16 or 32 bits, in PEFT too; load it with '
+                         "load_in_16bit=True, or leave the start out")
+
+
+def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
+    """Return the modules that PEFT adapts with these settings, by their paths."""
+    if config.target_modules == "all-linear":
+        head = model.get_output_embeddings()
+        linear = [path for path, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head]
+        config = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
+    return {path: module for path, module in model.named_modules() if check_target_module_exists(config, path)}
 
 
 def is_named(path: str, targets: list[str] | str) -> bool:
@@ -104,13 +155,13 @@ def names_of(model: PreTrainedModel) -> set[str]:
     return {name.rpartition(".")[2] for name, _ in model.named_modules()}
 
 
-def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
+def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Targets = None) -> list[str] | str:
     """The names, if they exist in the model and the frozen head is not among them, nor experts or their router."""
     if has_experts(model.config):
         targets = check_experts_left(usual_targets(model), targets)
     if isinstance(targets, str):
         if targets != "all-linear":
-            check_targets(model, paths_of(model, targets))
+            check_targets(model, paths_of(model, targets, exclude))
         return targets
     names = names_of(model)
     missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
@@ -123,11 +174,12 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]
     return list(targets)
 
 
-def paths_of(model: PreTrainedModel, pattern: str) -> list[str]:
-    """The paths of the modules that a pattern names; ValueError unless there are some, and all are linear layers."""
+def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> list[str]:
+    """Return the paths of the modules that a pattern names and `exclude` does not; ValueError unless there are some,
+    and all are linear layers."""
     allowed = 'allowed are a list of names, "all-linear", and a pattern of whole paths, such as ".*\\.(q|v)_proj"'
     try:
-        named = {path: module for path, module in model.named_modules() if is_named(path, pattern)}
+        named = adapted_layers(model, LoraConfig(target_modules=pattern, exclude_modules=exclude))
     except re.error as error:
         raise ValueError(f"target_modules is {pattern!r}, no regular expression ({error}); {allowed}") from error
     other = next((path for path, module in named.items() if not isinstance(module, nn.Linear)), None)

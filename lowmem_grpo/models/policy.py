@@ -218,7 +218,7 @@ class Policy:
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy has a gradient on demand."""
-        return self.at_head(*self.at_trained(batch), temperature, entropy_grad)
+        return self.at_head(*self.at_trained(batch), temperature, entropy_grad)[:2]
 
     def at_trained(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""
@@ -226,14 +226,16 @@ class Policy:
 
     def at_head(
         self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(logprobs (N,), entropy (N,)) of targets (N,) where the head is given hidden states (N, D)."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(logprobs (N,), entropy (N,)) of targets (N,) where the head is given hidden states (N, D), and the log p of
+        each row's likeliest token (N,), without gradient."""
         head = self.head
         result = linear_logprobs(
             hidden, head.weight, targets, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
             softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad, chunk_rows=self.logits_chunk,
+            return_best=True,
         )
-        return result[0], result[1]
+        return result[0], result[1], result[2]
 
     def several_logprobs(self, batch: MicroBatch, places: Tensor, tokens: Tensor) -> Tensor:
         """log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into the N trained tokens of a batch:
@@ -261,10 +263,18 @@ class Policy:
         """Whether the adapter has been trained before: in a fresh one the second factors are 0."""
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
-    def keep_reference(self) -> None:
-        """Make the adapter as it is now the reference; the base model alone, where the adapter adds nothing yet."""
-        own = self.model.named_parameters() if self.is_trained() else ()
+    def keep_reference(self, moves: bool = False) -> None:
+        """Make the adapter as it is now the reference; the base model alone, where the adapter adds nothing yet and the
+        reference does not move."""
+        own = self.model.named_parameters() if moves or self.is_trained() else ()
         self.reference_adapter = {name: one.detach().to("cpu", copy=True) for name, one in own if one.requires_grad}
+
+    @torch.no_grad()
+    def move_reference(self, share: float) -> None:
+        """Make each number of the reference share * policy + (1 - share) * reference."""
+        own = dict(self.model.named_parameters())
+        for name, kept in (self.reference_adapter or {}).items():
+            kept.mul_(1 - share).add_(own[name].detach().to(kept.device), alpha=share)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -58,11 +58,26 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
 
 
 def drops(model: Any) -> bool:
-    """Whether training a model draws random numbers: a dropout module, or a rate in its config, is above 0. Else saving
-    the random states in each layer would save nothing."""
+    """Return whether training a model draws random numbers: a dropout module, or a rate in its config, is above 0. Else
+    saving the random states in each layer would save nothing."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def drop_nothing(model: Any) -> None:
+    """Set every dropout of a PEFT model to 0, those of its config too."""
+    config = model.get_base_model().config.get_text_config()
+    for name, rate in vars(config).items():
+        if "drop" in name and isinstance(rate, float):
+            setattr(config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.ModuleDict):  # of LoRA, whose fast path has none at all
+            module.update({name: nn.Identity() for name, one in module.items() if isinstance(one, nn.Dropout)})
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
@@ -121,8 +136,8 @@ class ActivationOffload:
             self.entered.pop().__exit__(*error)
 
     def read_ahead(self, ahead: bool) -> None:
-        """Whether the tensor that is wanted next comes back while another one is in use, which hides its copy and takes
-        its memory."""
+        """Set whether the tensor that is wanted next comes back while another one is in use, which hides its copy and
+        takes its memory."""
         if self.store is not None:
             self.store.ahead = ahead
 
@@ -146,7 +161,7 @@ class ActivationOffload:
             self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
-        """What the graph holds for `tensor`; not `tensor` itself, which may hold the graph."""
+        """Return what the graph holds for `tensor`; not `tensor` itself, which may hold the graph."""
         if self.store is None or not self.goes(tensor):
             return Kept(tensor.detach(), tensor._version)
         return self.store.put(tensor)
@@ -160,7 +175,7 @@ class ActivationOffload:
         return packed.tensor
 
     def goes(self, tensor: Tensor) -> bool:
-        """Whether this tensor goes to the host."""
+        """Return whether this tensor goes to the host."""
         # a leaf that requires grad stays alive until its gradient is there, so its copy would free nothing
         weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
         plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()

@@ -91,6 +91,6 @@ def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterato
 
 
 def is_tied(model: Any) -> bool:
-    """Whether the input embedding is also the output head."""
+    """Return whether the input embedding is also the output head."""
     head = model.get_output_embeddings()
     return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()

@@ -47,7 +47,7 @@ def system_room(meminfo: Path) -> int | None:
 
 
 def container_room(cgroup: Path) -> int | None:
-    """What a control group may still take; the file cache that it can drop counts as room."""
+    """Return how many bytes a control group may still take; the file cache that it can drop counts as room."""
     limit, used, details = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.is_file() and used.is_file() and details.is_file()) or limit.read_text().strip() == "max":
         return None
@@ -74,5 +74,5 @@ def check_host_room(needed_bytes: int) -> None:
 
 
 def on_wsl() -> bool:
-    """Whether this is Linux inside Windows, whose driver pins less memory and shares none while kernels run."""
+    """Return whether this is Linux inside Windows, whose driver pins less memory and shares none while kernels run."""
     return "microsoft" in platform.uname().release.lower()

@@ -28,7 +28,7 @@ class Copies(Protocol):
         """Copy each source to its target, after all that was computed so far and all copies started before."""
 
     def wait(self, ticket: Any) -> None:
-        """What is computed from here on comes after the copies that `start` gave this ticket for."""
+        """Make what is computed from here on wait for the copies that `start` gave this ticket for."""
 
     def drain(self) -> None:
         """Return once every copy is done."""
@@ -125,7 +125,7 @@ class PagePool:
         return len(self.in_use) * self.page_bytes
 
     def pages_for(self, num_bytes: int) -> int:
-        """How many pages hold so many bytes."""
+        """Return how many pages hold so many bytes."""
         return -(-num_bytes // self.page_bytes)
 
     def take(self, num_bytes: int) -> list[Tensor]:

@@ -126,7 +126,8 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """What backward probably wants after `index`: what it had not yet, in the direction in which it goes."""
+        """Return the tensor that backward probably wants after `index`: the next one in its direction that it had not
+        yet."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.begin()  # all over again, on a graph that was kept
         if index not in self.asked:

@@ -14,7 +14,7 @@ from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
-from lowmem_grpo.memory.rows import PAGED, build
+from lowmem_grpo.memory.rows import PAGED, build, recorded
 from lowmem_grpo.planning.time_plan import faster_in_16_bit
 from lowmem_grpo.units import size_text
 
@@ -29,6 +29,7 @@ SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # side by side in attention
 CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens: the longest context looked for, where the config names none
 WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
+LASTING = "the cache stays while training, and with it the CUDA graphs of token steps: there is room for both"
 Step = tuple[str, Any, str]  # setting, value, what it does
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
@@ -61,7 +62,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
         found = widened(shape, max(found, lowered(shape, alone, device), key=worth), device)
     kept = [one for one in found.choices if one.value == getattr(found.settings, one.name)]  # not if widened again
-    return dequantized(shape, replace(found, choices=(*kept, *chosen_for_rollout(shape, found, asked))))
+    return lasting(shape, dequantized(shape, replace(found, choices=(*kept, *chosen_for_rollout(shape, found, asked)))))
 
 
 def worth(found: MemoryPlan) -> tuple[Any, ...]:
@@ -85,16 +86,27 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
 
 def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
     """The plan with quantized weights dequantized while sampling, where the cache is as large beside them, and where
-    the card decodes no slower so."""
+    the card decodes faster so."""
     settings, rows = found.settings, found.settings.sequences or found.settings.num_generations
-    if settings.sampling_weights is not None or settings.form == BITS_16 or settings.engine != "vllm":
+    own = settings.engine != "vllm"
+    if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
         return found
-    if not faster_in_16_bit(shape, found.device.name, rows, settings.context, settings.form):
+    if not faster_in_16_bit(shape, found.device.name, rows, settings.context, settings.form, settings.engine):
         return found
     wide = build(shape, replace(settings, sampling_weights="16bit"), found.device)
     if not wide.fits or wide.kv_bytes != found.kv_bytes:
         return found
     return replace(wide, choices=(*found.choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+
+
+def lasting(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
+    """The plan with the cache of our own engine kept while training, and so its CUDA graphs, where there is room."""
+    if found.settings.engine == "vllm" or not recorded(shape):
+        return found
+    kept = build(shape, replace(found.settings, sleeps=False), found.device)
+    if not kept.fits or kept.train > EASE * found.device.budget:
+        return found
+    return replace(kept, choices=(*found.choices, Choice("sleeps", False, 0, LASTING)))
 
 
 def short_of_ease(found: MemoryPlan) -> list[str]:
@@ -120,7 +132,7 @@ def generous(asked: RunSettings, device: Device) -> RunSettings:
     """The fastest setting in the place of each that was left open."""
     defaults: dict[str, Any] = {
         "max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked), "mlp_tile": TILES[0],
-        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch", "head_groups": 1,
+        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch_fused", "head_groups": 1,
     }
     return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 

@@ -16,12 +16,21 @@ from itertools import pairwise
 from math import ceil
 
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
-from lowmem_grpo.memory.cards import LARGE_PREFILL, MOST_SEQUENCES, SPEEDS, CardSpeed, card_of, prefill_tokens
+from lowmem_grpo.memory.cards import (
+    LARGE_PREFILL,
+    MOST_SEQUENCES,
+    SPEEDS,
+    CardSpeed,
+    card_of,
+    graph_rows,
+    graph_width,
+    prefill_tokens,
+)
 from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
-from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED
+from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
 # What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
 GEMM = 0.80e12  # of 1 TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
@@ -37,7 +46,6 @@ LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA 
 HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms of 9,612, an assumption, and 3.1 of an opaque op, counted
 GRAPH_US_PER_LAUNCH = 1.9  # of the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
 RECORD_SECONDS = 0.15  # for a graph of the transformers engine; an assumption, 0.35 on slow hosts
-RECORD_TOKENS, COMPACT_BELOW = 128, 0.5  # a new one after so many tokens, and once less than so many of its rows run
 EAGER_LAYER_US = 1200.0  # of a pass of the transformers engine without a graph; an assumption
 SAMPLER_LAUNCHES = 30  # of a token step outside of the graph: sampler, positions, block tables; an assumption
 SAMPLER_PASSES = 10  # over the float32 logits of a token step: softmax, log-probabilities, drawing; an assumption
@@ -47,6 +55,7 @@ BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
 SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
+WORTH = 0.05  # of the seconds of decoding: below, weights in 16 bits are not worth their bytes
 DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
 # card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say.
@@ -155,8 +164,18 @@ class StepTime:
 
     @property
     def quantized(self) -> bool:
-        """Whether token steps multiply with quantized weights."""
+        """Whether token steps of all numbers of rows multiply with quantized weights."""
         return self.settings.form != BITS_16 and self.settings.sampling_weights != "16bit"
+
+    @cached_property
+    def few(self) -> int:
+        """Rows up to which the kernel of codes takes no longer than products in 16 bits: steps of no more read codes
+        also where weights in 16 bits are there for others."""
+        linears, rows = [linear for linear in self.linears if linear.experts == 1], 1
+        while (decode_instructions(rows, self.speed, self.settings.form) is not None
+               and sum(self.by_codes(linear, rows) - self.multiply(linear.weights, rows) for linear in linears) <= 0):
+            rows += 1
+        return rows - 1
 
     @property
     def grouped(self) -> bool:
@@ -166,7 +185,7 @@ class StepTime:
     @property
     def eager(self) -> bool:
         """Whether token steps are no CUDA graphs: our own engine has none of a cache that changes its place."""
-        return self.settings.engine != "vllm" and bool(self.shape.delta or self.shape.experts or self.shape.forms)
+        return self.settings.engine != "vllm" and not recorded(self.shape)
 
     def multiply(self, weights: float, rows: float) -> float:
         """Return the seconds of 16-bit weights times M rows: as slow as the FLOP or as the weights' bytes."""
@@ -183,23 +202,33 @@ class StepTime:
 
     def stretches(self) -> list[Stretch]:
         """Return the token steps by what they compute. A free row goes to the next sequence; once none waits, rows end:
-        they leave vLLM at once, and our own engine when less than `COMPACT_BELOW` of them is left."""
+        they leave vLLM at once, and our own engine when the graph of so many rows is another (`graph_rows`)."""
         work = self.work
-        rows = held = min(self.together, work.sequences)
+        rows = min(self.together, work.sequences)
         waiting = (work.sequences - rows) * work.completion_length / rows
         stretches: list[Stretch] = [(waiting, rows, rows, work.prompt_length + work.completion_length / 2)]
         ends = [0.0, *reversed(work.lengths(rows)[1:]), float(work.longest)]
         for running, (begin, end) in zip(range(rows, 0, -1), pairwise(ends), strict=True):
-            held = running if self.settings.engine == "vllm" or running < COMPACT_BELOW * held else held
+            held = running if self.settings.engine == "vllm" else min(graph_rows(running), rows)
             stretches.append((end - begin, running, held, work.prompt_length + (begin + end) / 2))
         return [stretch for stretch in stretches if stretch[0]]
 
     def decode(self) -> float:
-        """Return the seconds of all token steps, and of the graphs that our own engine records for them."""
+        """Return the seconds of all token steps, and of the graphs that our own engine records for them, where it gives
+        them back while training; else only a run's first steps record some."""
         stretches = self.stretches()
-        graphs = len({rows for _, _, rows, _ in stretches}) + ceil(self.work.longest / RECORD_TOKENS) - 1
-        records = 0.0 if self.settings.engine == "vllm" or self.eager else graphs * RECORD_SECONDS
-        return self.token_steps(stretches) + records
+        graphs = 0 if self.settings.engine == "vllm" or self.eager else len(self.graphs(stretches))
+        return self.token_steps(stretches) + graphs * RECORD_SECONDS
+
+    def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
+        """Return the rows and places of the graphs that our own engine records in each step: of what is given back
+        while training, the cache or weights in 16 bits."""
+        place, found = round(self.work.prompt_length), set[tuple[int, int]]()
+        for steps, _, rows, _ in stretches:
+            if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
+                found |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+            place += round(steps)
+        return found
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
         """Return the seconds of these token steps."""
@@ -208,7 +237,9 @@ class StepTime:
     def token_step(self, rows: int, cached: float) -> float:
         """Return the seconds of a step of M rows with so many tokens each in the cache."""
         shape, settings = self.shape, self.settings
-        moved = 2 * shape.lora_weights(settings.lora_rank) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
+        if settings.engine != "vllm" and not self.eager:
+            cached = graph_width(ceil(cached))
+        moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
         card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)
         card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)
@@ -225,9 +256,14 @@ class StepTime:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
             moved = share * (self.move(2 * linear.weights) + again)
             return max(2 * rows * linear.passed / (self.speed.tflops * GEMM), moved)
-        instructions = decode_instructions(rows, self.speed, self.settings.form) if self.quantized else None
-        if instructions is None:
-            return self.multiply(linear.weights, rows) + again
+        codes = self.settings.form != BITS_16 and (self.quantized or rows <= self.few)
+        if codes and decode_instructions(rows, self.speed, self.settings.form) is not None:
+            return self.by_codes(linear, rows)
+        return self.multiply(linear.weights, rows) + again
+
+    def by_codes(self, linear: Linear, rows: int) -> float:
+        """Return the seconds of one matrix times M rows by the kernel that reads codes."""
+        instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         return max(
             self.move(reads * linear.bytes_in(self.settings.form)),
@@ -293,7 +329,7 @@ class StepTime:
 
     def optimizer(self) -> float:
         """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
-        numbers, optim = self.shape.lora_weights(self.settings.lora_rank), self.settings.optim or PAGED
+        numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
         paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
@@ -318,15 +354,24 @@ def block_outputs(outputs: int, rows: int) -> int:
     return 64 if outputs >= 8192 and rows <= 32 else 32
 
 
-def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4) -> bool:
-    """Return whether a card decodes M sequences of at most so many tokens no slower with dequantized weights than with
-    the kernel of NF4 or FP8: few rows, as are left in the end, read codes in a quarter or half the time. It is an
-    estimate from the data sheet, and True for a card without one."""
-    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8)
+def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm"
+                     ) -> bool:
+    """Return whether a card decodes M sequences of at most so many tokens sooner, by a share of `WORTH`, with
+    dequantized weights beside the codes, which steps of few rows read, than with codes alone. It is an estimate from
+    the data sheet, and True for a card without one, but for our own engine, which would record graphs anew."""
+    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
     if name is None:
-        return True
+        return engine == "vllm"
     codes = StepTime(shape, settings, SPEEDS[name], Workload.within(tokens, 1, rows), rows)
-    return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() <= codes.decode()
+    return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() < (1 - WORTH) * codes.decode()
+
+
+def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
+    """Return up to how many rows a card computes a token step sooner with codes than with weights in 16 bits; 0 for a
+    card without a data sheet."""
+    name = card_of(card)
+    settings = RunSettings(1, load_in_fp8=form == FP8)
+    return 0 if name is None else StepTime(shape, settings, SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
 @dataclass(frozen=True)
@@ -364,7 +409,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     passes = step.passes()
     forward, backward = map(max, passes.values())
     sampling, training = calibration(card, "generate"), calibration(card, "train")
-    gradients = ADAPTER_BYTES * shape.lora_weights(settings.lora_rank)
+    gradients = ADAPTER_BYTES * trained_numbers(shape, settings)
     seconds = {
         "prefill": sampling * step.prefill(), "decode": sampling * step.decode(),
         "forward": training * (work.iterations + work.forward_only) * forward,

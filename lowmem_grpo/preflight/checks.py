@@ -101,7 +101,7 @@ class Check:
 
     @property
     def finds(self) -> str:
-        """What it finds, as the first sentence of its function says it."""
+        """The kind of fault that it finds, as the first sentence of its function says it."""
         told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
@@ -132,6 +132,7 @@ CHECKS = (
     Check("output_dir", "error", room.unwritable),
     Check("disk", "error", room.full_disk),
     Check("host memory", "warning", room.little_host_memory),
+    Check("managed memory", "error", room.unshared_memory),
     Check("plan", "warning", room.over_plan),
     Check("cache in 8 bits", "warning", room.cache_in_8_bits, with_sft=False),
     Check("bfloat16", "warning", room.emulated_dtype),

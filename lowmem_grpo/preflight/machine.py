@@ -44,7 +44,7 @@ class Checkup:
 
     @property
     def advice(self) -> list[str]:
-        """What is wrong and what to do, one line for each, in the order in which to mend it."""
+        """Faults and what to do about them, one line for each, in the order in which to mend them."""
         if self.can_train:
             return [str(finding) for finding in self.findings]
         return ["training is not possible here; mend the following, from the first line on", *map(str, self.findings)]
@@ -60,7 +60,7 @@ class Checkup:
 
 @dataclass(frozen=True)
 class Look:
-    """How the machine is looked at. Tests pass other functions."""
+    """Functions that look at the machine. Tests pass other functions."""
 
     version: Callable[[str], str] = importlib.metadata.version
     load: Callable[[str], Any] = import_module

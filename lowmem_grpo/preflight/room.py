@@ -8,6 +8,7 @@ import torch
 
 from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
+from lowmem_grpo.models.card_check import has_managed_memory
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
@@ -59,6 +60,15 @@ def little_host_memory(subject: Subject) -> Iterator[Finding]:
                       f"optimizer states may take {size_text(needed)} of it", "lower max_tokens_per_micro_batch, free "
                       'host memory, or set use_gradient_checkpointing=True or optim="adamw_8bit", which keep them on '
                       "the card")
+
+
+def unshared_memory(subject: Subject) -> Iterator[Finding]:
+    """Find a paged optimizer on a card that shares no memory with the host, where bitsandbytes ends the process."""
+    device = subject.policy.device
+    if "paged" in subject.args.optim and device.type == "cuda" and not has_managed_memory(device.index or 0):
+        yield Finding("error", "", f"optim={subject.args.optim!r} needs managed memory, which host and card share, and "
+                      "the driver here has none (as in some WSL and on virtual GPUs)",
+                      'optim="adamw_8bit" keeps the states on the card')
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
@@ -117,7 +127,8 @@ def copies_to_come(subject: Subject) -> int:
     if not keeps_checkpoints(subject):
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
-    to_come = math.ceil(left / subject.args.save_steps)
+    by_epoch = subject.args.save_strategy == "epoch"
+    to_come = math.ceil(subject.args.num_train_epochs if by_epoch else left / subject.args.save_steps)
     if subject.args.save_total_limit is None:
         return to_come
     kept = subject.args.save_total_limit + 2 - len(list_checkpoints(subject.run_dir))

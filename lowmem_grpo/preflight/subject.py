@@ -113,7 +113,7 @@ def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:
 
 @dataclass(frozen=True)
 class Turns:
-    """What answers the policy in a run of several turns."""
+    """The tools or environment that answer the policy in a run of several turns."""
 
     tools: list[dict[str, Any]] | None = None  # their OpenAI schemas
     replies: bool = False  # an environment answers as the user

@@ -20,8 +20,8 @@ from lowmem_grpo.rewards.texts import completion_text
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/arithmetic", "seed": 0, "max_steps": 60, "learning_rate": 3e-3, "max_completion_length": 64,
     "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 1.0, "lr_scheduler_type": "linear",
-    "save_steps": 10, "save_total_limit": 2,
+    "scale_rewards": "none", "optim": "adamw_torch", "adam_beta2": 0.99, "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear", "save_steps": 10, "save_total_limit": 2,
 }
 PRESETS: Presets = {"cpu": Preset("tiny", 128, 16, 32)}
 

@@ -58,7 +58,8 @@ class CodeOptions(RecipeOptions):
     """Time limit of one test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
-        """What tests the code. Raises SandboxError where nothing can run it safely, with what to do."""
+        """Return the verifier that tests the code. Raises SandboxError where nothing can run it safely, with what to
+        do."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
         return code_passes_tests(isolation=self.isolation, limits=limits, workers=self.workers)
 

@@ -89,7 +89,7 @@ def reaches_target(
 
 
 def solves(text: str, numbers: list[int], target: int) -> bool:
-    """Whether a text ends in a solution."""
+    """Return whether a text ends in a solution."""
     answer = evaluate(answer_text(text))
     return answer is not None and answer.value == target and allowed(answer, numbers)
 

@@ -31,7 +31,7 @@ RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of cal
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is taught, and how to see that it was learned."""
+    """A task to teach, and how to see that it was learned."""
 
     name: str
     train: Dataset | None
@@ -124,7 +124,7 @@ def check_folders(setup: Setup, lesson: Lesson) -> None:
 
 
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
-    """Whether the run in the folder made every step and was measured, so that nothing is left to do."""
+    """Return whether the run in the folder made every step and was measured, so that nothing is left to do."""
     known = trainer.records.known()
     measured_after = known.get("accuracy_after") is not None
     tested = lesson.test is None or (measured_after and known.get("eval_problems") == len(lesson.test))
@@ -142,7 +142,7 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
 
 
 def in_turns(lesson: Lesson) -> dict[str, Any]:
-    """What the trainer gets beside rows and rewards where an answer takes several turns."""
+    """Return the trainer's further arguments for answers of several turns."""
     return {} if lesson.play is None else {
         "tools": list(lesson.play.tools) or None, "environment_factory": lesson.play.environment,
     }

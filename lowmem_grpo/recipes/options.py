@@ -14,7 +14,7 @@ NONE_IS_A_CHOICE = ("scale_rewards",)
 
 @dataclass
 class RecipeOptions:
-    """What every recipe takes, beside the fields of GRPOConfig."""
+    """The options of every recipe, beside the fields of GRPOConfig."""
 
     gpu: str = "auto"
     """Which preset: the size of the card in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest that fits here."""

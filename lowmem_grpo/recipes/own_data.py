@@ -35,7 +35,7 @@ MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class OwnOptions(RecipeOptions):
-    """What a recipe for your own data takes, beside the fields of GRPOConfig."""
+    """The options of a recipe for your own data, beside the fields of GRPOConfig."""
 
     check: bool = False
     """Show what the rewards pay for a few samples, and do not train."""

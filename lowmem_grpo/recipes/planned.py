@@ -13,7 +13,7 @@ def planned(setup: Setup, card: Device) -> MemoryPlan:
 
 
 def settings_of(setup: Setup) -> RunSettings:
-    """What the planner is asked. What only the loaded model knows is left to it."""
+    """Return the planner's settings for this setup. What only the loaded model knows is left to it."""
     config = setup.config
     engine = "transformers" if setup.fast_inference == "transformers" else "vllm"
     return RunSettings(

@@ -40,7 +40,7 @@ Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run uses: the recipe's settings, the preset and the options in one."""
+    """All settings of a run: those of the recipe, the preset and the options in one."""
 
     model: str
     max_seq_length: int
@@ -57,7 +57,7 @@ class Setup:
 
     @property
     def weights(self) -> str:
-        """How the base model's weights are held, in words."""
+        """The form of the base model's weights, in words."""
         return weights(self.load_in_4bit, self.load_in_fp8)
 
     @property
@@ -66,12 +66,13 @@ class Setup:
         return self.model in EMBEDDED
 
     def tiny_note(self, lack: str) -> str:
-        """What a recipe prints that the embedded tiny model cannot learn; empty for other models."""
+        """Return a recipe's note on what the embedded tiny model cannot learn; empty for other models."""
         return f"The embedded tiny model {lack}: this run only shows that everything works." if self.is_tiny else ""
 
 
 def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> Setup:
-    """What a run uses. Options win over the preset, and the preset over the recipe's `defaults` (fields of GRPOConfig).
+    """Return the settings of a run. Options win over the preset, and the preset over the recipe's `defaults` (fields of
+    GRPOConfig).
 
     Raises ValueError for a card size without a preset, and for settings that GRPOConfig refuses.
     """
@@ -97,8 +98,8 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
 def without_card(
     preset: Preset, model: str, form: str, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
-    """What changes where the preset of a card is used without a card; a warning says so. A paged optimizer that nobody
-    asked for by name becomes a plain one: there is no card memory to page out of."""
+    """Return what changes if the preset of a card is used without a card; a warning says so. A paged optimizer that
+    nobody asked for by name becomes a plain one: there is no card memory to page out of."""
     import torch
 
     if torch.cuda.is_available():
@@ -115,12 +116,12 @@ def without_card(
 
 
 def weights(four_bit: bool, in_fp8: bool) -> str:
-    """How weights are held, in words."""
+    """Return how weights are held, in words."""
     return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 
 
 def either(asked: T | None, default: T) -> T:
-    """What was asked for, else the default. A 0 counts as asked for: whoever uses it refuses it."""
+    """Return the option that was asked for, else the default. A 0 counts as asked for: whoever uses it refuses it."""
     return default if asked is None else asked
 
 

@@ -22,12 +22,12 @@ NEEDED = (
 
 
 def is_recipe_file(name: str) -> bool:
-    """Whether the name means a file rather than a recipe of the package."""
+    """Return whether the name means a file rather than a recipe of the package."""
     return name.endswith(".py") or "/" in name or "\\" in name
 
 
 def unknown_recipe(name: str) -> str:
-    """What is wrong with the name of a recipe and what was probably meant; empty for a known recipe or a file."""
+    """Return why a name is no recipe, and what was probably meant; empty for a known recipe or a file."""
     if name in RECIPES or is_recipe_file(name):
         return ""
     if Path(f"{name}.py").is_file():
@@ -78,7 +78,7 @@ def run_module(module: Any, arguments: list[str], name: str) -> None:
 
 
 def start(run: Callable[[Any], None], options: type) -> None:
-    """What makes `python FILE.py key=value` work like `lowmem-grpo run ./FILE.py key=value`."""
+    """Make `python FILE.py key=value` work like `lowmem-grpo run ./FILE.py key=value`."""
     from lowmem_grpo.recipes.options import fill
 
     try:

@@ -33,7 +33,7 @@ class WarmUp:
     """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
 
     def is_over(self, setup: Setup) -> bool:
-        """Whether the run goes on from a checkpoint, which was taught already."""
+        """Return whether the run goes on from a checkpoint, which was taught already."""
         return setup.resume and bool(last_good(Path(setup.config.output_dir))[0])
 
     def teach(self, model: FastPeftModel, setup: Setup, console: Console) -> bool:

@@ -1,11 +1,14 @@
 """A verifier says whether a completion is right, and pays nothing. `Verifier.reward` makes a reward from it."""
 
 import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.rewards.reward import MeanOf, Reward
+
+logger = logging.getLogger(__name__)
 
 Verdict = bool | None  # None: it cannot tell, for example because the label is not a number
 
@@ -67,10 +70,25 @@ class VerifiedReward(Reward):
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)
         self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
+        self.said = False  # that there was no verdict
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         needed = {name: columns[name] for name in self.columns}
-        return self.paid(self.verifier.verdicts(texts, **needed), call)
+        verdicts = self.verifier.verdicts(texts, **needed)
+        self.say_unread(verdicts, next(iter(needed.values()), []))
+        return self.paid(verdicts, call)
+
+    def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
+        """Warn once of labels that give no verdict; one that is missing gives none on purpose."""
+        unread = [label for verdict, label in zip(verdicts, labels, strict=False)
+                  if verdict is None and label not in (None, "")]
+        if unread and not self.said:
+            self.said = True
+            logger.warning(
+                "%s gives no verdict on %d of %d completions, and no reward: it cannot compare with the label %.80r in "
+                "the column %r. Write the answer alone, or as \"#### 43\", \\boxed{43} or \"The answer is 43.\"",
+                self.__name__, len(unread), len(verdicts), unread[0], self.columns[0],
+            )
 
     def paid(self, verdicts: list[Verdict], call: dict[str, Any]) -> list[float | None]:
         """Return the pay for these verdicts, and log the share of right ones."""

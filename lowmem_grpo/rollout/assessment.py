@@ -79,7 +79,7 @@ def scorer_of(functions: list[Right], episodes: bool = False) -> RewardScorer:
 
 
 def read(scores: Scores, names: list[str]) -> tuple[list[bool | None], dict[str, float]]:
-    """What the first function finds right, and the means of the others."""
+    """Return the verdicts of the first function, and the means of the others."""
     first, *others = names
     verdicts = [None if value is None else value > 0 for value in scores.rewards[first]]
     return verdicts, {name: mean(scores.rewards[name]) for name in others}

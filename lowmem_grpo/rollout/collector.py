@@ -161,8 +161,8 @@ class Collector:
         return surplus
 
     def enough_for(self, missing: int) -> int:
-        """How many prompts to sample for `missing` groups with signal, by the share seen in this step; at most as many
-        as a generation has."""
+        """Return how many prompts to sample for `missing` groups with signal, by the share seen in this step; at most
+        as many as a generation has."""
         useful = len(self.sampled) - len(self.empty(self.sampled))
         return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 

@@ -9,8 +9,8 @@ MASKED = 'vllm_importance_sampling_mode="token_mask" with vllm_importance_sampli
 
 
 def advice(cache_dtype: str, metrics: dict[str, float], correction: bool | None, watch: MismatchWatch) -> str:
-    """What the parity gate measured with this cache, and the corrections that exist. `correction` is the setting
-    `vllm_importance_sampling_correction`, which is left as it is."""
+    """Return a line on what the parity gate measured with this cache, and the corrections that exist. `correction` is
+    the setting `vllm_importance_sampling_correction`, which is left as it is."""
     k3 = metrics["sampling/parity/k3"]
     mean, most = metrics["sampling/parity/mean"], metrics["sampling/parity/max"]
     return (f"the key-value cache is in 8 bits ({cache_dtype}): the sampler's log-probabilities are off from "
@@ -20,7 +20,7 @@ def advice(cache_dtype: str, metrics: dict[str, float], correction: bool | None,
 
 
 def now(k3: float, correction: bool | None, bound: float) -> str:
-    """What the run does about it as it is set, and what it could do."""
+    """Return what the run does about it as it is set, and what it could do."""
     if correction:
         return "Tokens are weighed for it (vllm_importance_sampling_correction=True)"
     if correction is False:

@@ -46,6 +46,14 @@ class Episodes:
         self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
         self.outages = Outages()
+        self.said_empty = False
+
+    def say_empty(self) -> None:
+        """Warn once that a policy reads nothing of its task."""
+        if not self.said_empty:
+            self.said_empty = True
+            logger.warning("reset returned nothing and the row has no prompt, so the policy reads an empty message of "
+                           "the user, as in TRL; to give it a task let reset return a text, or give the rows a prompt")
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
@@ -177,7 +185,7 @@ class Batch:
                 self.settle(job, self.live[job.key])
 
     def settle(self, job: Job, episode: Episode) -> None:
-        """What a worker did for an episode becomes its next turn, or its end."""
+        """Make a worker's result for an episode its next turn, or its end."""
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
             self.fail(episode, job.error)
@@ -198,6 +206,8 @@ class Batch:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)
             (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
+            if episode.empty:
+                self.owner.say_empty()
         except (RendererError, EnvironmentFailedError) as error:  # foreign text that the template cannot hold, or none
             return self.fail(episode, error)
         if episode.ending == "context" and not episode.turns:

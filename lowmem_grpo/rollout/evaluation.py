@@ -1,9 +1,10 @@
 """Rewards on a dataset that is not trained on, sampled as in training."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
@@ -13,35 +14,27 @@ Part = tuple[list[RolloutGroup], dict[str, float]]  # groups, and what functions
 
 
 class Evaluation:
-    """An evaluation dataset, sampled with `params` in batches of `size` prompts; a bad one is refused here, before
-    training starts. So is None, unless `strategy` is "no"."""
+    """Evaluates on rows, sampled with `params` in batches of `size` prompts."""
 
     def __init__(
-        self, dataset: Any, strategy: str, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
+        self, dataset: Any, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
         scoring: Scoring,
     ) -> None:
-        if dataset is not None:
-            check_dataset(dataset)
-        elif strategy != "no":
-            raise ValueError(f'eval_strategy is "{strategy}", which needs an eval_dataset; pass one')
+        """`dataset` has all rows that the trainer evaluates on, for whoever checks them; None where there are none."""
         self.dataset, self.params, self.size, self.encoder = dataset, params, size, encoder
         self.sampler, self.scoring = sampler, scoring
 
-    def run(self, dataset: Any = None) -> dict[str, float]:
-        """Return mean rewards and lengths of the current policy on these rows, or on its own, and what functions
-        logged, named eval_*; ValueError where there are no rows."""
-        rows = self.dataset if dataset is None else dataset
-        if rows is None:
-            raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
-        check_dataset(rows)
+    def run(self, rows: Any, measure: Callable[[list[RolloutGroup]], dict[str, float]]) -> dict[str, float]:
+        """Return mean rewards and lengths of the current policy on these rows, what functions logged, and what
+        `measure` says of the groups; DataError where no row can be used."""
         encoded = [self.encoder.encode(rows[index]) for index in range(len(rows))]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:
             raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
         batches = [prompts[start : start + self.size] for start in range(0, len(prompts), self.size)]
         parts = self.parts(batches)
-        metrics = rollout_metrics([group for groups, _ in parts for group in groups], self.scoring.names)
-        return {f"eval_{name}": value for name, value in (metrics | over_completions(parts)).items()}
+        groups = [group for sampled, _ in parts for group in sampled]
+        return measure(groups) | rollout_metrics(groups, self.scoring.names) | over_completions(parts)
 
     def parts(self, batches: list[list[Prompt]]) -> list[Part]:
         """Return the groups of all batches, in the parts in which they were sampled."""

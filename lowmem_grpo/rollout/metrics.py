@@ -58,7 +58,7 @@ def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float
 
 
 def spread(group: RolloutGroup) -> bool:
-    """Whether the group's rewards differ."""
+    """Return whether the group's rewards differ."""
     return len({rollout.reward for rollout in group.rollouts if rollout.reward is not None}) > 1
 
 

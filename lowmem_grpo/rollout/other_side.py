@@ -21,7 +21,7 @@ Heard = Callable[[int, AskBase, str], None]  # (key of the episode, what was ask
 
 
 class OtherSide:
-    """What the episodes of a batch ask the base model, as an engine sees it: a `Conversation`."""
+    """The requests of a batch's episodes to the base model, as an engine sees them: a `Conversation`."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
         """`heard` takes a reply in. `collect` takes in what workers have done, which may lead to further questions;
@@ -39,7 +39,7 @@ class OtherSide:
             self.waiting[request.key] = (request, ask)
 
     def take(self, busy: bool) -> list[Request]:
-        """What can be decoded now; see `Conversation`."""
+        """Return what can be decoded now; see `Conversation`."""
         self.collect(not busy)
         taken = {key: both for key, both in self.waiting.items() if both[1].temperature == self.temperature}
         self.open |= {key: ask for key, (_, ask) in taken.items()}

@@ -17,7 +17,7 @@ Failure = tuple[str, BaseException]  # (what to say, the error)
 
 
 class Outages:
-    """What failed in the batches of a run."""
+    """The failures in the batches of a run."""
 
     def __init__(self) -> None:
         self.worked = False  # whether an episode has not failed

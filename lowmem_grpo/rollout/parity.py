@@ -96,7 +96,7 @@ class ParityGate:
         return metrics
 
     def take_in(self, metrics: dict[str, float]) -> None:
-        """What was measured, here or by the rank that all go by."""
+        """Take in the metrics, measured here or by the rank that all go by."""
         self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -141,7 +141,7 @@ class ParityGate:
 
     @property
     def causes(self) -> str:
-        """What a difference may come from."""
+        """Possible causes of a difference."""
         if not in_8_bits(self.cache_dtype):
             return CAUSES
         return (f'keys too large for 8 bits (kv_cache_dtype is {self.cache_dtype!r}; "auto" has no such limit); '
@@ -164,7 +164,7 @@ class ParityGate:
 
     @torch.no_grad()
     def pairs(self, batches: Iterator[MicroBatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What `recompute` returns, of each micro-batch."""
+        """Return the result of `recompute` for each micro-batch."""
         found = []
         for batch in batches:
             logprobs, _ = self.policy.logprobs(batch, self.temperature)

@@ -51,7 +51,7 @@ class ReplayBuffer:
         return [replace(as_sampled(young[place]), replayed=True) for place in order[:count]]
 
     def state(self) -> list[dict[str, Any]]:
-        """What `restore` needs, as JSON: 16 characters for each token, the texts, and of each row its index."""
+        """Return what `restore` needs, as JSON: 16 characters for each token, the texts, and of each row its index."""
         return [pack_group(group) for group in self.entries]
 
     def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int) -> None:
@@ -68,7 +68,7 @@ class ReplayBuffer:
 
 
 def age_of(group: RolloutGroup, policy_version: int) -> int:
-    """How many versions ago a group was sampled."""
+    """Return how many versions ago a group was sampled."""
     return policy_version - min(rollout.policy_version for rollout in group.rollouts)
 
 
@@ -92,7 +92,7 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
 
 
 def usable(group: RolloutGroup) -> bool:
-    """Whether the group is freshly sampled, and its rewards and log-probabilities are finite."""
+    """Return whether the group is freshly sampled, and its rewards and log-probabilities are finite."""
     valid = not any(rollout.invalid_rewards for rollout in group.rollouts)
     return not group.replayed and valid and all(math.isfinite(v) for r in group.rollouts for v in r.rollout_logprobs)
 
@@ -107,7 +107,7 @@ def pack(kind: str, values: Sequence[float]) -> str:
 
 
 def unpack(kind: str, text: str) -> list[Any]:
-    """What `pack` was given."""
+    """Undo `pack`."""
     numbers: array[Any] = array(kind)
     numbers.frombytes(base64.b64decode(text))
     return numbers.tolist()
@@ -130,7 +130,7 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
 
 
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
-    """What `pack_group` was given."""
+    """Undo `pack_group`."""
     rollouts = [
         Rollout(
             completion_ids=unpack(INTEGERS, saved["ids"]), rollout_logprobs=unpack(FLOATS, saved["logprobs"]),
@@ -159,7 +159,7 @@ def unpack_routes(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]
 
 
 def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
-    """What a rollout has as an episode; nothing of a single completion."""
+    """Return the fields that a rollout has as an episode; none for a single completion."""
     if rollout.trained is None and not rollout.turns:
         return {}
     turns, before = [], 0

@@ -26,7 +26,7 @@ ROUNDING = 1e-3  # by which a log-probability may lie above 0
 
 
 class RolloutFuncError(ValueError):
-    """What a `rollout_func` returned cannot be trained on; the message names the entry and what to return."""
+    """A result of `rollout_func` that cannot be trained on; the message names the entry and what to return."""
 
 
 class RolloutFunction:
@@ -142,7 +142,7 @@ def generate_rollout_completions(
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may hold."""
+    """The limits of a batch."""
 
     rows: int
     vocabulary: int
@@ -150,7 +150,7 @@ class Limits:
 
 
 def vocabulary(model: Any) -> int:
-    """How many ids the model's embedding has."""
+    """Return how many ids the model's embedding has."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 

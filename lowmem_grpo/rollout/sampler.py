@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Player(Protocol):
-    """What plays episodes with an engine: `Episodes`, or a caller's own function."""
+    """A player of episodes with an engine: `Episodes`, or a caller's own function."""
 
     waited: float  # seconds of the last batch in which there was nothing to decode
 
@@ -34,7 +34,7 @@ class Player(Protocol):
 
 
 class Overlap(Protocol):
-    """What is done with prompts that are complete, while others are sampled."""
+    """Work on prompts that are complete, while others are sampled."""
 
     def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
         """Take note that sampling begins; `calls` score the groups."""
@@ -120,12 +120,13 @@ class Sampler:
                 "another model", len(beyond), beyond[0])
 
     def pace(self) -> Pace:
-        """Where the engine's time went since this was asked last; nothing of an engine that does not measure it."""
+        """Return where the engine's time went since this was asked last; nothing of an engine that does not measure it.
+        """
         pace: Pace | None = getattr(self.engine, "pace", None)
         return Pace() if pace is None else pace.take()
 
     def tells(self) -> bool:
-        """Whether the engine can report finished groups; if it cannot, one warning says so."""
+        """Return whether the engine can report finished groups; if it cannot, one warning says so."""
         if ON_GROUP in capabilities_of(self.engine):
             return True
         if not self.said:

@@ -37,7 +37,7 @@ class Scoring:
 
     @property
     def names(self) -> list[str]:
-        """Of the rewards."""
+        """The names of the rewards."""
         return self.scorer.names
 
     @property

@@ -31,7 +31,7 @@ class Person:
                 conversation.give(request.key, self.turn(request))
 
     def turn(self, request: Request) -> Rollout:
-        """What the person says, cut where a turn may have no more tokens; log-probabilities are 0."""
+        """Return the person's words, cut where a turn may have no more tokens; log-probabilities are 0."""
         text = self.ask()
         ids = self.tokenizer(text, add_special_tokens=False).input_ids or [self.tokenizer.eos_token_id]
         kept = ids[: request.max_tokens]

@@ -32,8 +32,8 @@ def accuracy_interval(right: Sequence[int], samples: int) -> tuple[float, tuple[
 
 
 def independent_answers(shares: Sequence[float], samples: int) -> float:
-    """How many independent answers would tell as much as these (Kish's effective size): P if all answers to a prompt
-    agree, up to P * samples if they differ as much as answers to different prompts."""
+    """Return how many independent answers would tell as much as these (Kish's effective size): P if all answers to a
+    prompt agree, up to P * samples if they differ as much as answers to different prompts."""
     prompts = len(shares)
     mean = sum(shares) / prompts
     if samples == 1 or prompts == 1:
@@ -126,7 +126,7 @@ def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
 
 
 def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
-    """What the adapter changes on the same prompts."""
+    """Return what the adapter changes on the same prompts."""
     samples = len(base.right[0])
     change, interval = paired_difference(base.counts, adapter.counts, samples)
     pairs = list(zip(base.counts, adapter.counts, strict=True))

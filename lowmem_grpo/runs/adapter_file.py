@@ -1,6 +1,7 @@
 """The tensors of a saved LoRA adapter, and whether they are whole, finite and made for the model that loads them."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,24 +69,35 @@ def lora_config(given: Any, folder: Path) -> LoraConfig:
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings; use an older checkpoint")
     if given.get("peft_type") != "LORA":
         raise AdapterError(f"the adapter in {folder} is of type {given.get('peft_type')}; only LoRA can be loaded")
-    usual = LoraConfig()
     start = given.get("init_lora_weights", True)
-    if str(start).lower() not in STARTS:
+    if not starts_plainly(start):
         raise AdapterError(
             f"the adapter in {folder} has init_lora_weights={start!r}, a start for which PEFT changes the base's "
             "weights or computes with them, and here they stay as they are. Have PEFT save it as plain LoRA, with "
             f"save_pretrained(FOLDER, path_initial_model_for_weight_conversion=BEGINNING), or {MERGE}")
-    for name, value in given.items():
-        if not (name in ANY or name == "init_lora_weights" or is_off(value) or value == getattr(usual, name, None)):
-            raise AdapterError(f"the adapter in {folder} has {name}={value!r}; only LoRA on linear layers, with "
-                               f"nothing else, is loaded here: {MERGE}")
+    if (name := beyond_lora(given)) is not None:
+        raise AdapterError(f"the adapter in {folder} has {name}={given[name]!r}; only LoRA on linear layers, with "
+                           f"nothing else, is loaded here: {MERGE}")
     try:
+        usual = LoraConfig()
         known = {name: value for name, value in given.items() if hasattr(usual, name) and name != "runtime_config"}
         config = LoraConfig(**known)
         check_target_module_exists(config, "")  # that its names or patterns can be read
     except (TypeError, ValueError, re.error) as error:
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
     return config
+
+
+def starts_plainly(start: Any) -> bool:
+    """Return whether PEFT begins an adapter so without a change of the base's weights."""
+    return str(start).lower() in STARTS
+
+
+def beyond_lora(settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting that asks for more than LoRA on linear layers; None where there is none."""
+    usual = LoraConfig()
+    return next((name for name, value in settings.items() if not (
+        name in ANY or name == "init_lora_weights" or is_off(value) or value == getattr(usual, name, None))), None)
 
 
 def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
@@ -96,6 +108,12 @@ def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
 def rank_of(config: LoraConfig, layer: str) -> int:
     """The rank that a layer has by the settings."""
     return int(of_pattern(config.rank_pattern, layer, config.r))
+
+
+def scaling_of(config: LoraConfig, layer: str) -> float:
+    """Return what a layer's product is multiplied with by the settings."""
+    rank, alpha = rank_of(config, layer), of_pattern(config.alpha_pattern, layer, config.lora_alpha)
+    return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
 
 
 def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -144,7 +162,7 @@ def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
 
 
 def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:
-    """What is wrong with the tensors of a layer, which has this rank by the settings."""
+    """Return what is wrong with the tensors of a layer, which has this rank by the settings."""
     a, b, magnitude = (parts.get(name) for name in SIDES.values())
     if a is None or b is None:
         yield f"has no {SIDES['A' if a is None else 'B']}; the file is not whole: use an older checkpoint"

@@ -66,7 +66,7 @@ def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
 
 
 def no_signal(line: Line, kept: list[float]) -> str | None:
-    """Whether the rewards differ in no group."""
+    """Return whether the rewards differ in no group."""
     groups = number(line, "groups/with_signal")
     if groups is None or groups:
         return None if groups is None else ""
@@ -74,14 +74,14 @@ def no_signal(line: Line, kept: list[float]) -> str | None:
 
 
 def mismatch(line: Line, kept: list[float]) -> str | None:
-    """Whether sampler and trainer compute different probabilities."""
+    """Return whether sampler and trainer compute different probabilities."""
     each = (outside(lambda k3: k3 > MISMATCH_K3, "mismatch/k3")(line, kept),
             outside(lambda share: share < EFFECTIVE_SAMPLES, "mismatch/effective_samples")(line, kept))
     return None if each == (None, None) else ", ".join(filter(None, each))
 
 
 def entropy_collapse(line: Line, kept: list[float]) -> str | None:
-    """Whether almost no entropy is left; `kept` holds that of the first steps."""
+    """Return whether almost no entropy is left; `kept` holds that of the first steps."""
     entropy = number(line, "entropy")
     if entropy is None:
         return None
@@ -92,7 +92,7 @@ def entropy_collapse(line: Line, kept: list[float]) -> str | None:
 
 
 def gradient_spike(line: Line, kept: list[float]) -> str | None:
-    """Whether the gradient's norm is far above the median of the earlier ones, which are `kept`."""
+    """Return whether the gradient's norm is far above the median of the earlier ones, which are `kept`."""
     norm = number(line, "grad_norm")
     if not norm:  # 0: a step without gradient
         return None
@@ -102,7 +102,7 @@ def gradient_spike(line: Line, kept: list[float]) -> str | None:
 
 
 def preempted(line: Line, kept: list[float]) -> str | None:
-    """Whether sequences often have to leave the engine."""
+    """Return whether sequences often have to leave the engine."""
     times, together = number(line, "sampling/preemptions"), number(line, "sampling/most_together")
     if times is None or not together:
         return None
@@ -111,7 +111,8 @@ def preempted(line: Line, kept: list[float]) -> str | None:
 
 
 def constant(name: str, line: Line, kept: list[float]) -> str | None:
-    """Whether a function's rewards are all the same, within a step and across steps; `kept` is the last value."""
+    """Return whether a function's rewards are all the same, within a step and across steps; `kept` is the last value.
+    """
     mean, std = number(line, f"rewards/{name}/mean"), number(line, f"rewards/{name}/std")
     if mean is None or std is None:
         return None

@@ -215,7 +215,7 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """What is called checkpoint-{step} in a run, by ascending step, good or not."""
+    """Return all folders checkpoint-{step} of a run, by ascending step, good or not."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run_dir.glob("checkpoint-*")}
     found = [(int(match[1]), path) for path, match in steps.items() if match]
     return [path for _, path in sorted(found)]

@@ -90,7 +90,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `encode` was given."""
+    """Undo `encode`."""
     if isinstance(value, list):
         return [decode(inner, tensors) for inner in value]
     if not isinstance(value, dict):
@@ -109,7 +109,10 @@ def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load the state in the dtypes in which it was saved; `load_state_dict` would cast it to the parameters'."""
+    """Load the state in the dtypes in which it was saved; `load_state_dict` would cast it to the parameters'. Whether
+    steps are fused is for the settings of the run that goes on to say."""
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group.update({name: own[name] for name in ("fused", "foreach") if name in own})
     optimizer.load_state_dict(state)
     held: dict[str, Tensor] = {}
     encode(optimizer.state_dict(), "", held)

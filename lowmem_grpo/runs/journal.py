@@ -8,7 +8,7 @@ from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.runs.records import RunRecords, prompt_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.runs.trajectory import transcript, turn_records
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,11 @@ class Journal:
     step."""
 
     def __init__(
-        self, state: TrainerState, records: RunRecords, logging_steps: int, alarms: Alarms | None = None,
-        show_samples: bool = False,
+        self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
     ) -> None:
-        """`show_samples` prints one completion with each line."""
-        self.state, self.records, self.every = state, records, logging_steps
-        self.alarms, self.show_samples = alarms, show_samples
+        """`settings` are the run's own; `prints` is False in a process that shows nothing."""
+        self.state, self.records, self.settings, self.alarms = state, records, settings, alarms
+        self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
         """Take one step's line; returns the logged line, or None if none is due yet. `before` is the step before.
@@ -40,12 +39,15 @@ class Journal:
         if groups:
             self.records.completions(self.state.global_step, groups)
         self.state.unlogged.append(line)
-        step = self.state.global_step
-        if step // self.every == before // self.every and step != self.state.max_steps:
+        step, every = self.state.global_step, self.settings.logging_steps
+        first = self.settings.logging_first_step and before == 0
+        if step // every == before // every and step != self.state.max_steps and not first:
             return None
         logged = self.flush()
         if self.show_samples and groups:
-            self.show_sample(groups[0])
+            for group, rollout in chosen(groups, self.settings.num_completions_to_print,
+                                         self.settings.log_unique_prompts):
+                self.show_sample(group, rollout)
         return logged
 
     def flush(self) -> dict[str, Any] | None:
@@ -59,12 +61,24 @@ class Journal:
         self.state.log_history.append(logged)
         return logged
 
-    def show_sample(self, group: RolloutGroup) -> None:
-        """One prompt and its best completion, for `log_completions`."""
-        best = max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))
-        what, ended = ("episode", f", ended by {best.ending}") if best.ending else ("completion", "")
+    def show_sample(self, group: RolloutGroup, rollout: Rollout) -> None:
+        """One prompt and a completion, for `log_completions`."""
+        what, ended = ("episode", f", ended by {rollout.ending}") if rollout.ending else ("completion", "")
         logger.warning(
             "step %d\n%s\n--- %s, reward %s%s\n%s", self.state.global_step,
-            prompt_text(best.opening or group.row.get("prompt")), what, best.reward, ended,
-            transcript(turn_records(best)) if best.turns else best.text,
+            prompt_text(rollout.opening or group.row.get("prompt")), what, rollout.reward, ended,
+            transcript(turn_records(rollout)) if rollout.turns else rollout.text,
         )
+
+
+def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
+    """Return which completions to print: `count` of them, with `unique` the best one of each prompt; for None the best
+    one of the first prompt."""
+    each = [(group, best_of(group)) for group in groups] if unique or count is None else [
+        (group, rollout) for group in groups for rollout in group.rollouts]
+    return each[: count or (None if unique else 1)]
+
+
+def best_of(group: RolloutGroup) -> Rollout:
+    """Return the completion of a prompt that earned most."""
+    return max(group.rollouts, key=lambda one: one.reward if one.reward is not None else -float("inf"))

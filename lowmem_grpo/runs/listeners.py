@@ -80,6 +80,7 @@ class Callbacks:
 
 
 def own_method(kind: type, name: str) -> bool:
-    """Whether a class defines a hook itself, and does not only inherit that of transformers, which does nothing."""
+    """Return whether a class defines a hook itself, and does not only inherit that of transformers, which does nothing.
+    """
     home = next((cls for cls in kind.__mro__ if name in vars(cls)), None)
     return home is not None and not home.__module__.startswith("transformers.")

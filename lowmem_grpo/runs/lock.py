@@ -108,7 +108,7 @@ def take(file: int, path: Path) -> None:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Whether the open file is still the one with this name."""
+    """Return whether the open file is still the one with this name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def is_at(file: int, path: Path) -> bool:
 
 
 def is_alive(owner: dict[str, Any]) -> bool:
-    """Whether an owner may still be running."""
+    """Return whether an owner may still be running."""
     if owner.get("host") != socket.gethostname() or fcntl is None:
         return True
     if owner.get("boot") != boot() or owner.get("pid") == os.getpid():
@@ -134,7 +134,7 @@ def is_alive(owner: dict[str, Any]) -> bool:
 
 
 def boot() -> str:
-    """What this boot of the machine is called; empty where the system does not say."""
+    """Return the id of this boot of the machine; empty where the system does not say."""
     return BOOT.read_text().strip() if BOOT.is_file() else ""
 
 

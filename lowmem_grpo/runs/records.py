@@ -83,7 +83,7 @@ class RunRecords:
             self.lines[name] = len(kept)
 
     def missing(self, written: dict[str, int]) -> list[str]:
-        """What a file lacks of the lines that a checkpoint knows of."""
+        """Return which of the lines that a checkpoint knows are missing in a file."""
         return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
                 for name, count in written.items() if self.lines[name] < count]
 
@@ -105,7 +105,8 @@ class RunRecords:
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
 
     def known(self) -> dict[str, Any]:
-        """What summary.json holds. One that cannot be read is kept under another name, and does not stop a run."""
+        """Return the content of summary.json. One that cannot be read is kept under another name, and does not stop a
+        run."""
         path = self.run_dir / SUMMARY
         if not os.path.lexists(path):
             return {}
@@ -137,7 +138,7 @@ class RunRecords:
 
 
 class NoRecords(RunRecords):
-    """Of a process that writes nothing: what the run writes, another one writes."""
+    """The records of a process that writes nothing: another one writes them."""
 
     writes = False
 
@@ -160,7 +161,7 @@ def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> Reco
 
 
 def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, Any]]:
-    """What completions.jsonl holds of a step."""
+    """Return the lines of completions.jsonl for a step."""
     return [
         {
             "step": step, "prompt": prompt_text(rollout.opening or group.row.get("prompt")), "completion": rollout.text,

@@ -63,7 +63,7 @@ def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
 
 
 def final_adapter(run_dir: Path, good: Path | None) -> RunAdapter:
-    """What a finished run has left."""
+    """Return the adapter that a finished run has left."""
     try:
         check_adapter_folder(run_dir / FINAL)
     except CheckpointError:
@@ -102,7 +102,7 @@ class BaseRecord:
 
 
 def base_of_adapter(folder: Path) -> BaseRecord:
-    """What is known of the base: this package's record, or only the name that PEFT keeps. ValueError for a broken
+    """Return the record of an adapter's base: this package's, or only the name that PEFT keeps. ValueError for a broken
     record."""
     own = folder / BASE_FILE
     if own.is_file():
@@ -137,8 +137,8 @@ def check_base(folder: Path, name: str, revision: str | None) -> None:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names or folders mean the same weights: the same folder, or the same last name (a copy, a fork that
-    stores them in 4 bit)."""
+    """Return whether two names or folders mean the same weights: the same folder, or the same last name (a copy, a fork
+    that stores them in 4 bit)."""
     if Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve():
         return True
     return plain_name(one) == plain_name(other)

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class TrainerState:
-    """Where the run is; reward functions get it as `trainer_state`."""
+    """The position of the run; reward functions get it as `trainer_state`."""
 
     global_step: int = 0  # optimizer steps
     max_steps: int = 0
@@ -41,7 +41,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """What listeners may ask for."""
+    """Requests of listeners."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -110,7 +110,7 @@ class Interrupt:
 
     @property
     def exit_status(self) -> int:
-        """What a command stopped by this signal ends with; 0 without one."""
+        """The exit status of a command stopped by this signal; 0 without one."""
         return 0 if self.got is None else 128 + self.got
 
 

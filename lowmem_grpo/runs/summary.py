@@ -1,8 +1,10 @@
 """What a run trains and on what machine, and where it ended, under the names that transformers gives its figures."""
 
+import math
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,28 +42,41 @@ def error_text(error: BaseException) -> str:
     return "\n".join(lines)
 
 
+OF_STEPS = ("loss", "grad_norm", "learning_rate")  # of a line of the log, and not of the summary
+
+
 @dataclass(frozen=True)
 class TrainOutput:
-    """What `train` returns."""
+    """The result of `train`."""
 
     global_step: int
     metrics: dict[str, Any]
-    """The last line of the log, and train_runtime (seconds of this call), train_samples_per_second,
-    train_steps_per_second and train_loss."""
+    """The last line of the log: `summary`."""
     finished: bool
 
     @property
     def training_loss(self) -> float:
-        """The mean of the logged losses; 0.0 where nothing was logged."""
+        """The mean loss of this call's steps; 0.0 where it made none."""
         return float(self.metrics["train_loss"])
 
 
-def outcome(state: TrainerState, finished: bool, began: int, seconds: float, samples: int) -> TrainOutput:
-    """Return the outcome of a run that began at step `began`; `samples` are its rows or completions a step."""
-    made = state.global_step - began
-    losses = [line["loss"] for line in state.log_history if line.get("loss") is not None and line["step"] > began]
-    per_second = made / seconds if seconds else 0.0
-    return TrainOutput(state.global_step, {
-        **(state.log_history or [{}])[-1], "train_runtime": seconds, "train_steps_per_second": per_second,
-        "train_samples_per_second": per_second * samples, "train_loss": sum(losses) / len(losses) if losses else 0.0,
-    }, finished)
+def summary(state: TrainerState, losses: list[float], samples: int, seconds: float, parameters: int) -> dict[str, Any]:
+    """Return the last line of a run's log: transformers' figures, and what the last step's line measured.
+
+    `losses` are those of the steps that this call of `train` made, on so many `samples`. As in transformers, total_flos
+    is 6 for each token and each of the `parameters` that are no embedding, over all calls.
+    """
+    state.total_flos = 6.0 * state.num_tokens * parameters
+    last = next((line for line in reversed(state.log_history) if "loss" in line), {}) if losses else {}
+    known = [loss for loss in losses if math.isfinite(loss)]
+    return {
+        **{name: value for name, value in last.items() if name.partition("/")[0] not in OF_STEPS},
+        **speed("train", seconds, samples, len(losses)), "total_flos": state.total_flos,
+        "train_loss": fmean(known) if known else 0.0, "step": state.global_step, "epoch": state.epoch,
+    }
+
+
+def speed(prefix: str, seconds: float, samples: int, steps: int) -> dict[str, float]:
+    """Return how long something took, and its samples and steps a second, under transformers' names."""
+    rates = {"samples": samples / seconds, "steps": steps / seconds} if seconds else {}
+    return {f"{prefix}_runtime": seconds, **{f"{prefix}_{name}_per_second": rate for name, rate in rates.items()}}

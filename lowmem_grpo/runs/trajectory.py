@@ -19,7 +19,7 @@ ENDINGS = {  # why an episode ends, in words
 
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
-    """What a line has of an episode beside what it has of a single answer; nothing where the rollout is one.
+    """Return the fields of a line that only an episode has; none where the rollout is one answer.
 
     `tokens` of the line counts all that followed the prompt, `sampled_tokens` those that the policy drew."""
     found = {"ending": rollout.ending, "num_turns": len(rollout.turns),
@@ -29,7 +29,7 @@ def episode_fields(rollout: "Rollout") -> dict[str, Any]:
 
 
 def sequences(rollout: "Rollout") -> int | None:
-    """How many sequences an episode is, where the template rewrote the history; None where there is one."""
+    """Return how many sequences an episode is, if the template rewrote the history; None for one."""
     starts = {0, *(split.start for split in rollout.splits)}  # one at 0 has only another prompt than the group
     return len(starts) if len(starts) > 1 else None
 
@@ -41,8 +41,8 @@ def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:
 
 
 def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
-    """How many tokens came between two turns; of a rewritten history, which only episodes with a `split` have, how many
-    the new prompt has."""
+    """Return how many tokens came between two turns; of a rewritten history, which only episodes with a `split` have,
+    how many the new prompt has."""
     held = len(before.prompt_ids) + len(before.completion_ids)
     if split and turn.prompt_ids[:held] != before.prompt_ids + before.completion_ids:
         return {"context": len(turn.prompt_ids), "rewritten": True}

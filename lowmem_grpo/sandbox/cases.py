@@ -46,7 +46,8 @@ class CallCase:
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """What the code reads and must print as a script. White space at the ends of lines does not count."""
+    """The input of the code as a script, and the output that it must print. White space at the ends of lines does not
+    count."""
 
     stdin: str
     stdout: str

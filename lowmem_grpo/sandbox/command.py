@@ -19,7 +19,7 @@ NOBODY = 65534
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a sandboxed Python, and what it sees."""
+    """The command of a sandboxed Python, and the paths that it sees."""
 
     words: list[str]
     scratch: str

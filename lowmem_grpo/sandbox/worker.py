@@ -205,7 +205,7 @@ class Worker:
 
 
 def read(source: Any) -> bytes:
-    """What a ready pipe or socket holds; empty at its end."""
+    """Return what a ready pipe or socket holds; empty at its end."""
     try:
         return os.read(source.fileno(), 1 << 16)
     except ConnectionError:

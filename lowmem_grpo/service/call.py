@@ -21,7 +21,7 @@ class Call:
 
     @cached_property
     def flavour(self) -> tuple[object, ...]:
-        """What all calls of one conversation share."""
+        """The settings that all calls of one conversation share."""
         params = self.params
         return (self.adapter, params.temperature, params.top_p, params.top_k, params.min_p,
                 tuple(params.stop_strings), tuple(params.stop_token_ids or ()), params.ignore_eos)

@@ -110,6 +110,7 @@ class PendingChat(PendingCompletions):
         """Hold the turn, under a name that its choice then carries."""
         self.kept = True
         choice["turn"] = self.histories.keep(self.opening, turn, turn.message, self.calls[choice["index"]].key)
+        choice["completion_tokens"] = len(turn.completion_ids)
         return choice | ({"token_ids": turn.completion_ids} if self.asked.return_token_ids else {})
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:

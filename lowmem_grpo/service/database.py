@@ -44,7 +44,7 @@ class Database:
                 connection.execute(statement)
 
     def wait_for_disk(self, waits: bool) -> None:
-        """Whether commits wait for the disk, from here on."""
+        """Set whether commits wait for the disk, from here on."""
         if waits != self.waits:
             self.connection.execute(f"PRAGMA synchronous={'FULL' if waits else 'NORMAL'}")
             self.waits = waits
@@ -79,7 +79,7 @@ class Database:
             self.connection.execute("ROLLBACK")
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[Row]:
-        """What a query finds."""
+        """Return the rows that a query finds."""
         with self.lock:
             return [dict(row) for row in self.connection.execute(query, values)]
 

@@ -83,7 +83,8 @@ class Desk:
         return future
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
-        """What a function returns that runs in the owner's thread while no call is in the engine: training, saving.
+        """Run a function in the owner's thread while no call is in the engine (training, saving), and return its
+        result.
 
         The engine sleeps first, which frees its memory; `sleep=False` leaves it as it is. RuntimeError in a function
         that runs there itself, since it would wait for its own end; the same holds for `submit`.

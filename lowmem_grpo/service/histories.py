@@ -39,7 +39,7 @@ class Dialect:
     parser: Reads | Callable[..., Any] | None
 
     def read(self, completion_ids: list[int], text: str) -> Reading:
-        """What a completion says and calls."""
+        """Return the text and the calls of a completion."""
         if self.parser is None:
             return Reading(text)
         return custom(self.parser, text) if callable(self.parser) else self.parser.read(completion_ids, text)
@@ -195,7 +195,7 @@ class Histories:
             return held.name
 
     def read(self, opening: Opening, turn: Turn) -> Reading:
-        """What a turn says and calls."""
+        """Return the text and the calls of a turn."""
         with self.lock:
             return opening.dialect.read(turn.completion_ids, turn.text)
 

@@ -17,7 +17,7 @@ DATABASE, ADDRESS, LOCK, JOBS = "server.sqlite", "server.json", "server.lock", "
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is, and the key of who started it."""
+    """The address of a server, and the key of who started it."""
 
     url: str
     key: str
@@ -72,7 +72,7 @@ class Home:
 
 
 def read_address(path: Path) -> Address:
-    """Where a server is. OSError where nothing says so."""
+    """Return the address of a server. OSError where nothing says so."""
     path = path.expanduser()
     try:
         found = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))

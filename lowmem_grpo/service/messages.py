@@ -113,7 +113,8 @@ def in_order(messages: list[Message]) -> Iterator[Message]:
 
 
 def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
-    """Of each number of messages, from none to all, what tells this beginning of a conversation from others."""
+    """Return a digest for each number of messages, from none to all, that tells this beginning of a conversation from
+    others."""
     found = [hashlib.blake2b(canonical(root), digest_size=16).digest()]
     for message in messages:
         found.append(longer(found[-1], message))

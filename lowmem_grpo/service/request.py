@@ -64,7 +64,7 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class CompletionRequest(Body, extra="forbid"):
-    """What every request for completions says. What it leaves out is drawn as in training."""
+    """The fields of every request for completions. What it leaves out is drawn as in training."""
 
     field: ClassVar[str]  # that has the prompt
     refused: ClassVar[Table]
@@ -108,7 +108,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How tokens are drawn, where the request says so."""
+        """The sampling options that the request sets."""
         return self.model_dump(include=DRAWN, exclude_unset=True)
 
     @property
@@ -118,7 +118,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @property
     def likeliest(self) -> int | None:
-        """How many likely tokens are told beside each drawn one; None without log-probabilities."""
+        """The number of likely tokens reported beside each sampled one; None without log-probabilities."""
         raise NotImplementedError
 
 
@@ -193,7 +193,7 @@ def prompts_of(given: Any) -> list[str | list[int]]:
 
 
 def is_ids(given: Any) -> bool:
-    """Whether it is a list of token ids."""
+    """Return whether it is a list of token ids."""
     return isinstance(given, list) and all(type(one) is int for one in given)
 
 

@@ -72,7 +72,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def made_for(app: ASGIApp) -> uvicorn.Server:
-    """What answers by an application until Ctrl-C or SIGTERM, and writes no log of its own."""
+    """Return a server for an application that answers until Ctrl-C or SIGTERM, and writes no log of its own."""
     return uvicorn.Server(uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),

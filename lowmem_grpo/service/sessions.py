@@ -13,7 +13,7 @@ from lowmem_grpo.service.gate import NO_RETRY
 
 @dataclass
 class Conversation:
-    """What was said from the first message to a reply that nobody continued."""
+    """All messages from the first one to a reply that nobody continued."""
 
     messages_and_choices: list[dict[str, Any]]  # a reply of the policy as the choice of OpenAI's form, with its `turn`
     tools: list[dict[str, Any]] | None = None

@@ -26,8 +26,8 @@ FORM = "write requests=4096, bodies=512MiB, storage=50GiB or models=8"
 
 @dataclass(frozen=True)
 class Allowance:
-    """How much of a server the programs of one key may use. What goes beyond is refused, or told to come again, with
-    the limit's name."""
+    """The share of a server that the programs of one key may use. What goes beyond is refused, or told to come again,
+    with the limit's name."""
 
     requests: int = 4096
     """Requests that are not answered yet."""

@@ -1,10 +1,11 @@
-"""Models as people bring them to a trainer: one of ours, one of transformers with a `peft_config`, or a name.
+"""Models as people bring them to a trainer: one of ours, one of transformers or of PEFT, or a name.
 
 What our loader and `get_peft_model` do is done to each, or it is refused with the line that loads it.
 """
 
-import inspect
-from dataclasses import dataclass, fields
+import copy
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig, PeftModel
@@ -16,18 +17,22 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.lora_model import check_plain, plain_lora, with_factors, with_lora
+from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
+from lowmem_grpo.models.lora_targets import Scope, lora_targets
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
 
+logger = logging.getLogger(__name__)
 CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
 NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage", "device_map")  # our attention, on one device
-AS_THEY_ARE = ("task_type", "inference_mode", "peft_type", "peft_version", "base_model_name_or_path", "revision",
-               "auto_mapping", "runtime_config")  # of a LoraConfig: what it is of, and not what LoRA does
+STANDARD = ("no peft_config: training a LoRA of rank %d on %s; merged weights by export. LoRA takes about ten times "
+            "the learning_rate of full training")
 
 
 @dataclass(frozen=True)
@@ -43,51 +48,60 @@ class Brought:
 
     def trainable(self) -> FastPeftModel:
         """The model with LoRA; TypeError or ValueError, with what to do, where it cannot be trained here."""
+        has_lora = isinstance(self.model, PeftModel)  # ours are such too
+        if has_lora and self.peft_config is not None:
+            raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
+        if self.peft_config is not None:
+            check_plain(self.peft_config)  # before anything is loaded or changed
+        if not isinstance(self.model, str):
+            self.check_settings()
+        if isinstance(self.model, FastPeftModel):
+            return self.model
+        if isinstance(self.model, PeftModel):
+            return self.moved(self.model)
         model = self.loaded()
-        if isinstance(model, FastPeftModel):
-            if self.peft_config is not None:
-                raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
-            return model
         if self.peft_config is None:
-            raise self.without_lora()
-        off = self.settings.gradient_checkpointing is False
-        checkpointing: Any = {"use_gradient_checkpointing": False} if off else {}
-        return FastLanguageModel.get_peft_model(
-            model, **lora_options(self.peft_config, model), random_state=self.settings.seed, **checkpointing
-        )
+            found = FastLanguageModel.get_peft_model(
+                model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
+            layers = "attention" if has_experts(found.config) else "all linear layers"
+            logger.warning(STANDARD, vars(found.peft_config[found.active_adapter])["r"], layers)
+            return found
+        return with_lora(model, on_targets(self.peft_config, model), self.checkpointing, self.settings.seed)
 
-    def without_lora(self) -> TypeError:
-        """The error for a model that neither has LoRA nor shall get it."""
-        name = f"{self.model!r}" if isinstance(self.model, str) else f"a {type(self.model).__name__}"
-        return TypeError(f"model is {name}, without LoRA, and all of its weights would have to be trained; {ADVICE}")
+    @property
+    def checkpointing(self) -> bool | str:
+        """Where layers keep their inputs, if only these."""
+        return False if self.settings.gradient_checkpointing is False else "offload"
 
-    def loaded(self) -> BareModel | FastPeftModel:
-        """The model as our loader returns it, with or without LoRA."""
-        if isinstance(self.model, str):
-            return self.load()
+    def check_settings(self) -> None:
+        """Raise ValueError for what says how a model is loaded that is loaded already."""
         for name in ("model_init_kwargs", "quantization_config"):
             if getattr(self.settings, name, None) or getattr(self, name, None):
                 raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
-        if isinstance(self.model, (BareModel, FastPeftModel)):
+
+    def moved(self, model: PeftModel) -> FastPeftModel:
+        """Return a model of PEFT with its LoRA in our layers; the caller's own computes with them too."""
+        config, factors = plain_lora(model)
+        base: Any = model.get_base_model()
+        check_base(base)
+        model.unload()
+        return with_factors(self.wrapped(base), config, factors, self.checkpointing)
+
+    def loaded(self) -> BareModel:
+        """Return the model without LoRA, as our loader returns it."""
+        if isinstance(self.model, str):
+            return self.load()
+        if isinstance(self.model, BareModel):
             return self.model
-        if isinstance(self.model, PeftModel):
-            raise TypeError(f"model is a {type(self.model).__name__} of peft, whose layers are not ours; pass the "
-                            "model without LoRA, and peft_config=peft.LoraConfig(...)")
-        if not isinstance(self.model, PreTrainedModel):
-            raise TypeError(f"model is a {type(self.model).__name__}; {ADVICE}")
-        if self.peft_config is None:
-            raise self.without_lora()  # before anything is changed
-        return self.wrapped()
+        check_base(self.model)
+        return self.wrapped(self.model)
 
     def load(self) -> BareModel:
         """The model of this name, in 4 bits where `quantization_config` says so."""
-        if self.peft_config is None:
-            raise self.without_lora()
         options = loading_options(self.settings.model_init_kwargs or {})
         four_bit = quantization(self.quantization_config or options.pop("quantization_config", None))
         where = {"revision": options.get("revision"), "token": options.get("token")}
         config = AutoConfig.from_pretrained(find(self.model, **where), trust_remote_code=False, **where)
-        check_lora(self.peft_config)
         model, _ = FastLanguageModel.from_pretrained(
             self.model, max_seq_length=self.context(config),
             fast_inference="vllm" if getattr(self.settings, "use_vllm", False) else False, **options, **four_bit,
@@ -100,29 +114,33 @@ class Brought:
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         return int(min(longest, max(CONTEXT, self.tokens)))
 
-    def wrapped(self) -> BareModel:
+    def wrapped(self, model: Any) -> BareModel:
         """A plain model of transformers, frozen, under what our loader puts around one."""
-        model: Any = self.model
-        stored = getattr(model.config, "quantization_config", None)
-        if stored is not None and not is_quantized(model):
-            raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
-                             "32 bits, 4 bits of bitsandbytes, and FP8 as FastLanguageModel.from_pretrained loads it")
-        devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-        if len(devices) > 1:
-            raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "
-                             "device_map={'': 0}")
         use_card(str(model.device))
         name = str(model.config._name_or_path)
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         keep_layout(model)
         if is_quantized(model):
             fuse_weights(model)
-        check_lora(self.peft_config)
         use_brought_blocks(model, is_quantized(model))
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
         return BareModel(model, Loaded(name, tokenizer, context, keeper, vocabulary=stored_rows(name)))
+
+
+def check_base(model: Any) -> None:
+    """Raise TypeError for what is no model of transformers, and ValueError for one that cannot be trained as it is."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {type(model).__name__}; {ADVICE}")
+    stored = getattr(model.config, "quantization_config", None)
+    if stored is not None and not is_quantized(model):
+        raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
+                         "32 bits, 4 bits of bitsandbytes, and FP8 as FastLanguageModel.from_pretrained loads it")
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "
+                         "device_map={'': 0}")
 
 
 def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
@@ -152,29 +170,14 @@ def check_vocabulary(model: Any) -> None:
                          "that as the model, and train it")
 
 
-def check_lora(config: Any) -> None:
-    """TypeError for anything but a LoraConfig, ValueError for one of another task."""
-    if type(config) is not LoraConfig:
-        raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
-    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
-        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
-
-
-def lora_options(config: Any, model: BareModel) -> dict[str, Any]:
-    """What `get_peft_model` is called with for a LoraConfig; ValueError, by name, for what it does not support."""
-    check_lora(config)
-    usual, known = LoraConfig(), inspect.signature(FastLanguageModel.get_peft_model).parameters
-    options: dict[str, Any] = {"r": config.r, "lora_alpha": config.lora_alpha,
-                               "target_modules": targets(config.target_modules, model)}
-    for name in (field.name for field in fields(config)):
-        value = getattr(config, name)
-        if name in options or name in AS_THEY_ARE or value == getattr(usual, name):
-            continue
-        if name not in known:
-            raise ValueError(f"peft_config: {name}={value!r} is not supported; leave it out, or train with TRL and "
-                             "these kernels (lowmem_grpo.integrations.trl)")
-        options[name] = value
-    return options
+def on_targets(given: LoraConfig, model: BareModel) -> LoraConfig:
+    """Return a copy of the settings that names modules of this model; ValueError for names that it does not have."""
+    config: Any = copy.deepcopy(given)
+    scope = Scope(layers_to_transform=given.layers_to_transform)
+    chosen = lora_targets(model.inner, targets(config.target_modules, model), scope, config.exclude_modules)
+    config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
+    config.task_type, config.inference_mode = "CAUSAL_LM", False
+    return config
 
 
 def targets(given: Any, model: BareModel) -> list[str] | str:

@@ -27,9 +27,11 @@ from torch import nn
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.launcher import Place, balanced, this_place
 from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.models.card_check import LARGER
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
 from lowmem_grpo.runs.summary import facts
 from lowmem_grpo.train.rendezvous import PATIENCE, Pulse, RankError, find_others
+from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -218,8 +220,15 @@ def check_ranks_agree(trainer: Any) -> None:
     if trainer.ranks.count == 1:
         return
     told = trainer.ranks.gather("what the ranks are", described(trainer))
-    cards = trainer.ranks.gather("their cards", (card_of(trainer.policy.device), trainer.ranks.place.local))
-    for card, local in cards:
+    device = trainer.policy.device
+    cards = trainer.ranks.gather("their cards", (card_of(device), trainer.ranks.place.local,
+                                                 facts(trainer.model, device)["card_bytes"] or 0))
+    sizes = [size for *_, size in cards]
+    if trainer.ranks.place.leads and max(sizes) > LARGER * min(sizes):
+        logger.warning("the ranks have cards of different size (%s): each plans its own memory, but all get as many "
+                       "prompts and wait for the slowest. Cards of one kind would not wait; CUDA_VISIBLE_DEVICES names "
+                       "those to use", ", ".join(map(size_text, sizes)))
+    for card, local, _ in cards:
         on_it = [str(rank) for rank, other in enumerate(cards) if card is not None and other[0] == card]
         if any(other[0] == card and other[1] != local for other in cards) and on_it:
             raise ValueError(f"the ranks {' and '.join(on_it)} are on one card ({card}), and each takes a card of its "

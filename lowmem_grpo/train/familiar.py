@@ -86,7 +86,7 @@ class Processes:
 
 
 class Familiar:
-    """Names of TRL's and transformers' trainers."""
+    """Names of TRL's and transformers' trainers; `evaluate` is in evaluator.py."""
 
     model: FastPeftModel
     args: TrainSettings
@@ -109,10 +109,6 @@ class Familiar:
 
     def notify(self, event: str, **details: Any) -> None:
         """Tell the listeners; the loop defines how."""
-        raise NotImplementedError
-
-    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
-        """Metrics on the evaluation rows; each trainer defines them."""
         raise NotImplementedError
 
     # Its parts.
@@ -218,20 +214,6 @@ class Familiar:
             logger.error("push_to_hub: %s", error)
 
     # Figures.
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Metrics on the evaluation dataset, or on these rows, under names that begin with the prefix. `ignore_keys`
-        is TRL's, and there are none here."""
-        found = self.measure_evaluation(eval_dataset)
-        if metric_key_prefix != "eval":
-            found = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
-        metrics = {"step": self.state.global_step, "epoch": self.state.epoch} | found
-        self.state.log_history.append(metrics)
-        self.notify("on_evaluate", metrics=metrics)
-        self.saver.note_evaluated(metrics)
-        return metrics
 
     def log(self, logs: dict[str, float], *_: Any) -> None:
         """Add a line of your own to the history, and tell the listeners."""

@@ -1,16 +1,20 @@
 """GRPO: the four verbs sample, score, forward_backward, optim_step; `rollout` and `update`; the loop is in loop.py."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch.utils.data import ConcatDataset
+
 from lowmem_grpo.config.from_trl import settings_of
-from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, longest_prompt
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, check_dataset, longest_prompt
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
@@ -20,11 +24,14 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.preflight.how_long import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.rewards.reward_model import RewardModel
+from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
+from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.overlap import OverlappedTraining, check_overlap
@@ -32,15 +39,17 @@ from lowmem_grpo.train.parameters import either, taken_in
 from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.train.shared_rollout import collector_of, evaluation_of
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
+OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # metrics of episodes only
 
 
 class GRPOTrainer(Trainer):
     """GRPO with TRL's constructor; `train()` loops over `rollout()` and `update(groups)`, records and saves."""
 
     args: GRPOConfig
+    settings: type[GRPOConfig] = GRPOConfig
     scorer: RewardScorer
     objective: GRPOObjective
     samples = True
@@ -56,12 +65,11 @@ class GRPOTrainer(Trainer):
         """TRL's parameters, in its order; `engine`, which is the caller's own; and `parse`, which reads the tool calls
         of a form that is not known here (see `Toolbox`). `tokenizer` is an older name of `processing_class`; `others`
         are refused, or options of the settings."""
-        others |= {"reward_processing_classes": reward_processing_classes}
-        config = taken_in(others, settings_of(args, GRPOConfig), GRPOTrainer)
-        players = Players(config, tools, environment_factory, rollout_func, parse)
+        config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
+        players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
         self.scorer = RewardScorer(
-            *players.paid(reward_funcs), config.reward_limit, config.score_while_sampling, players.plays,
-            late_columns=rollout_func is not None,
+            *players.paid(reward_funcs, reward_processing_classes), config.reward_limit, config.score_while_sampling,
+            players.plays, late_columns=rollout_func is not None,
         )
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         rows = players.rows(train_dataset)
@@ -70,27 +78,34 @@ class GRPOTrainer(Trainer):
             (config.max_prompt_length or config.max_completion_length) + config.max_completion_length,
         )
         model, self.said_unrouted = self.model, False
+        reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]
+        for reward_model in reward_models:
+            reward_model.load(self.policy.device)
         first = self.first_engine(engine)
         longest, context = self.lengths(model.loaded.max_seq_length)
         if config.kl_reference == "start" and (config.beta or not self.takes_prompts):  # steps may have a beta then
-            self.policy.keep_reference()
-        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first)
+            self.policy.keep_reference(config.sync_ref_model)
+        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first,
+                                    reward_models)
         self.planned_time = PlannedTime(peaks.plan, model.config)
         encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
         encoder = players.encoder(encoder)
         self.turns = players.turns
         pools = DifficultyPools() if config.difficulty_pools else None
-        source = source_of(rows, encoder, config.seed, config.shuffle_dataset, pools)
+        source = source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
         if config.replay_buffer_size and isinstance(rows, Stream):
             raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                              "found again after a resume; leave it out, or pass a datasets.Dataset")
         self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
         self.player = players.player(self, context)
-        self.sample_with(first, engine is not None, players.evaluation_rows(eval_dataset), encoder, peaks.plan)
+        self.eval_sets = self.evaluation_sets(eval_dataset)
+        self.sample_with(first, engine is not None, encoder, peaks.plan)
         alarms = Alarms(self.state, config.nothing_to_learn_steps)
-        self.write(callbacks, alarms, self.collector.replay, config.log_completions)
+        self.write(callbacks, alarms, self.collector.replay)
         if note := config.rounding():
             logger.warning(note)
+        for doubt in config.doubts():
+            logger.warning(doubt)
         if config.sampling(0).truncates:
             logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
 
@@ -111,9 +126,7 @@ class GRPOTrainer(Trainer):
             )
         return engine
 
-    def sample_with(
-        self, first: Engine, given: bool, eval_dataset: Any, encoder: PromptEncoder, plan: MemoryPlan | None
-    ) -> None:
+    def sample_with(self, first: Engine, given: bool, encoder: PromptEncoder, plan: MemoryPlan | None) -> None:
         """Make what this trainer samples and scores with; `given` says that the engine is the caller's own."""
         config = self.args
         self.sampler = Sampler(
@@ -126,10 +139,11 @@ class GRPOTrainer(Trainer):
             clock=self.clock, cache_dtype=getattr(first, "cache_dtype", AUTO),
             correction=config.vllm_importance_sampling_correction,
         )
+        sets = self.eval_sets
         self.evaluation = evaluation_of(
-            self.ranks, self.evaluation_rows(eval_dataset), config.eval_strategy,
-            config.sampling(config.seed, n=config.num_generations_eval or 1),
-            config.per_device_eval_batch_size, encoder, self.sampler, self.scoring,
+            self.ranks, ConcatDataset(sets.values()) if isinstance(sets, dict) else sets,
+            config.sampling(config.seed, n=config.num_generations_eval), config.per_device_eval_batch_size, encoder,
+            self.sampler, self.scoring,
         )
         self.overlap: OverlappedTraining | None = None
         if mode := config.train_while_sampling:
@@ -206,6 +220,13 @@ class GRPOTrainer(Trainer):
         """What was sampled for the last update; some of it may not have been trained on."""
         return self.collector.sampled
 
+    def optim_step(self) -> dict[str, float]:
+        """Also moves the reference toward the policy, where the settings say so and when."""
+        metrics = super().optim_step()
+        if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
+            self.policy.move_reference(self.args.ref_model_mixup_alpha)
+        return metrics
+
     def weights_changed(self) -> None:
         self.engine.on_policy_update(self.state.policy_version)
 
@@ -221,11 +242,65 @@ class GRPOTrainer(Trainer):
             "policy_version": self.state.policy_version,
         }
 
-    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
-        """Mean rewards, sampled as in training."""
-        return self.evaluation.run(self.evaluation_rows(dataset))
+    def evaluation_rows(self, given: Any, parameter: str = "eval_dataset") -> Any:
+        """Rows with prompts; a number asks for so many held-out seeds of an environment."""
+        rows = self.players.evaluation_rows(given if isinstance(given, int) else super().evaluation_rows(
+            given, parameter))
+        check_dataset(rows)
+        return rows
+
+    def measure_evaluation(self, rows: Any) -> dict[str, float]:
+        """Mean rewards, sampled as in training, and the loss of what was sampled, as of one step on all of it."""
+        return self.evaluation.run(rows, self.measure_loss)
+
+    def measure_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        found = self.learner.measure(groups)
+        return {name: value for name, value in found.items() if name.partition("/")[0] in OF_LOSS}
+
+    def evaluation_names(self) -> set[str]:
+        names = self.scorer.names
+        one = Rollout([0], [0.0], "stop", rewards=dict.fromkeys(names, 0.0), reward=0.0)
+        sure = {*rollout_metrics([RolloutGroup({}, [0], [one])], names), "loss", "entropy"}
+        return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
+
+    def may_measure(self, name: str) -> bool:
+        """Also what only some losses, environments, or functions that can log have."""
+        return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
+                or any(logs(function) for function in self.scorer.funcs))
+
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus as it is now."""
+        return self.objective.entropy.coef
 
     @property
     def reward_funcs(self) -> list[Any]:
         """The reward functions, in order."""
         return list(self.scorer.funcs)
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names of the rewards, in order."""
+        return list(self.scorer.names)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weights of the rewards (R,), in order."""
+        return torch.tensor(self.scorer.weights)
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizers of the reward models; None for each function."""
+        return [getattr(func, "tokenizer", None) for func in self.scorer.funcs]
+
+
+class RLOOTrainer(GRPOTrainer):
+    """`GRPOTrainer` with the settings of RLOO: args is an RLOOConfig."""
+
+    settings = RLOOConfig
+
+
+def logs(function: Any) -> bool:
+    """Return whether a reward function says that it logs metrics of its own, or is an object that may."""
+    named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
+    return "log_metric" in named or "log_extra" in named

@@ -1,6 +1,7 @@
 """What GRPO minimises: which rollouts and tokens count, and the loss of a micro-batch."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.advantages import put_kl_in_reward
+from lowmem_grpo.losses.advantages import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
@@ -16,7 +17,7 @@ from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
 from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.losses.sequences import of_trained, with_context
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class GRPOObjective(Objective):
                 self.config.vllm_importance_sampling_mode,
             )
 
-    def prepared(self, rollouts: list[Rollout]) -> None:
+    def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
         """Choose the tokens of the highest entropy, and put the KL term into the advantages, if the settings say so."""
         if self.config.top_entropy_quantile < 1:
             entropies = [of_trained(rollout, rollout.entropy) for rollout in rollouts if rollout.entropy is not None]
@@ -78,12 +79,16 @@ class GRPOObjective(Objective):
                 rollout.policy_mask = with_context(rollout, part)
         if self.config.kl_in_reward:
             if self.config.state_weight and any(turn.state is not None for one in rollouts for turn in one.turns):
+                name = self.config.advantage_estimator
                 raise ValueError(
-                    f"with advantage_estimator='reinforce++' and beta {self.config.beta} the KL term is in the reward "
+                    f"with advantage_estimator={name!r} and beta {self.config.beta} the KL term is in the reward "
                     "of each token, which leaves no place for the comparison of turns in the same state; set "
                     "state_weight=0, or beta=0"
                 )
-            put_kl_in_reward(rollouts, self.config.beta)
+            if self.config.advantage_estimator == "rloo":
+                take_kl_from_rewards(list(groups), self.config.beta, self.config)
+            else:
+                put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """All rollouts but failed episodes, and without truncated ones if those are masked."""
@@ -109,6 +114,9 @@ class GRPOObjective(Objective):
             num_sequences=len(batch.rollouts),
         )
         out.metrics["entropy"] = entropy.detach().mean()
+        if self.config.kl_in_reward and batch.ref_logprobs is not None:
+            policy = logprobs.detach() if batch.old_logprobs is None else batch.at_trained(batch.old_logprobs)
+            out.metrics["kl"] = (policy - batch.at_trained(batch.ref_logprobs)).mean()
         out.policy_loss = out.policy_loss if self.entropy.enabled else None  # else it is the loss
         if batch.policy_mask is not None:
             chosen = entropy.detach()[batch.at_trained(batch.policy_mask)]

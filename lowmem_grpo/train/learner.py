@@ -28,6 +28,8 @@ from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
 from lowmem_grpo.train.sums import PartialGradient, Sums
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
+ROUNDING = 1e-5  # of log-probabilities in float32: nearer ones are the same
+
 
 class Learner:
     """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step.
@@ -122,11 +124,11 @@ class Learner:
 
         def again() -> None:
             fill()
-            self.objective.prepared(members(rollouts))
+            self.objective.prepared(members(rollouts), groups)
 
         fill()
         self.tell_fields(rollouts, fields)
-        self.objective.prepared(members(rollouts))
+        self.objective.prepared(members(rollouts), groups)
         # what all ranks decided together stays as it is where one of them does its own part again
         self.prepare_again = None if not fields else again if self.ranks.count == 1 else fill
 
@@ -179,8 +181,7 @@ class Learner:
             return self.accumulate(batches, totals, None if begun is None else begun.sums)
 
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
-        sums = Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(members(trained))),
-                             members(trained)) if self.ranks.count > 1 else sums
+        sums = self.of_all_ranks(sums, members(trained))
         metrics = sums.metrics(self.objective) | self.policy.differing_routes()
         if self.guard.passed(trained, sums.flags):
             self.objective.restore(before)  # what was measured is no measure of anything
@@ -213,10 +214,55 @@ class Learner:
         if isinstance(self.offload, ActivationOffload):
             self.offload.read_ahead(self.policy.head_groups == 1)  # groups say that memory is short
         with self.offload:
-            logprobs, entropy = self.policy.logprobs(batch, self.objective.temperature, self.objective.entropy_grad)
-        out = self.objective.loss(batch, logprobs, entropy, totals)
+            logprobs, entropy, best = self.at_head(batch)
+        out = self.objective_loss(batch, totals, logprobs, entropy, best)
         (flags or self.flags).look(batch, logprobs, out.loss)
         return out
+
+    def at_head(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies of the batch's trained tokens, and log p of the likeliest ones, each (N,)."""
+        policy, objective = self.policy, self.objective
+        return policy.at_head(*policy.at_trained(batch), objective.temperature, objective.entropy_grad)
+
+    def objective_loss(
+        self, batch: MicroBatch, totals: StepTotals, logprobs: Tensor, entropy: Tensor, best: Tensor
+    ) -> LossOutput:
+        """The objective's loss, and where it asks for it the share of tokens that are the likeliest ones."""
+        out = self.objective.loss(batch, logprobs, entropy, totals)
+        if self.objective.counts_hits:
+            out.metrics["mean_token_accuracy"] = (logprobs.detach() >= best - ROUNDING).to(best.dtype).mean()
+        return out
+
+    @torch.no_grad()
+    def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Return the loss of these groups, as of one step on all of them, and its metrics: without a gradient, without
+        dropout, and without a trace in the run."""
+        training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
+        self.policy.model.eval()
+        try:
+            self.prepare(groups, 1)
+            counted = [group for group in self.counted_groups(groups) if not group.unjudged]
+            totals = self.totals(groups, None)
+
+            def work(batches: Iterator[MicroBatch]) -> Sums:
+                sums = Sums(self.policy.device)
+                for batch in batches:
+                    sums.add(batch, self.objective_loss(batch, totals, *self.at_head(batch)))
+                return sums
+
+            sums = self.of_all_ranks(self.packer.run("an evaluation", self.mine(counted), self.limits, work,
+                                                     random.restore), members(counted))
+            return sums.metrics(self.objective)
+        finally:
+            self.policy.model.train(training)
+            self.objective.restore(before)
+            self.prepare_again = None
+
+    def of_all_ranks(self, sums: Sums, rollouts: list[Rollout]) -> Sums:
+        """What the micro-batches of all ranks, on all these rollouts, add up to."""
+        if self.ranks.count == 1:
+            return sums
+        return Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)
 
     def optim_step(self) -> dict[str, float]:
         """Sum the ranks' gradients, clip them, step and clear them. A step without gradient, or with NaN or infinity,

@@ -14,8 +14,8 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl
-from lowmem_grpo.runs.summary import error_text, facts
-from lowmem_grpo.train.familiar import Familiar
+from lowmem_grpo.runs.summary import error_text, facts, summary
+from lowmem_grpo.train.evaluator import Evaluator
 from lowmem_grpo.views.report import write_report
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ TRAINED = (". The adapter is as earlier training left it: to begin with a fresh 
            "again")
 
 
-class Lifecycle(Familiar):
+class Lifecycle(Evaluator):
     """The folder of a run from its first line to its summary and report."""
 
     policy: Policy
@@ -35,6 +35,9 @@ class Lifecycle(Familiar):
     began = ""  # when this trainer began the run in its folder
     stops = False  # whether all ranks have agreed to stop
     began_here = False  # whether this call of `train` has begun or resumed it
+    losses: list[float]  # of the steps of this call, which were made on so many samples
+    samples_seen: int
+    summary: dict[str, Any]  # the last line of the log
 
     def save_state(self) -> Path:
         """Write a checkpoint; the loop defines how."""
@@ -108,6 +111,12 @@ class Lifecycle(Familiar):
 
     def should_stop_here(self) -> bool:
         return self.interrupt.requested or self.control.should_training_stop
+
+    def summarize(self, seconds: float) -> None:
+        """Log the figures of the run, which took so many seconds, as the last line of the history."""
+        parameters = self.policy.base.num_parameters(exclude_embeddings=True)
+        self.summary = summary(self.state, self.losses, self.samples_seen, seconds, parameters)
+        self.log(self.summary)
 
     def end(self, status: str) -> None:
         """Save where the run stopped, and write the adapter and the summary."""

@@ -6,9 +6,11 @@ A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its ro
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,13 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.brought import rows_of
-from lowmem_grpo.data.prompts import DataError, PromptSource
+from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
-from lowmem_grpo.offload.activations import enable_checkpointing
+from lowmem_grpo.offload.activations import drop_nothing, enable_checkpointing
 from lowmem_grpo.preflight.checks import before_training, preflight
 from lowmem_grpo.preflight.first_steps import FirstSteps
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
@@ -36,7 +37,7 @@ from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import NoRecords, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
-from lowmem_grpo.runs.summary import TrainOutput, outcome
+from lowmem_grpo.runs.summary import TrainOutput
 from lowmem_grpo.train.brought_model import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.train.distributed import RankError, check_ranks_agree, check_settings, ranks
 from lowmem_grpo.train.learner import Learner
@@ -68,8 +69,18 @@ class Trainer(Lifecycle):
         self.tokenizer = tokenizer_of(processing_class)
         self.args, self.optimizers, self.ranks = args, optimizers, ranks()
         check_settings(args, self.ranks.count, self.takes_prompts)
+        if args.log_level != "passive":
+            logging.getLogger("lowmem_grpo").setLevel(args.log_level.upper())
         model = str(model) if isinstance(model, Path) else model
-        model = Brought(model, self.tokenizer, peft_config, quantization_config, args, tokens).trainable()
+        loading = args
+        if args.use_cpu and isinstance(model, str):
+            loading = replace(args, model_init_kwargs={"device_map": "cpu", **(args.model_init_kwargs or {})})
+        model = Brought(model, self.tokenizer, peft_config, quantization_config, loading, tokens).trainable()
+        device = model.get_input_embeddings().weight.device
+        if args.use_cpu and device.type != "cpu":
+            raise ValueError(f'use_cpu is True, and the model lies on {device}; load it with device="cpu"')
+        if args.disable_dropout:
+            drop_nothing(model)
         self.model, self.tokenizer = model, self.tokenizer or model.loaded.tokenizer
         check_vocabulary(model)
         stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
@@ -104,19 +115,19 @@ class Trainer(Lifecycle):
 
     def write(
         self, callbacks: list[Any] | None, alarms: Alarms | None = None, replay: ReplayBuffer | None = None,
-        log_completions: bool = False,
     ) -> None:
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
         self.view = None if self.args.disable_tqdm or not self.ranks.leads else self.view_class()
         views, say = ([self.view], self.view.say) if self.view else ([], None)
         own = [FirstSteps(self.records, say, self.scorer), *make_sinks(self.args.report_to)] if self.ranks.leads else []
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
-        alarms, log_completions = (alarms, log_completions) if self.ranks.leads else (None, False)
-        self.journal = Journal(self.state, self.records, self.args.logging_steps, alarms, log_completions)
+        leads = self.ranks.leads
+        self.journal = Journal(self.state, self.records, self.args, alarms if leads else None, leads)
         self.saver = Saver(
             self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
             self.scorer.names if self.scorer else [],
         )
+        self.check_best_metric()
         self.notify("on_init_end")
 
     # What a trainer defines.
@@ -124,14 +135,6 @@ class Trainer(Lifecycle):
     def next_groups(self) -> list[RolloutGroup]:
         """The groups of the next update."""
         raise NotImplementedError
-
-    def evaluation_rows(self, given: Any) -> Any:
-        """Rows to evaluate on, by index; None where there are none. DataError for a stream, which has no end."""
-        rows = None if given is None else rows_of(given, "eval_dataset")
-        if isinstance(rows, Stream):
-            raise DataError("eval_dataset is a stream; an evaluation needs a number of rows: pass "
-                            "list(stream.take(200))")
-        return rows
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """Train on these groups: one optimizer step, or several but `at_most` so many; returns their metrics."""
@@ -141,10 +144,6 @@ class Trainer(Lifecycle):
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """What to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
         return timing
-
-    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
-        """Metrics of the policy as it is on these rows, or on the evaluation dataset; their names begin with eval_."""
-        raise NotImplementedError
 
     def weights_changed(self) -> None:
         """The adapter's weights are others than before."""
@@ -199,27 +198,30 @@ class Trainer(Lifecycle):
         """
         with self.ranks.together():
             self.check_before()
-            with self.running(resume_from_checkpoint):
-                began, started = self.state.global_step, time.monotonic()
-                with self.training():
-                    self.agree()
-                    while not self.finished and not self.should_stop():
-                        self.train_step()
+            with self.running(resume_from_checkpoint), self.training():
+                if self.args.eval_on_start:
+                    self.records.metrics(self.evaluate())
+                self.agree()
+                while not self.finished and not self.should_stop():
+                    self.train_step()
         self.interrupt.pass_on()
-        samples = self.args.completions_per_step
-        return outcome(self.state, self.finished, began, time.monotonic() - started, samples)
+        return TrainOutput(self.state.global_step, self.summary, self.finished)
 
     @contextmanager
     def running(self, resume: bool | str | None) -> Iterator[None]:
         """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
         with owned(self.run_dir) if self.records.writes else nullcontext(), self.failure_recorded():
             self.begin(resume)
+            started, self.losses, self.samples_seen = time.monotonic(), [], 0
             self.notify("on_train_begin")
             self.notify("on_epoch_begin")
             try:
-                yield
+                try:
+                    yield
+                finally:
+                    self.notify("on_epoch_end")
+                self.summarize(time.monotonic() - started)
             finally:
-                self.notify("on_epoch_end")
                 self.notify("on_train_end")
             self.end("finished" if self.finished else "interrupted")
 
@@ -261,10 +263,12 @@ class Trainer(Lifecycle):
         asked = self.control.taken()
         if asked.should_log and (line := self.journal.flush()) is not None:
             self.notify("on_log", logs=line)
-        if self.due(before, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
+        if self.due(before, epoch, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
             with self.saved_before(MemoryExhaustedError):
-                self.records.metrics(self.evaluate())
-        if self.due(before, self.args.save_steps, self.args.save_strategy) or asked.should_save:
+                metrics = self.evaluate()
+                self.records.metrics(metrics)
+                self.saver.note_evaluated(metrics)
+        if self.due(before, epoch, self.args.save_steps, self.args.save_strategy) or asked.should_save:
             self.save_state()
 
     def follow(self, epoch: int) -> None:
@@ -277,8 +281,10 @@ class Trainer(Lifecycle):
             self.notify("on_epoch_end")
             self.notify("on_epoch_begin")
 
-    def due(self, before: int, every: int | None, strategy: str) -> bool:
-        """Whether a multiple of `every` lies in the steps just made."""
+    def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
+        """Whether an epoch or the run ends in the steps just made, or a multiple of `every` lies in them."""
+        if strategy == "epoch":
+            return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
 
     @contextmanager
@@ -305,6 +311,8 @@ class Trainer(Lifecycle):
         timing, memory = self.clock.metrics(), peak_memory(self.policy.device)
         seconds = {f"{phase}_s": self.clock.seconds[phase] for phase in ("generate", "train")}
         self.state.elapsed += timing["step_time"]
+        self.losses += [metrics.get("loss", math.nan)] * (self.state.global_step - before)
+        self.samples_seen += sum(len(group.rollouts) for group in groups) * getattr(self.args, "num_iterations", 1)
         line = {
             "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
             **metrics, **self.measured(before, groups, timing), **memory,
@@ -313,3 +321,4 @@ class Trainer(Lifecycle):
         logged = self.journal.write(before, line, groups if self.samples else [])
         if logged is not None:
             self.notify("on_log", logs=logged)
+

@@ -12,6 +12,7 @@ from transformers import get_scheduler
 
 from lowmem_grpo.config.shared import TrainSettings
 
+WITHOUT_OPTIONS = ("linear", "constant", "constant_with_warmup")
 PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
 
 
@@ -73,7 +74,15 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
     warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
-    return get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    options = config.lr_scheduler_kwargs or {}
+    if options and config.lr_scheduler_type in WITHOUT_OPTIONS:
+        raise ValueError(f"lr_scheduler_kwargs is {options}, and lr_scheduler_type {config.lr_scheduler_type!r} takes "
+                         "none; leave it out, or choose another schedule")
+    try:
+        return get_scheduler(config.lr_scheduler_type, optimizer, warmup, total_steps, options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"lr_scheduler_kwargs is {options}, which lr_scheduler_type {config.lr_scheduler_type!r} does "
+                         f"not take: {error}") from error
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:

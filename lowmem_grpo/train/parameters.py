@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 from lowmem_grpo.config.from_trl import is_settings
 from lowmem_grpo.config.shared import TrainSettings, field_names
 
-REWARDS = "rewards are functions here: give one that calls the model, in reward_funcs"
 MEASURED = ("the metrics of an evaluation are fixed; compute your own from model.fast_generate(...), in a callback's "
             "on_evaluate")
 OWN_LOSS = "the loss is that of the trainer; ARCHITECTURE.md says how to add one"
 REFUSED = {
-    "reward_processing_classes": REWARDS, "reward_model": REWARDS,
+    "reward_model": "give it in reward_funcs, as an object or by its name",
     "compute_metrics": MEASURED, "preprocess_logits_for_metrics": MEASURED,
     "compute_loss_func": OWN_LOSS, "compute_loss": OWN_LOSS, "ref_model": "the reference is the model without its "
     "adapter; leave it out", "model_init": "load the model yourself and pass it as model",

@@ -13,9 +13,11 @@ from lowmem_grpo.environments.protocol import Factories, short
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.preflight.subject import Turns
+from lowmem_grpo.rewards.reward_model import with_models
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.rollout.sampler import Player
+from lowmem_grpo.train.brought_model import loading_options
 
 Function = Callable[..., Any]
 
@@ -41,12 +43,16 @@ class Players:
         """Whether a prompt is answered in several turns."""
         return bool(self.tools) or self.factories is not None
 
-    def paid(self, reward_funcs: Any) -> tuple[list[Function], list[float] | None]:
-        """The reward functions and their weights, that of the environments among them, with weight 1 as in TRL."""
+    def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
+        """The reward functions and their weights, that of the environments among them, with weight 1 as in TRL.
+        `processing_classes` are the tokenizers of the reward models among them."""
         if reward_funcs is None and self.factories is None:
-            raise TypeError("GRPOTrainer needs reward_funcs: a function, or a list of functions")
+            raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
+                             "model, or a list of these")
         given = [] if reward_funcs is None else reward_funcs
         functions = list(given) if isinstance(given, (list, tuple)) else [given]
+        init = loading_options(self.config.model_init_kwargs or {})
+        functions = with_models(functions, processing_classes, init, self.config.chat_template_kwargs)
         weights = self.config.reward_weights
         if self.factories is not None:
             own = [EnvironmentReward(kind) for kind in self.factories.paying]
@@ -64,8 +70,8 @@ class Players:
         if dataset is not None:
             return with_prompts(rows_of(dataset))
         if self.factories.several:
-            raise ValueError("environment_factory is a dict, so each row must say in its column `environment` which "
-                             "one it needs; pass a train_dataset")
+            raise ValueError("environment_factory is a dict, which requires a `train_dataset`: each row must say in "
+                             "its column `environment` which one it needs")
         if self.config.max_steps < 1:
             raise ValueError("there is no train_dataset, so nothing says how long to train; set max_steps")
         return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)

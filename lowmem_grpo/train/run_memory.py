@@ -1,12 +1,14 @@
 """The memory plan of a run on its own card, and what helps where memory runs out."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.bounds import Bound, MemoryAdvice, RunMemory
@@ -27,6 +29,7 @@ from lowmem_grpo.offload.host_room import (
     on_wsl,
 )
 from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=highest_rank(vars(model.peft_config[model.active_adapter])),
+        trained=sum(one.numel() for one in model.parameters() if one.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
@@ -66,19 +70,24 @@ def host_bytes_to_fill(processes: int = 1) -> int | None:
 
 def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
-    engine: Engine | None = None,
+    engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
 ) -> tuple[RunMemory, PhasePeaks]:
     """A run's bounds, with the advice for when memory runs out, and its peaks. On a card the run's plan bounds
     micro-batches, in place of `per_device_train_batch_size`. MemoryError if the host has no room for layer inputs.
 
     `length` names the setting that makes sequences shorter, `ranks` are the run's processes; `engine` is None for a
-    trainer that does not sample.
+    trainer that does not sample, and `reward_models` are loaded.
     """
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
     memory = RunMemory(MemoryAdvice(helpful_settings(shorter, config.optim, model.loaded, four_bit, name)))
-    own: dict[str, Any] = {"ranks": ranks.count, "host_bytes": host_bytes_to_fill(ranks.here)}
+    on_host = sum(one.weight_bytes for one in reward_models)
+    room = host_bytes_to_fill(ranks.here)
+    own: dict[str, Any] = {
+        "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # they are there already
+        "reward_bytes": max((one.scoring_bytes for one in reward_models), default=0), "reward_host_bytes": on_host,
+    }
     if engine is not None:
         memory.watch(engine)
         own |= {  # vLLM's, but for the sequences of our own
@@ -88,7 +97,11 @@ def plan_memory(
         }
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
-    return memory, PhasePeaks(policy.device, plan_training(memory, model, config, policy, name, context, **own))
+    found = plan_training(memory, model, config, policy, name, context, **own)
+    if found is not None and isinstance(engine, TransformersEngine):
+        engine.sleeps, memory.train.spare = found.settings.sleeps, engine.give_back
+        engine.use_weights(found.settings.sampling_weights)
+    return memory, PhasePeaks(policy.device, found)
 
 
 def plan_training(

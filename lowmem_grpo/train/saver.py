@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 
 from lowmem_grpo.config.shared import TrainSettings
@@ -34,7 +35,7 @@ class Saver:
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
         self.replay = ReplayBuffer(0) if replay is None else replay
-        self.random = RandomStates(learner.policy.device)
+        self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
         self.mark()
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
 
@@ -44,6 +45,7 @@ class Saver:
         self.records.flush()
         folder = self.run_dir / f"checkpoint-{self.state.global_step}"
         self.note_best(folder)
+        self.saved = self.state.global_step
         if not self.records.writes:
             return folder
         folder = checkpoint.save_checkpoint(
@@ -71,13 +73,11 @@ class Saver:
         self.learner.objective.restore(self.measured)
 
     def note_evaluated(self, metrics: dict[str, Any]) -> None:
-        """Remember the step of the best evaluation, where the settings name its metric; ValueError if there is none of
-        this name."""
+        """Remember the step of the best evaluation, where the settings name its metric; ValueError where this one has
+        no value of it."""
         name, state = self.config.best_metric, self.state
         if name is None:
             return
-        if not any(key.startswith("eval_") for key in metrics):
-            return  # of other rows, under another prefix
         if metrics.get(name) is None:
             listed = ", ".join(sorted(key for key in metrics if key.startswith("eval_")))
             raise ValueError(f"metric_for_best_model: an evaluation has no metric {name!r}; it has {listed}")
@@ -96,13 +96,13 @@ class Saver:
 
     def note_best(self, folder: Path) -> None:
         """Remember the checkpoint of the best evaluation, or else of the highest mean reward over its last
-        `save_steps` steps."""
+        `save_steps` steps, or its epoch."""
         if self.config.best_metric is not None:
             if self.state.best_global_step == self.state.global_step:
                 self.state.best_model_checkpoint = str(folder)
             return
-        after = self.state.global_step - self.config.save_steps
-        lines = [line for line in self.state.log_history if line["step"] > after]
+        after = self.saved if self.config.save_strategy == "epoch" else self.state.global_step - self.config.save_steps
+        lines = [line for line in self.state.log_history if line["step"] > after and "train_runtime" not in line]
         recent = [line["reward"] for line in lines if line.get("reward") is not None]
         if recent and (self.state.best_metric is None or sum(recent) / len(recent) > self.state.best_metric):
             self.state.best_metric = sum(recent) / len(recent)
@@ -146,6 +146,7 @@ class Saver:
             self.restore(saved)
             self.restore_reference(folder, saved)
             self.records.rewind(int(saved["trainer"]["global_step"]))
+        self.saved = self.state.global_step
         for missing in self.records.missing(saved.get("records", {})):
             logger.warning("%s; the others are lost, and the run goes on without them", missing)
 
@@ -156,7 +157,7 @@ class Saver:
             "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
             "config": self.config.to_dict(), "memory": self.memory.state(),
             "objective": self.learner.objective.state(), "replay": self.replay.state(),
-            "records": dict(self.records.lines),
+            "records": dict(self.records.lines), "threads": torch.get_num_threads(),
             "keeps_reference": self.learner.policy.reference_adapter is not None,
         }
 
@@ -173,6 +174,10 @@ class Saver:
         changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
         if changed:
             logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
+        threads, before = torch.get_num_threads(), saved.get("threads")  # older checkpoints do not say
+        if before not in (None, threads) and self.learner.policy.device.type == "cpu":
+            logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d: samples may be rounded "
+                           "otherwise; set it as it was to go on bit for bit", before, threads)
         for name, value in saved["trainer"].items():
             if name != "max_steps":
                 setattr(self.state, name, value)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowmem_grpo.config.from_trl import settings_of
@@ -26,7 +25,7 @@ from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.data.tokenised import tokenised
 from lowmem_grpo.losses.objective import Objective, StepTotals
-from lowmem_grpo.losses.sequences import of_trained
+from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in, with_names
 from lowmem_grpo.train.run_memory import plan_memory
@@ -34,8 +33,8 @@ from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.unsloth_names import UnsupportedError
 from lowmem_grpo.views.live import SFTView
 
-MEASURED = ("loss", "entropy", "learning_rate", "grad_norm", "optimizer/skipped", "nonfinite/steps",
-            "micro_batches")  # of a step, by the learner
+MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
+            "nonfinite/steps", "micro_batches")  # of a step, by the learner
 
 
 class SFTObjective(Objective):
@@ -43,6 +42,8 @@ class SFTObjective(Objective):
 
     def __init__(self, loss_type: str = "nll") -> None:
         self.loss_type = loss_type
+
+    counts_hits = True
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
         loss = token_losses(logprobs, self.loss_type).sum() / totals.tokens
@@ -85,8 +86,8 @@ class SFTTrainer(Trainer):
         self.shown: dict[str, Any] = {}  # datasets as they are trained
         self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)
-        source = source_of(rows, self.encoder, config.seed, config.shuffle_dataset)
-        self.eval_groups = self.encode_all(eval_dataset)
+        source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset)
+        self.eval_sets = self.evaluation_sets(eval_dataset)
         memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length", self.ranks)
         self.learn(source, SFTObjective(config.loss_type), memory, peaks)
         self.write(callbacks)
@@ -124,7 +125,7 @@ class SFTTrainer(Trainer):
             encoder.inner = wrap(encoder.inner)
         else:
             self.source.encoder = wrap(encoder)
-        self.eval_groups = self.encode_all(self.given_eval_rows)
+        self.eval_sets = self.evaluation_sets(self.given_eval_rows)
         self.shown.clear()
 
     def longest_row(self) -> int:
@@ -135,13 +136,15 @@ class SFTTrainer(Trainer):
                              "load with a larger max_seq_length")
         return self.args.max_length or context
 
-    def encode_all(self, dataset: Any) -> list[RolloutGroup]:
+    @property
+    def eval_groups(self) -> list[RolloutGroup]:
+        """The rows of all evaluation datasets."""
+        sets = self.eval_sets.values() if isinstance(self.eval_sets, dict) else [self.eval_sets or []]
+        return [group for groups in sets for group in groups]
+
+    def evaluation_rows(self, given: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
         """Every usable row of an evaluation dataset; DataError where there is none."""
-        if dataset is None:
-            if self.args.eval_strategy != "no":
-                raise ValueError(f'eval_strategy is "{self.args.eval_strategy}", which needs an eval_dataset; pass one')
-            return []
-        rows, encoder = self.shapes.read(self.evaluation_rows(dataset), "eval_dataset")
+        rows, encoder = self.shapes.read(super().evaluation_rows(given, parameter), parameter)
         source = PromptSource(rows, encoder, self.args.seed, shuffle=False)
         encoded = [encoder.encode(rows[index]) for index in range(len(rows))]
         for index, reason in enumerate(encoded):
@@ -177,23 +180,13 @@ class SFTTrainer(Trainer):
             "data/skipped_rows": sum(self.source.skipped.values()),
         }
 
-    def measure_evaluation(self, dataset: Any = None) -> dict[str, float]:
-        """Loss and entropy per trained token of these rows, or of the evaluation dataset, dropout off."""
-        groups = self.eval_groups if dataset is None else self.encode_all(dataset)
-        if not groups:
-            raise ValueError("there is no eval_dataset; pass one to SFTTrainer, or to evaluate(eval_dataset=...)")
-        training = self.model.training
-        self.model.eval()
-        self.learner.fill_logprobs(groups, "old_logprobs", "entropy")
-        self.learner.tell_fields(groups, ("old_logprobs", "entropy"))
-        self.model.train(training)
-        rollouts: list[Any] = [rollout for group in groups for rollout in group.rollouts]
-        loss, entropy = (torch.cat([of_trained(rollout, getattr(rollout, name)) for rollout in rollouts])
-                         for name in ("old_logprobs", "entropy"))
-        for rollout in rollouts:  # so that a later evaluation finds them as they were
-            rollout.old_logprobs = rollout.entropy = None
-        loss = token_losses(loss, self.args.loss_type)
-        return {"eval_loss": loss.mean().item(), "eval_entropy": entropy.mean().item()}
+    def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
+        """Loss, entropy and accuracy of each trained token of these rows, dropout off."""
+        found = self.learner.measure(rows)
+        return {name: found[name] for name in OF_LOSS if name in found}
+
+    def evaluation_names(self) -> set[str]:
+        return super().evaluation_names() | {"loss", "entropy", "mean_token_accuracy"}
 
     def describe(self, status: str) -> dict[str, Any]:
         return super().describe(status) | {"method": "sft"}

@@ -229,6 +229,8 @@ def check(config: GRPOConfig) -> None:
     for name, fix in REFUSED.items():
         if getattr(config, name) != getattr(usual, name):
             raise ValueError(f"{name} is {getattr(config, name)!r}: {fix}")
+    if config.save_strategy == "epoch":
+        raise ValueError("save_strategy is 'epoch', and the caller's groups have no epochs; set 'steps', or 'no'")
     if config.advantage_estimator == "remax":
         others = ", ".join(name for name in ESTIMATORS if name != "remax")
         raise ValueError(f"advantage_estimator is 'remax', which needs a greedy rollout of each task; take {others}")

@@ -14,7 +14,7 @@ PREFIX = "alarms/"
 
 @dataclass(frozen=True)
 class Warned:
-    """How often an alarm warned, and in which steps first and last."""
+    """The number of warnings of an alarm, and its first and last step."""
 
     times: int
     first: int

@@ -38,7 +38,7 @@ def episode_lines(turns: Sequence[dict[str, Any]], most: int) -> list[Text]:
 
 
 def turn_lines(number: int, turn: dict[str, Any]) -> list[Text]:
-    """What was sampled in a turn, and what came back."""
+    """Return the lines of a turn: what was sampled, and what came back."""
     paid = "" if turn.get("reward") is None else f" (reward {turn['reward']:g})"
     said = [Text.assemble((f"{SAMPLED_SIGN} {number}.{paid} ", f"bold {LINES[0]}"), plain(on_one_line(turn["text"])))]
     said += [Text.assemble(f"{CONTEXT_SIGN} ", plain(on_one_line(f"{speaker(reply)}: {reply['content']}")), style="dim")

@@ -37,7 +37,7 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
 
 
 def title(result: dict[str, Any], note: str) -> str:
-    """What was tested on what."""
+    """Return the line that says what was tested on what."""
     held = "4-bit" if result["load_in_4bit"] else "FP8" if result.get("load_in_fp8") else "16-bit"
     source = f"recipe {result['recipe']}" if result["recipe"] else result["dataset"]
     answers = "one answer" if result["samples"] == 1 else f"{result['samples']} answers"
@@ -72,7 +72,7 @@ def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
 
 
 def change_text(result: dict[str, Any]) -> str:
-    """What the adapter changes, and whether that is more than chance."""
+    """Return the line on what the adapter changes, and whether that is more than chance."""
     change = result["difference"]
     low, high = change["interval"]
     sure = "more than chance" if low > 0 or high < 0 else "may be chance: take more prompts (--limit)"

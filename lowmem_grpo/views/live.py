@@ -100,6 +100,8 @@ class LiveView:
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = numbers(logs)
+        if "train_runtime" in logs:  # the figures of the whole run, which `train` returns
+            return
         self.step, self.max_steps = state.global_step, state.max_steps
         self.step_times.mark(self.step)
         for key, value in logs.items():
@@ -173,7 +175,7 @@ class LiveView:
         return table
 
     def words(self) -> Table:
-        """What the last log says in words; each on a line of its own, or on more in a narrow terminal."""
+        """Return the lines in words of the last log, wrapped in a narrow terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         now = {key: values[-1] for key, values in self.history.items()}
@@ -220,7 +222,8 @@ class SFTView(LiveView):
 
     def line(self, logs: dict[str, float]) -> str:
         head, rest = super().line(logs).split("  ", 1)
-        return f"{head}  loss {shown('loss', logs['loss'])}  {rest}" if "loss" in logs else f"{head}  {rest}"
+        losses = [f"{name} {shown(name, logs[name])}" for name in ("loss", "eval_loss") if name in logs]
+        return "  ".join([head, *losses, rest])
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
@@ -249,8 +252,9 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Where the time of a step and of its sampling went, its measured and estimated seconds, how episodes ended and
-    used tools, and how many groups' completions differ in reward; without what was not measured."""
+    """Return the lines in words of a log: where the time of a step and of its sampling went, its measured and estimated
+    seconds, how episodes ended and used tools, and how many groups' completions differ in reward; without what was not
+    measured."""
     found = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         found["time"] = " ".join(times)

@@ -45,7 +45,7 @@ def rows_table(plan: MemoryPlan) -> Table:
 
 
 def choices_table(plan: MemoryPlan) -> Table:
-    """What was chosen, and what it saves."""
+    """Return the table of the choices, and what each saves."""
     table = Table("chosen", "value", "saves", "which means", title="Choices", title_justify="left")
     for choice in plan.choices:
         table.add_row(choice.name, value_of(choice), size_text(choice.saved) if choice.saved else "", choice.why)
@@ -65,7 +65,7 @@ def time_table(time: TimePlan) -> Table:
 
 
 def told(part: str, time: TimePlan) -> str:
-    """What a part of a step is."""
+    """Return a line on a part of a step."""
     work = time.workload
     waits = {name: f"; waits for the {bound}" if bound == "card" else "; waits for the host's launches"
              for name, bound in time.bound.items()}
@@ -91,7 +91,7 @@ def value_of(choice: Choice) -> str:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Whether it fits, in a line."""
+    """Return whether it fits, in a line."""
     peak, room = plan.peak / GIB, plan.device.budget / GIB
     if plan.fits:
         return f"Fits: {peak:.2f} of {room:.2f} GiB, {plan.concurrent_sequences} sequences sampled at a time."

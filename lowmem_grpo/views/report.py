@@ -30,7 +30,7 @@ MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # answers before and after training: how 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What is known of a run beside its summary: all of it, or as much as a page that follows it keeps."""
+    """A run beside its summary: all of it, or as much as a page that follows it keeps."""
 
     name: str
     rows: list[Record]

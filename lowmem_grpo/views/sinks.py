@@ -32,20 +32,17 @@ def named(logs: dict[str, Any] | None) -> dict[str, float]:
 
 
 class Sink:
-    """Writes every line of the log, and every evaluation."""
+    """Writes every line of the log, those of evaluations among them."""
 
     def write(self, values: dict[str, float], step: int) -> None:
         """Write the numbers of a step; each sink defines where."""
         raise NotImplementedError
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        if "train_runtime" in logs:  # what else the last line of a run says was written with its last step
+            logs = {name: value for name, value in logs.items() if name.startswith("train_") or name == "total_flos"}
         self.write(named(logs), state.global_step)
-
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        measured = {name: value for name, value in (metrics or {}).items() if name not in ("step", "epoch")}
-        self.write(named(measured), state.global_step)
 
 
 class WandbSink(Sink):

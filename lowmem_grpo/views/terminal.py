@@ -30,7 +30,7 @@ class plain_errors:  # noqa: N801  (used like a function)
 
 
 def is_ours(trace: Any) -> bool:
-    """Whether the error was raised by this package (and not inside a library, where the traceback matters)."""
+    """Return whether the error was raised by this package (and not inside a library, where the traceback matters)."""
     while trace.tb_next is not None:
         trace = trace.tb_next
     return Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)

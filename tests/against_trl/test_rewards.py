@@ -1,17 +1,19 @@
 """Our rewards under TRL's own trainer, and TRL's rewards under our scorer."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from small_models import TINY, load_model
+from small_models import TINY, load_model, saved_reward_model
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 from trl_runs import PLAIN
 
 from lowmem_grpo import rewards
+from lowmem_grpo.rewards.reward_model import with_models
 
 READY = [
     rewards.number_equal(), rewards.proximity(), rewards.format_match().reward(name="in_format"),
@@ -58,6 +60,29 @@ def test_trls_reward_path_and_our_scorer_pay_the_same(tmp_path: Path, chat: bool
     assert found[0] == [3.0, -3.0, None, 3.0]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_trls_reward_path_and_ours_score_the_same_by_a_reward_model(tmp_path: Path, chat: bool, padded: bool) -> None:
+    texts = ["it is 10", "9", "ten " * 20, ""]
+    completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+    prompts: list[Any] = [[{"role": "user", "content": "9 + 1"}]] * 4 if chat else ["9 + 1"] * 4
+    judge, tokenizer = str(saved_reward_model(tmp_path / "judge")), AutoTokenizer.from_pretrained(TINY)
+    if not padded:
+        tokenizer.pad_token = None
+    rows = [{"prompt": prompt} for prompt in prompts]
+    trainer = GRPOTrainer(
+        model=load_model("Llama"), args=GRPOConfig(**(PLAIN | {"output_dir": str(tmp_path), "num_generations": 4,
+                                                               "per_device_train_batch_size": 4})),
+        train_dataset=Dataset.from_list(rows), reward_funcs=judge, reward_processing_classes=copy.copy(tokenizer),
+        processing_class=AutoTokenizer.from_pretrained(TINY),
+    )
+    theirs = trainer._calculate_rewards(rows, prompts, completions, [[1]] * 4)[:, 0].tolist()
+    scorer = rewards.RewardScorer(with_models([judge], tokenizer))
+    assert scorer.names == trainer.reward_func_names == ["judge"]
+    ours = scorer.score(prompts, completions, [[1]] * 4, {}, None).rewards["judge"]
+    assert ours == pytest.approx(theirs, rel=1e-5) and len({round(score, 4) for score in theirs}) == 4
+
+
 def test_a_reward_of_trl_can_be_scored_here() -> None:
     texts = ["<think>9 + 1</think>10", "10"]
     ids = [[1, 2, 1, 2, 1], [3] * 11]
@@ -77,6 +102,15 @@ def test_trls_accuracy_reward_can_be_scored_here() -> None:
     assert scores.rewards == {"accuracy_reward": [1.0, 0.0, None]}
     ours = rewards.math_match("solution").reward()(completions=chats, **columns)
     assert ours[:2] == [1.0, 0.0]
+
+
+def test_a_thought_before_the_answer_is_paid_as_by_trl() -> None:
+    texts = ["<think>a</think>b", "<think>\na\n</think>\nb", "<think></think>b", "<think>a<tag>b</think>c", "<think>a",
+             "a</think>b", "a<think>b</think>c", "<think>a<think>b</think></think>c", "a", "",
+             "<think>a</think>\nb\n<think>c</think>"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    ours = rewards.format_match(("<think>", "</think>")).reward()
+    assert ours(completions=chats) == think_format_reward(chats)
 
 
 @pytest.mark.parametrize("seed", range(3))

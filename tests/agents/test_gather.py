@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from openai.types.chat.chat_completion import Choice
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents import progress
@@ -171,3 +173,59 @@ def test_a_rollout_that_catches_its_cancelling_does_not_hold_up_the_end(
     with pytest.raises(ValueError, match="no mail"):
         gather([art.TrajectoryGroup([stubborn(), rollouts.one(ValueError("no mail"))])])
     assert "1 rollouts go on" in caplog.text
+
+
+# What ART does too
+
+
+def test_a_cancelled_error_that_a_rollout_raises_is_one_failure_and_not_the_end(rollouts: Rollouts) -> None:
+    first, second = gather(rollouts.groups([1.0, asyncio.CancelledError("of a client")], [2.0, 3.0]), max_exceptions=1)
+    assert [one.reward for one in first] == [1] and [one.type for one in first.exceptions] == ["CancelledError"]
+    assert len(second) == 2
+
+    async def whole() -> Any:
+        raise asyncio.CancelledError
+
+    (left,) = gather([whole(), *rollouts.groups([1.0])], max_exceptions=1)
+    assert len(left) == 1
+    singles = asyncio.run(art.gather_trajectories([rollouts.one(asyncio.CancelledError()), rollouts.one(1.0)],
+                                                  max_exceptions=1))
+    assert isinstance(singles[0], asyncio.CancelledError) and singles[1].reward == 1
+    with pytest.raises(asyncio.CancelledError):
+        gather(rollouts.groups([asyncio.CancelledError(), "never"]))
+    assert rollouts.cancelled == 1, "of one failure too many all others are cancelled"
+
+
+def test_a_task_that_somebody_cancels_is_one_failure(rollouts: Rollouts) -> None:
+    async def play() -> list[art.TrajectoryGroup]:
+        task = asyncio.ensure_future(rollouts.one("never"))
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return await art.gather_trajectory_groups([art.TrajectoryGroup([task, rollouts.one(1.0)])], max_exceptions=1)
+
+    (group,) = asyncio.run(play())
+    assert len(group) == 1 and group.exceptions[0].type == "CancelledError"
+
+
+def test_all_rollouts_may_fail_where_infinitely_many_are_allowed(rollouts: Rollouts) -> None:
+    (group,) = gather(rollouts.groups([ValueError("a"), ValueError("b")]), max_exceptions=math.inf)
+    assert len(group) == 0 and len(group.exceptions) == 2
+    assert art.retry(delay=math.inf, backoff_factor=math.inf)(lambda: 3)() == 3
+    with pytest.raises(ValueError, match="max_exceptions is nan; it must be 0 or above"):
+        gather([], max_exceptions=math.nan)
+
+
+def choice(**more: Any) -> Choice:
+    said = {"role": "assistant", "content": "Hi"}
+    return Choice.model_validate({"index": 0, "finish_reason": "stop", "message": said, **more})
+
+
+def test_gathering_counts_the_tokens_of_all_choices_as_art_does() -> None:
+    logged = {"content": [{"token": "a", "logprob": -1.0, "top_logprobs": []}] * 3, "refusal": None}
+    further = art.History(messages_and_choices=[choice(completion_tokens=4)])
+    told = [choice(completion_tokens=2), {"role": "user", "content": "Go on."}, choice(logprobs=logged)]
+
+    async def one(choices: list[Any]) -> art.Trajectory:
+        return art.Trajectory(messages_and_choices=choices, additional_histories=[further])
+
+    (group,) = gather([art.TrajectoryGroup([one(told), one([choice()]), one([])])])
+    assert [member.metrics.get("completion_tokens") for member in group] == [9, None, 4]

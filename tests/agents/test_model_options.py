@@ -5,7 +5,7 @@ from functools import partial
 from tables import not_refused
 
 from lowmem_grpo import agents as art
-from lowmem_grpo.agents.model_options import ModelOptions
+from lowmem_grpo.agents.model_options import ModelOptions, with_lora
 
 read = partial(ModelOptions.from_names({"r": 2, "seed": 1}).with_config, base_model="tiny")
 
@@ -18,6 +18,15 @@ def test_each_part_of_a_config_reaches_what_takes_it_and_wins() -> None:
     ) | {"trainer_gpu_ids": [0]})
     assert options == ModelOptions({"load_in_4bit": False, "max_seq_length": 64}, {"r": 4}, {
         "seed": 1, "beta": 0.1, "chat_template_kwargs": {"x": 1}}, "{{ x }}")
+
+
+def test_arts_lora_config_reaches_peft_args_by_our_names() -> None:
+    lora = art.LoRAConfig(rank=8, alpha=16, dropout=0.0, target_modules=["q_proj"])
+    model = art.TrainableModel(name="a", run_name="run-1", project="p", base_model="tiny", lora_config=lora)
+    assert (model.folder_name, model.folder().name) == ("run-1", "run-1")
+    assert read(with_lora({"peft_args": {"r": 4, "bias": "none"}}, model.lora_config)).lora == {
+        "r": 8, "bias": "none", "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    assert with_lora(None, None) == {}
 
 
 def test_a_part_of_a_config_that_has_no_meaning_here_is_refused_by_name() -> None:

@@ -37,6 +37,21 @@ def test_a_choice_keeps_the_name_of_its_turn_in_a_trajectory_and_its_copies() ->
         assert one.messages_and_choices[0].turn == "t1"  # type: ignore[union-attr]
 
 
+def test_copies_have_lists_and_dictionaries_of_their_own() -> None:
+    group = art.TrajectoryGroup([art.Trajectory(metadata={"a": 1})], metadata={"b": 2}, logs=["made"])
+    for copied in (copy.copy(group), group.model_copy()):
+        copied.trajectories.append(art.Trajectory())
+        copied.log("copied")
+        copied.metadata["b"] = copied.metrics["c"] = 3
+        copied.exceptions.append(art.FailedRollout(type="a", message="b", traceback="c"))
+        assert copied.trajectories[0] is group.trajectories[0], "the members are the same, as in ART"
+    assert (len(group), group.logs, group.metadata, group.metrics, group.exceptions) == (1, ["made"], {"b": 2}, {}, [])
+    twin = copy.copy(group.trajectories[0])
+    twin.messages_and_choices.append({"role": "user", "content": "Hi"})
+    twin.metadata["a"] = 2
+    assert group.trajectories[0].messages_and_choices == [] and group.trajectories[0].metadata == {"a": 1}
+
+
 def test_messages_are_those_that_a_model_is_sent() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     given = [{"role": "user", "content": None}, choice(None, tool_calls=[call]),

@@ -107,7 +107,7 @@ def train(folder: Path, rank: int, resume: bool = False, **settings: Any) -> tup
     """The adapter after a run, and the lines of its metrics."""
     run = trainer(folder, **settings)
     run.train(resume_from_checkpoint=resume)
-    return weights(run), run.state.log_history
+    return weights(run), run.state.log_history[:-1]
 
 
 class InOrder(Learner):
@@ -143,4 +143,4 @@ def train_in_order(folder: Path, rank: int, **settings: Any) -> tuple[dict[str, 
                   parity_bound=0.001, **settings)
     run.learner.__class__ = InOrder
     run.train()
-    return weights(run), run.state.log_history
+    return weights(run), run.state.log_history[:-1]

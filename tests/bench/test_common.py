@@ -40,11 +40,11 @@ def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
 def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_output(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trials, rounds and tables are for people: with --json they go to the other stream."""
-    def run(plan: Any, provider: str, batch: int, loss_type: str, steps: int) -> dict[str, Any]:
+    """Rounds and tables are for people: with --json they go to the other stream."""
+    def run(plan: Any, provider: str, batch: int, loss_type: str) -> dict[str, Any]:
         lists = ("seconds", "cpu_seconds", "generate_seconds", "tokens")
         return {"peak_bytes": 2**20, "loaded_bytes": 2**20, "threads": 1, "versions": {},
-                "config": {"loss_type": loss_type}, **{name: [1.0 + batch] * steps for name in lists}}
+                "config": {"loss_type": loss_type}, **{name: [1.0 + batch] * plan.steps for name in lists}}
 
     monkeypatch.setattr(step_time.Plan, "run", run)
     before = read_rows(RESULTS / "step_time.jsonl")

@@ -9,8 +9,7 @@ from bench.common.make_results import card_learning_table
 from bench.learning.bench import one
 from bench.learning.recipe_runs import rises
 from bench.learning.report import write_report
-from bench.learning.settings import BY_NAME, COMMON, SETTINGS
-from bench.learning.verdicts import distance, failures
+from bench.learning.settings import BY_NAME, COMMON, SETTINGS, distance, failures
 from lowmem_grpo import GRPOConfig
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"

@@ -22,10 +22,18 @@ from bench.loop import ours as loop_ours
 from bench.loop import peers, phase_watch
 from bench.loop import provider as loop_run
 from bench.loop.bench import Plan, row_of
-from bench.loop.goals import GOALS
-from bench.loop.inputs import NO_CARD, ByPlace, Patience, engine_share, prompt_rows
+from bench.loop.inputs import (
+    NO_CARD,
+    ByPlace,
+    Patience,
+    RightAnswer,
+    engine_share,
+    loop_shape,
+    prompt_rows,
+    weight_bytes,
+)
 from bench.loop.phase_watch import PhaseWatch
-from bench.loop.shapes import loop_shape, weight_bytes
+from bench.loop.section import GOALS
 
 OURS = "lowmem_grpo"
 MIB = 2**20
@@ -40,7 +48,8 @@ def called(*arguments: str) -> Any:
 
 def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(phase_watch, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clocks = {"perf_counter": lambda: now[0], "process_time": lambda: now[0] / 2}
+    monkeypatch.setattr(phase_watch, "time", SimpleNamespace(**clocks))
     watch = PhaseWatch("cpu")
     with watch.step():
         with watch.phase("score"):
@@ -51,6 +60,7 @@ def test_phases_of_a_step_stand_still_while_an_inner_one_runs_and_add_up_to_it(m
         now[0] += 1
     watch.close()
     assert [step["seconds"] for step in watch.steps] == [{"score": 5, "generate": 10, "rest": 1}]
+    assert [step["cpu_seconds"] for step in watch.steps] == [{"score": 2.5, "generate": 5, "rest": 0.5}]
 
 
 def test_each_phase_has_its_own_peak_of_host_memory_which_is_looked_at_all_the_time(
@@ -123,6 +133,13 @@ def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
     assert reward.tokens == [3 * size.sequences]
 
 
+def test_the_model_in_the_package_is_paid_as_its_recipe_pays_it() -> None:
+    texts = ["3 + 4 = 7\nAnswer: 7", "Answer: 8", "it is 7", "nothing", "Answer: x7"]
+    reward, said = RightAnswer(), [[{"role": "assistant", "content": text}] for text in texts]
+    assert reward(said, ["7"] * 5, completion_ids=[[1, 2]] * 5) == [1.1, 0.1, 1.0, 0.0, 1.0]
+    assert reward.tokens == [10]
+
+
 def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None:
     size = loop_shape("full")
     assert (size.sequences, size.prompt_tokens, size.completion_tokens) == (8, 1024, 4096)
@@ -154,7 +171,7 @@ def test_without_time_for_a_second_step_the_first_is_the_timed_one(
 
     monkeypatch.setattr(loop_ours, "run", run)
     for done, timed in ((1, 1), (2, 1), (4, 3)):
-        options = SimpleNamespace(provider=OURS, device="cpu", gib=None, done=done)
+        options = SimpleNamespace(provider=OURS, device="cpu", gib=None, done=done, warm_up=1)
         found = loop_run.measure(options)
         assert (len(found["steps"]), found["warm_up"], found["engine"]) == (timed, done - timed, "vllm")
 

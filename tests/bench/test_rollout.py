@@ -8,8 +8,7 @@ from programs import providers, ran
 
 from bench.common.rows import read_rows
 from bench.common.targets import judged
-from bench.rollout.goals import GOALS
-from bench.rollout.section import rollout_table
+from bench.rollout.section import GOALS, rollout_table
 
 OURS, BNB, BF16 = "lowmem_grpo", "vllm_bnb_lora", "vllm_bf16_lora"
 

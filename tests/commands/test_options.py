@@ -78,7 +78,7 @@ CALLS = {  # options of FastLanguageModel.from_pretrained, in JSON
     '{"max_num_seqs": "8"}': "max_num_seqs is '8'; it must be a whole number, at least 1",
     '{"gpu_memory_utilization": 1.5}': "gpu_memory_utilization is 1.5; it must be in (0, 1]",
     '{"gpu_memory_utilization": "half"}': "gpu_memory_utilization is 'half'; it must be in (0, 1]",
-    '{"sampling_weights": "16bit"}': "only vLLM samples with dequantized weights",
+    '{"sampling_weights": "8bit"}': "sampling_weights is '8bit'; it must be one of 4bit, 16bit, or None",
     '{"device": "gpu"}': "device is 'gpu'; allowed are 'cpu', 'cuda' and one card",
     '{"device_map": "nowhere"}': "device_map is 'nowhere'; allowed are 'auto'",
 }

@@ -22,7 +22,7 @@ ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_
              "max_turns", "max_turn_tokens", "history", "environment_timeout", "episode_timeout", "max_tool_tokens",
              "turn_discount", "state_weight", "kl_estimator", "advantage_estimator", "pass_at_k", "preflight",
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age",
-             "train_while_sampling"}
+             "train_while_sampling", "normalize_advantages", "reward_clip_range"}  # the last two are RLOOConfig's
 TRL_DEFAULTS = {
     "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -34,12 +34,14 @@ TRL_DEFAULTS = {
     "multi_objective_aggregation": "sum_then_normalize",
     "reward_weights": None, "mask_truncated_completions": False, "learning_rate": 1e-6,
     "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
-    "lr_scheduler_type": "linear", "warmup_steps": 0, "bf16": None,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "optim": "adamw_torch_fused", "bf16": None,
     "metric_for_best_model": None, "greater_is_better": None, "load_best_model_at_end": False, 
     "model_init_kwargs": None, "push_to_hub": False, "hub_model_id": None,
     "project": "huggingface", "trackio_space_id": None, "report_to": "none", "log_completions": False,
     "save_strategy": "steps", "eval_strategy": "no", "eval_steps": None, "per_device_eval_batch_size": 8,
-    "num_generations_eval": None,
+    "num_generations_eval": None, "data_seed": None, "disable_dropout": False, "use_cpu": False, "log_level": "passive",
+    "logging_first_step": False, "eval_on_start": False, "lr_scheduler_kwargs": None, "num_completions_to_print": None,
+    "log_unique_prompts": False, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
 }
 OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the loss type or of the estimator
     "epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token",
@@ -48,7 +50,7 @@ OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the l
 }
 OTHER_DEFAULTS = {
     "max_tool_calling_iterations": None,
-    "disable_tqdm": None, "output_dir": "outputs", "optim": "adamw_torch", "fp16": None,
+    "disable_tqdm": None, "output_dir": "outputs", "fp16": None,
     "gradient_checkpointing": None, "logging_steps": 1, "save_steps": 100, "save_total_limit": 3,
     "vllm_importance_sampling_correction": None, "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0, **dict.fromkeys(OF_THE_CHOICE),
@@ -65,8 +67,8 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
     ("importance_sampling_level", "word", "sequence"), ("vllm_importance_sampling_mode", "token", "token_mask"),
     ("multi_objective_aggregation", "sum", "normalize_then_sum"), ("top_entropy_quantile", 0, "(0, 1]"),
     ("scale_rewards", "both", "batch"), ("optim", "sgd", "adamw_torch"),
-    ("lr_scheduler_type", "polynomial", "cosine"), ("save_strategy", "epoch", "steps"),
-    ("eval_strategy", "epoch", "steps"), ("report_to", "mlflow", "tensorboard"),
+    ("lr_scheduler_type", "reduce_lr_on_plateau", "cosine"), ("save_strategy", "best", "steps"),
+    ("eval_strategy", "always", "epoch"), ("log_level", "loud", "warning"), ("report_to", "mlflow", "tensorboard"),
     ("num_generations", 1, "2 or more"), ("num_generations", 0, "2 or more"),
     *[(name, 0, "at least 1") for name in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length",

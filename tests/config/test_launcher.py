@@ -1,11 +1,24 @@
 """Which of several processes this one is, the card that it takes, and its part of a whole."""
 
 import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tables import every_row
 
-from lowmem_grpo.config.launcher import Place, balanced, one_process, take_card, this_place
+from lowmem_grpo.config import launcher
+from lowmem_grpo.config.launcher import (
+    Place,
+    balanced,
+    leave_busy_cores,
+    one_process,
+    take_card,
+    this_place,
+    used_by_others,
+)
 
 GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
@@ -103,3 +116,45 @@ def test_groups_are_divided_by_their_tokens_and_keep_their_order() -> None:
 
 def test_equal_groups_are_dealt_out_the_same_way_in_every_process() -> None:
     assert balanced(list(range(5)), lambda _: 1.0, 2) == [[0, 2, 4], [1, 3]]
+
+
+# Of four seconds: what two cores computed, what this process did of it, variables, and the threads left of two.
+@every_row(("busy", "own", "card", "variables", "left"), [
+    ((4.0, 3.8), 3.9, False, {}, 1), ((4.0, 0.0), 4.0, False, {}, 2), ((4.0, 1.5), 4.0, False, {}, 2),
+    ((4.0, 4.0), 0.2, False, {}, 1), ((4.0, 3.8), 3.9, True, {}, 2),
+    ((4.0, 3.8), 3.9, False, {"OMP_NUM_THREADS": "2"}, 2), ((4.0, 3.8), 3.9, False, {"MKL_NUM_THREADS": "2"}, 2),
+])
+def test_a_run_leaves_cores_to_programs_that_keep_them_busy_unless_the_user_chose(
+    busy: tuple[float, float], own: float, card: bool, variables: dict[str, str], left: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            patch.delenv(name, raising=False)
+        launched(patch, **variables)
+        stat, clock, threads, ticks = Path(folder, "stat"), [0.0, 0.0], [2], os.sysconf("SC_CLK_TCK")
+
+        def compute(*seconds: float) -> None:
+            lines = [f"cpu{core} {int(spent * ticks)} 0 0 999 99 0 0 0" for core, spent in enumerate((*seconds, 400.0))]
+            stat.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8", *lines, "intr 1"]))
+
+        compute(100.0, 100.0)
+        patch.setattr(launcher, "STAT", stat)
+        patch.setattr(launcher.time, "monotonic", lambda: clock[0])
+        patch.setattr(launcher.time, "process_time", lambda: clock[1])
+        patch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)  # the third is not this process's
+        patch.setattr(launcher, "torch", SimpleNamespace(
+            cuda=SimpleNamespace(is_available=lambda: card), get_num_threads=lambda: threads[0],
+            set_num_threads=lambda count: threads.__setitem__(0, count)))
+        before = used_by_others()
+        clock[:] = 4.0, own
+        compute(*(100.0 + spent for spent in busy))
+        leave_busy_cores(before)
+        assert threads == [left]
+
+
+def test_where_nothing_tells_of_cores_all_threads_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launcher, "STAT", tmp_path / "none")
+    before = torch.get_num_threads()
+    leave_busy_cores(used_by_others())
+    assert torch.get_num_threads() == before

@@ -14,7 +14,7 @@ TRL_FIELDS = [
 ]
 OWN = {field.name for field in fields(SFTConfig)}
 NOT_IN_TRL = {"overwrite_output_dir", "max_tokens_per_micro_batch", "logits_chunk", "nonfinite_steps",
-              "chat_template_kwargs", "preflight", "warmup_ratio"}
+              "chat_template_kwargs", "preflight", "warmup_ratio", "disable_dropout"}
 
 
 def test_fields_that_trl_does_not_have_are_known() -> None:

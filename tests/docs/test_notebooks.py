@@ -34,7 +34,7 @@ class Shows:
 PROMISED = {
     "quickstart": Shows(
         [{"Reward", "Groups with signal", "Entropy", "Where the time goes"}, {"right answers, with 95% intervals"}],
-        ["what it uses: tiny .no card here: the CPU", "4-bit weights", "there is no card: runs use the CPU",
+        ["what it uses: tiny .no card here: the CPU", "4-bit weights", "there is no NVIDIA driver, so no card is found",
          "computes in torch.float32; transformers samples", r"right: \d+% of 128 problems .95% interval", "10 steps",
          "before right: ", "after  right: ", r"change \+\d+ points .95% interval",
          "the saved adapter answers as the live one on 16 of 16 prompts", "in the new format: 0% before",

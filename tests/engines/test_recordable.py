@@ -11,7 +11,7 @@ from small_models import TINY, random_model
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.engines import token_step
-from lowmem_grpo.engines.token_step import check_graphs, kinds_of_rope, not_on_card, say_plain
+from lowmem_grpo.engines.token_step import check_graphs, not_on_card, say_plain
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 
 CARD = "Tesla T4 (compute capability 7.5, CUDA 12.8)"
@@ -37,7 +37,7 @@ def test_a_card_that_records_nothing_is_named() -> None:
 
 def test_a_card_that_records_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.Tensor] = []
-    monkeypatch.setattr(token_step, "CudaGraph", lambda work: lambda: ran.append(work()))
+    monkeypatch.setattr(token_step, "CudaGraph", lambda work, beside=None: lambda: ran.append(work()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert not_on_card(torch.device("cpu")) == "" and len(ran) == 1
@@ -81,13 +81,6 @@ def test_graphs_on_a_cpu_are_refused_before_a_weight_is_read(tmp_path: Path) -> 
         FastLanguageModel.from_pretrained(str(tmp_path), device="cpu", fast_inference=False, enforce_eager=False)
 
 
-def test_a_rope_that_reads_positions_on_the_host_is_refused_before_a_weight_is_read() -> None:
-    config = random_model("Llama").config
-    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert "its RoPE (dynamic, longrope) looks at the positions on the host" in asked_for(
-        "transformers", "cuda:0", config)
-
-
 def test_steps_without_graphs_on_a_card_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     say_plain.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -97,11 +90,3 @@ def test_steps_without_graphs_on_a_card_are_warned_of_once(caplog: pytest.LogCap
         "token steps run without CUDA graphs, several times slower where rows are few: its embedding is on the host. "
         "enforce_eager=True says that this is meant"]
     say_plain.cache_clear()
-
-
-@pytest.mark.parametrize(("settings", "kinds"), [
-    ({"rope_type": "llama3"}, {"llama3"}), (None, {"default"}),
-    ({"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}}, {"linear", "default"}),
-])
-def test_kinds_of_rope_are_those_of_all_layers(settings: Any, kinds: set[str]) -> None:
-    assert kinds_of_rope(type("Config", (), {"rope_parameters": settings})()) == kinds

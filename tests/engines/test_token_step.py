@@ -18,11 +18,11 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.engines.generation_state import DecodeState
-from lowmem_grpo.engines.kv_cache import STEP
 from lowmem_grpo.engines.passes import Passes
-from lowmem_grpo.engines.token_step import TokenStep, capacity_for, not_of_model
+from lowmem_grpo.engines.token_step import TokenStep, not_of_model, up_to_multiple
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 
@@ -35,7 +35,7 @@ def engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEn
 
 @pytest.fixture
 def small(small_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
-    return TransformersEngine(small_policy, tokenizer, STEP + 12)
+    return TransformersEngine(small_policy, tokenizer, GRAPH_PLACES + 12)
 
 
 def plain(engine: TransformersEngine) -> TransformersEngine:
@@ -62,18 +62,15 @@ def test_recorded_steps_draw_the_same_also_where_rows_enter_and_leave(
     assert other.step.record is recorder, "the recorded steps agreed with those that run as they are"
 
 
-def test_the_cache_grows_in_steps_and_is_as_large_as_said(
-    small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_as_large_as_said_and_graphs_read_no_more_of_it_than_they_need(small: TransformersEngine) -> None:
     step, recorder = 16, Recorder(small)
-    monkeypatch.setattr(token_step, "STEP", step)
     small.step.block = step
-    prompts, longest = [[100, 5, 7], [9] * 9], 9 + PARAMS.max_tokens - 1
+    prompts, longest = [[100, 5, 7], [9] * 9], 9 + PARAMS.max_tokens + 1
     check_same(small.generate(prompts, PARAMS), plain(small).generate(prompts, PARAMS))
     shape = ModelShape.of(small.policy.base.config)
-    assert small.kv_bytes == 2 * PARAMS.n * shape.kv_bytes(capacity_for(longest), itemsize=8)
-    assert capacity_for(longest) - longest < step
-    assert recorder.recorded == 3, "once for each length of storage"
+    assert small.kv_bytes == 2 * PARAMS.n * shape.kv_bytes(up_to_multiple(longest, step), itemsize=8)
+    assert up_to_multiple(longest, step) - longest < step
+    assert recorder.recorded == 3, "once for each length"
 
 
 class NothingAsked(TorchDispatchMode):
@@ -96,8 +93,8 @@ def test_a_step_asks_the_device_for_nothing_and_its_tensors_stay_where_they_are(
     whole = step.step
 
     def watched() -> Tensor:
-        caches = [layer.storage for layer in step.state.cache.layers]  # type: ignore[union-attr]
-        seen.append([part.data_ptr() for part in (step.tokens, step.positions, step.at, step.mask, *caches)])
+        caches, held = [layer.storage for layer in step.state.cache.layers], step.buffers  # type: ignore[union-attr]
+        seen.append([part.data_ptr() for part in (held.tokens, held.positions, held.at, held.mask, *caches)])
         with NothingAsked():
             return whole()
 
@@ -214,14 +211,15 @@ def test_adapters_that_an_optimizer_updates_are_seen_by_a_recorded_step(tokenize
     def with_an_update() -> Tensor:
         if recorder.ran != 6:
             return plain()
-        inputs = step.at.clone(), step.positions.clone()
+        held = step.buffers
+        inputs = held.at.clone(), held.positions.clone()
         before = plain().clone()
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
         for work in (plain, step.step):
-            step.at.copy_(inputs[0])
-            step.positions.copy_(inputs[1])
+            held.at.copy_(inputs[0])
+            held.positions.copy_(inputs[1])
             far.append((work() - before).abs().max().item())
         return before
 
@@ -250,7 +248,7 @@ def test_a_step_is_recorded_anew_where_weights_have_moved(tokenizer: PreTrainedT
 def test_a_step_that_cannot_be_recorded_is_said_once_and_decoded_as_it_is(
     small: TransformersEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuses(work: Any) -> Any:
+    def refuses(work: Any, beside: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     small.step.record = refuses
@@ -268,14 +266,14 @@ def test_a_graph_that_gives_other_logits_and_wrote_other_keys_is_not_used(
 ) -> None:
     recorder = Recorder(small)
 
-    def wrong(work: Any) -> Any:
+    def wrong(work: Any, beside: Any) -> Any:
         run = recorder(work)
 
         def spoils() -> Tensor:
             logits = run() + 1.0
             for layer in small.step.state.cache.layers:  # type: ignore[union-attr]
-                layer.keys.index_fill_(2, small.step.at - 1, 9.0)
-            small.step.at.add_(5)
+                layer.keys.index_fill_(2, small.step.buffers.at - 1, 9.0)
+            small.step.buffers.at.add_(5)
             return logits
 
         return spoils
@@ -295,7 +293,7 @@ def test_who_asks_for_graphs_by_name_gets_an_error_and_no_other_decoding(
     monkeypatch.setattr(token_step, "not_recorded", lambda policy: "")
     engine = TransformersEngine(small.policy, small.tokenizer, CONTEXT, enforce_eager=False)
     recorder = Recorder(engine)
-    engine.step.record = fails if what == "refuses" else lambda work: fails
+    engine.step.record = fails if what == "refuses" else lambda work, beside: fails
     with pytest.raises(EngineUnavailableError, match=r"enforce_eager is False.*cannot be one: it could not be recorded "
                                                      r"\(operation not permitted when stream is capturing\); leave"):
         engine.generate(PROMPTS[:2], PARAMS)
@@ -321,7 +319,7 @@ def test_memory_that_runs_out_while_a_step_is_recorded_halves_the_rows_and_keeps
 ) -> None:
     recorder, failures = Recorder(small), [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")]
 
-    def short(work: Any) -> Any:
+    def short(work: Any, beside: Any) -> Any:
         if failures:
             raise failures.pop()
         return recorder(work)
@@ -329,3 +327,60 @@ def test_memory_that_runs_out_while_a_step_is_recorded_halves_the_rows_and_keeps
     small.step.record = short
     check_same(small.generate(PROMPTS, PARAMS), plain(small).generate(PROMPTS, PARAMS))
     assert small.step.record is short and recorder.ran and small.bound.lowered == len(PROMPTS) * PARAMS.n // 2
+
+
+def test_a_second_call_of_the_same_shape_records_nothing(small: TransformersEngine) -> None:
+    params = SamplingParams(n=3, max_tokens=GRAPH_PLACES - 30, seed=20, stop_token_ids=[*range(5, 20)])
+    recorder, expected = Recorder(small), plain(small).generate(PROMPTS, params)
+    small.sleeps = False
+    check_same(small.generate(PROMPTS, params), expected)
+    first, ran = recorder.recorded, recorder.ran
+    assert first >= 5, "rows left at several times"
+    small.sleep()
+    small.on_policy_update(1)
+    steps = small.step.buffers.steps
+    check_same(small.generate(PROMPTS, params), expected)
+    assert recorder.recorded == first and recorder.ran > ran and small.step.buffers.steps == steps
+    small.sleeps = True
+    small.sleep()
+    assert small.step.lasting is None, "its memory is given back"
+    check_same(small.generate(PROMPTS, params), expected)
+    assert recorder.recorded > first
+
+
+def test_graphs_of_an_earlier_call_read_the_adapters_of_now_and_none_serves_other_adapters(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    engine = TransformersEngine(policy := Policy(with_adapter(load_model("tiny")).double()), tokenizer, CONTEXT)
+    recorder, params = Recorder(engine), SamplingParams(n=2, max_tokens=12, seed=4, ignore_eos=True)
+    before = engine.generate(PROMPTS[:2], params)
+    for weight in policy.trainable:
+        weight.data.add_(0.1 * torch.ones_like(weight))
+    recorded = recorder.recorded
+    after = engine.generate(PROMPTS[:2], params)
+    assert recorder.recorded == recorded and before[0][0].rollout_logprobs != after[0][0].rollout_logprobs
+    check_same(after, plain(engine).generate(PROMPTS[:2], params))
+    with policy.base_model():
+        check_same(engine.generate(PROMPTS[:2], params), plain(engine).generate(PROMPTS[:2], params))
+    assert recorder.recorded > recorded
+
+
+def test_a_call_that_fails_leaves_nothing_for_the_next(small: TransformersEngine) -> None:
+    Recorder(small)
+
+    def fails(index: int, rollouts: Any) -> None:
+        raise ValueError("of the caller")
+
+    with pytest.raises(ValueError, match="of the caller"):
+        small.generate(PROMPTS, PARAMS, fails)
+    assert small.step.lasting is None and small.step.buffers.rows == 0
+    check_same(small.generate(PROMPTS, PARAMS), plain(small).generate(PROMPTS, PARAMS))
+
+
+def test_rows_and_widths_of_graphs_are_rounded_up_and_few() -> None:
+    assert [graph_rows(rows) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 33, 63, 64, 65, 250)] == [
+        1, 2, 4, 8, 8, 16, 16, 24, 40, 64, 64, 80, 256]
+    assert [graph_width(width) for width in (1, 128, 129, 2048, 2049, 4097)] == [128, 128, 256, 2048, 2304, 4608]
+    assert len({graph_width(width) for width in range(1, 2**17)}) <= 64
+    for width in range(1, 2**15, 37):
+        assert width <= graph_width(width) < max(width + 128, 1.125 * width)

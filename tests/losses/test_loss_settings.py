@@ -79,6 +79,9 @@ ACCEPTED: list[dict[str, Any]] = [
 ]
 USED = [(kind, name) for kind in LOSS_TYPES for name in LOSS_TYPES[kind].options]
 UNUSED = sorted(set(itertools.product(LOSS_TYPES, OF_TYPES)) - set(USED))
+OF_TRL = {"epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token",
+          "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
+          "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}  # the defaults of TRL's GRPOConfig
 
 
 def test_an_option_without_effect_is_refused_and_those_with_one_are_named() -> None:
@@ -86,9 +89,22 @@ def test_an_option_without_effect_is_refused_and_those_with_one_are_named() -> N
         ({"loss_type": loss_type, option: GOOD[option]},
          (f"{option} is {GOOD[option]}, and loss_type {loss_type!r} does not use it",
           f"it uses {', '.join(LOSS_TYPES[loss_type].options) or 'no option of its own'}."))
-        for loss_type, option in UNUSED
+        for loss_type, option in UNUSED if GOOD[option] != LOSS_TYPES[loss_type].level
     ]
     assert not_refused(lambda given: LossSettings(**given), rows) == []
+
+
+def test_trls_defaults_written_out_change_nothing() -> None:
+    """With every loss type of TRL, and as the whole of them, as scripts that list all options write them."""
+    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
+        for name, value in OF_TRL.items():
+            given = LossSettings(loss_type=loss_type, **{name: value}).chosen()
+            assert given == LossSettings(loss_type=loss_type).chosen(), (loss_type, name)
+    assert LossSettings(loss_type="vespo", **OF_TRL).chosen() == LossSettings(loss_type="vespo").chosen()
+    with pytest.raises(ValueError, match=r"epsilon is 0.3, and loss_type 'cispo' does not use it"):
+        LossSettings(loss_type="cispo", epsilon=0.3)
+    with pytest.raises(ValueError, match="importance_sampling_level is token, and loss_type 'gspo' does not use it"):
+        LossSettings(loss_type="gspo", importance_sampling_level="token")
 
 
 def test_an_option_of_a_loss_type_is_chosen() -> None:
@@ -116,6 +132,7 @@ def test_defaults_are_the_loss_types_own() -> None:
         "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "importance_sampling_level": "token"},
         "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
         "gmpo": {"epsilon": 0.4, "epsilon_high": None}, "reinforce": {},
+        "rloo": {"epsilon": 0.2, "epsilon_high": None, "delta": None},
     }
 
 
@@ -127,7 +144,7 @@ def test_a_given_epsilon_is_the_bound_above_too_and_zero_is_given() -> None:
 
 def test_the_level_is_the_one_chosen_or_the_loss_types_own() -> None:
     for loss_type, kind in LOSS_TYPES.items():
-        own = {"gspo": "sequence", "gspo_token": "sequence_token"}.get(loss_type, "token")
+        own = {"gspo": "sequence", "gspo_token": "sequence_token", "rloo": "sequence_sum"}.get(loss_type, "token")
         assert LossSettings(loss_type=loss_type).level == own, loss_type
         if "importance_sampling_level" in kind.options:
             for level in ("token", "sequence", "sequence_token"):

@@ -48,7 +48,7 @@ CHOICES: dict[str, list[list[Options]]] = {  # the options that a loss type has
     "vespo": [[{"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
                {"vespo_k_pos": 0.7, "vespo_lambda_pos": 0.3, "vespo_k_neg": 1.1, "vespo_lambda_neg": 0.9}]],
     "gmpo": [[{"epsilon": epsilon, "epsilon_high": high} for epsilon, high in ((0.4, None), (0.1, 0.3))]],
-    "reinforce": [],
+    "reinforce": [], "rloo": [HIGH, DELTA],
 }
 ESTIMATORS: list[Options] = [{"beta": 0.07, "kl_estimator": estimator} for estimator in ("k1", "k2", "k3")]
 WEIGHED: list[Options] = [{"use_bias_correction_kl": weighed} for weighed in (True, False)]
@@ -265,9 +265,11 @@ def test_on_policy_ratio_and_weight_are_exactly_one_and_nothing_is_clipped(loss_
 
 @each_loss_type
 def test_on_policy_the_gradient_is_the_policy_gradient(loss_type: str) -> None:
-    """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy."""
+    """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy. In rloo a
+    completion is one action, so each of its tokens has the weight of the completion."""
     tokens = example()
     lengths = torch.tensor(LENGTHS)[tokens["sequence_ids"]].tolist()
+    lengths = [1] * len(lengths) if loss_type == "rloo" else lengths
     over = [denominator(loss_type, length, sequences=7, count=31.5) for length in lengths]
     expected = -tokens["advantages"] / torch.tensor(over).double()
     for case in plain(loss_type):
@@ -380,5 +382,5 @@ def test_every_loss_type_names_its_formula_use_and_source() -> None:
     for name, kind in LOSS_TYPES.items():
         assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source)), name
         assert kind.metrics in ("", *KINDS), f"lowmem_grpo/losses/loss_metrics.py: KINDS lacks {kind.metrics!r}"
-        assert kind.level in LEVELS, name
+        assert kind.level in (*LEVELS, "sequence_sum"), name
         assert all(math.isfinite(value) for value in kind.options.values() if isinstance(value, float)), name

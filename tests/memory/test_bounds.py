@@ -8,12 +8,14 @@ import pytest
 import torch
 from memory import WORDS
 
+from lowmem_grpo.memory import bounds
 from lowmem_grpo.memory.bounds import (
     Bound,
     MemoryExhaustedError,
     RunMemory,
     Shortage,
     is_out_of_memory,
+    shortage_of,
     smaller,
     tried,
 )
@@ -76,7 +78,33 @@ def test_a_checkpoint_never_raises_a_bound() -> None:
     assert memory.rollout.under(None) is None
 
 
+@pytest.mark.parametrize(("held", "said"), [(5, "Other programs hold about 5.00 GiB of this card"), (1, "")])
+def test_what_other_programs_hold_of_a_card_is_said_in_place_of_a_row_of_the_plan(
+    held: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A card of 24 GiB, 10 of them torch's here and none free for the 20 MiB that were asked for."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((14 - held) << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+    monkeypatch.setattr(bounds, "peak_memory", lambda device: {"memory/peak_bytes": 1})
+    found = shortage_of(torch.OutOfMemoryError(WORDS), torch.device("cuda"))
+    Bound("train", "tokens").lower("a test", found, 50)
+    assert (said in caplog.text) and ("Other programs" in caplog.text) == bool(said)
+    with pytest.raises(MemoryExhaustedError) as caught:
+        Bound("train", "tokens").lower("a test", found, None)
+    assert (said in str(caught.value)) and ("Other programs" in str(caught.value)) == bool(said)
+
+
 def test_exhausted_memory_is_not_a_shortage_again() -> None:
     with pytest.raises(MemoryExhaustedError) as caught:
         Bound("train", "tokens").lower("a test", Shortage("DefaultCPUAllocator: can't allocate memory", 1, 1), None)
     assert not is_out_of_memory(caught.value)
+
+
+def test_what_another_phase_keeps_is_given_back_before_less_is_done_at_once() -> None:
+    gone: list[int] = []
+    bound = Bound("train", "tokens", spare=lambda: gone.append(1))
+    shortage = Shortage("CUDA out of memory", None, 0)
+    bound.lower("a micro-batch", shortage, None)
+    assert (gone, bound.lowered, bound.failures) == ([1], None, 1)
+    bound.lower("a micro-batch", shortage, 512)
+    assert (gone, bound.lowered, bound.failures) == ([1], 512, 2)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.models import card_check
-from lowmem_grpo.models.card_check import missing_compiler, no_card, use_card
+from lowmem_grpo.models.card_check import has_managed_memory, larger_card, missing_compiler, no_card, use_card
 from lowmem_grpo.models.named import resolve
 
 CARD = torch.cuda.is_available()
@@ -20,8 +21,8 @@ CARD = torch.cuda.is_available()
 class Cards:
     """Cards as torch.cuda tells of them."""
 
-    def __init__(self, *capabilities: tuple[int, int]) -> None:
-        self.capabilities, self.current = capabilities, 0
+    def __init__(self, *capabilities: tuple[int, int], sizes: tuple[int, ...] = ()) -> None:
+        self.capabilities, self.sizes, self.current = capabilities, sizes, 0
 
     def is_available(self) -> bool:
         return bool(self.capabilities)
@@ -34,6 +35,9 @@ class Cards:
 
     def get_device_name(self, index: int) -> str:
         return f"card {index}"
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(total_memory=self.sizes[index])
 
     def set_device(self, index: int) -> None:
         self.current = index
@@ -73,7 +77,8 @@ def test_a_card_that_is_absent_or_too_old_is_refused(device: str, cards: Cards, 
     ("580.65.06", "13.2", "new enough for CUDA 13.2, .*it sees none.* CUDA_VISIBLE_DEVICES"),
     ("575.57.08", "12.6", "new enough"),
     ("575.57.08", None, r"there is a card \(driver 575.57.08\), but torch is built for CPUs"),
-    (None, "13.0", "there is no card: runs use the CPU"),
+    (None, "13.0", "there is no NVIDIA driver, so no card is found: .*install driver 580 or newer .*device='cpu'"),
+    (None, "12.6", "install driver 525 or newer"), (None, None, "install driver 580 or newer"),
 ])
 def test_why_torch_sees_no_card_is_said_with_what_to_do(driver: str | None, cuda: str | None, words: str) -> None:
     assert re.search(words, ": ".join(no_card(driver, cuda, "2.13.0")))
@@ -91,6 +96,40 @@ def test_both_kinds_of_driver_are_recognised(line: str, tmp_path: Path, monkeypa
     assert card_check.driver_version() == "550.54.14"
 
 
+@pytest.mark.parametrize(("device", "gib", "said"), [
+    ("cuda:0", (8, 24), "on 'cuda:0', which has 8.00 GiB, and 'cuda:1' has 24.00 GiB: CUDA_VISIBLE_DEVICES=1"),
+    ("cuda:0", (23.5, 24), None), ("cuda:1", (8, 24), None), ("cuda:0", (24,), None), ("cpu", (24,), None),
+])
+def test_a_smaller_card_than_another_one_is_said_with_how_to_take_that_one(
+    device: str, gib: tuple[float, ...], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    cards = Cards(*[(8, 0)] * len(gib), sizes=tuple(int(size * 2**30) for size in gib))
+    assert larger_card(device, cards) == said if said is None else said in str(larger_card(device, cards))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # each rank has its own
+    assert larger_card(device, cards) is None
+
+
+class Driver:
+    """libcuda of a card with or without managed memory."""
+
+    def __init__(self, managed: int, works: int = 0) -> None:
+        self.managed, self.cuInit, self.cuDeviceGet = managed, lambda flags: works, lambda card, index: 0
+
+    def cuDeviceGetAttribute(self, found: Any, which: int, card: Any) -> int:  # noqa: N802 - the name in cuda.h
+        assert which == 83
+        found._obj.value = self.managed
+        return 0
+
+
+@pytest.mark.parametrize(("driver", "has"), [(Driver(1), True), (Driver(0), False), (Driver(0, works=100), True)])
+def test_the_driver_says_whether_host_and_card_share_memory(
+    driver: Driver, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_check.ctypes, "CDLL", lambda name: driver)
+    assert has_managed_memory(0) == has
+
+
 def test_a_missing_compiler_or_header_is_named(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_compiler() is None
     (headers / "Python.h").unlink()
@@ -105,7 +144,7 @@ def test_a_missing_compiler_or_header_is_named(headers: Path, monkeypatch: pytes
 @pytest.mark.skipif(CARD, reason="this machine has a card")
 def test_the_loader_refuses_a_card_before_it_reads_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_grpo.models.pretrained.Pretrained.load", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(RuntimeError, match="the model is to be on 'cuda:1', and there is no card"):
+    with pytest.raises(RuntimeError, match=r"to be on 'cuda:1', and there is no NVIDIA driver.*: if this machine has"):
         FastLanguageModel.from_pretrained("tiny", device="cuda:1")
 
 

@@ -210,7 +210,8 @@ def test_a_step_of_gsm8k_is_cut_into_at_most_two_micro_batches_on_a_card_of_24_g
     total = sum(prompt - 1 + sum(lengths) for prompt, lengths in step)
     assert 12_000 < total < 13_500
     assert found.micro_batches(step) <= 2
-    assert (found.settings.optim, found.settings.chunk_rows, found.settings.mlp_tile) == ("adamw_torch", 1024, 4096)
+    settings = found.settings
+    assert (settings.optim, settings.chunk_rows, settings.mlp_tile) == ("adamw_torch_fused", 1024, 4096)
 
 
 def test_the_long_case_of_8b_holds_no_more_and_samples_no_fewer_than_before_micro_batches_grew() -> None:
@@ -229,7 +230,7 @@ def test_the_long_case_of_8b_holds_no_more_and_samples_no_fewer_than_before_micr
     ("llama-3.1-8b", "8GiB", 640, (8, "adamw_8bit", 1024, 4096)),
     ("qwen3-8b", "8GiB", 2048, (2, "paged_adamw_8bit", 256, 4096)),  # 3 without the sampler's copy of the adapter
     ("qwen2.5-3b", "4GiB", 8192, (2, "paged_adamw_8bit", 256, 2048)),  # 1 and 4,096 with prefills of 8,192 tokens
-    ("llama-3.1-8b", "12GiB", 4096, (8, "adamw_torch", 1024, 4096)),
+    ("llama-3.1-8b", "12GiB", 4096, (8, "adamw_torch_fused", 1024, 4096)),
 ])
 def test_larger_micro_batches_cost_no_sequence_and_no_slower_setting(
     name: str, card: str, context: int, before: tuple[Any, ...]
@@ -261,7 +262,7 @@ def test_a_host_with_little_memory_gets_no_more_layer_inputs_than_it_holds() -> 
     asked = RunSettings(640, host_bytes=2 * GIB)
     found = plan(named_config("llama-3.1-8b"), asked, device("24GiB"))
     assert found.host <= 2 * GIB < plan(named_config("llama-3.1-8b"), RunSettings(640), device("24GiB")).host
-    assert found.settings.optim == "adamw_torch"
+    assert found.settings.optim == "adamw_torch_fused"
 
 
 def test_rows_add_up_every_component_has_one_and_json_holds_them() -> None:
@@ -359,8 +360,20 @@ def test_a_hub_name_finds_its_shape() -> None:
         "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b", "meta-llama/Meta-Llama-3.1-8B": "llama-3.1-8b",
         "unsloth/Qwen2.5-1.5B-Instruct-unsloth-bnb-4bit": "qwen2.5-1.5b", "Qwen/Qwen3-8B-Base": "qwen3-8b",
         "microsoft/phi-4": "phi-4-14b", "LLAMA-3.3-70B": "llama-3.3-70b", "Qwen/Qwen3-32B": None,
+        "Qwen/Qwen3.8-27B": "qwen3.6-27b", "unsloth/Qwen3.6-27B": "qwen3.6-27b",
     }
     assert {name: shape_name(name) for name in shapes} == shapes
+
+
+def test_qwen_of_27_billion_has_the_numbers_of_its_model_card() -> None:
+    """48 of 64 layers are gated delta nets: 16 heads of q and k, 48 of v and of its gate; others attend with a gate."""
+    wide, mlp = 5120, 3 * 5120 * 17408
+    delta = wide * (2 * 16 * 128 + 2 * 48 * 128 + 2 * 48) + 48 * 128 * wide
+    attention = wide * (2 * 24 * 256 + 2 * 4 * 256) + 24 * 256 * wide
+    shape = ModelShape.of(named_config("Qwen/Qwen3.8-27B"))
+    assert shape.linear_weights == 64 * mlp + 48 * delta + 16 * attention
+    assert 26.8e9 < shape.linear_weights + 2 * shape.vocabulary * shape.hidden < 27e9 and not shape.tied
+    assert shape.context == 262_144
 
 
 def test_an_unknown_model_or_card_is_told_the_close_ones() -> None:
@@ -412,6 +425,24 @@ def test_the_samplers_copy_of_the_adapter_is_planned_at_2_bytes_a_number_in_trai
     assert (own["adapter copy"].rollout, own["adapter copy"].train) == (2 * shape.lora_weights(32), 0)
 
 
+def test_our_own_engine_keeps_cache_graphs_and_adapters_while_training_only_where_they_have_room() -> None:
+    shape, config = ModelShape.of(named_config("llama-3.1-8b")), named_config("llama-3.1-8b")
+    asked = RunSettings(640, engine="transformers", sequences=64)
+    kept = [plan(config, asked, device(gib)) for gib in ("14GiB", "40GiB")]
+    assert [found.settings.sleeps for found in kept] == [True, False] and all(found.fits for found in kept)
+    tight, roomy = ({row.name: row for row in found.rows} for found in kept)
+    for name in ("KV cache", "adapter copy"):
+        assert tight[name].train == 0 < roomy[name].train == roomy[name].rollout
+    assert roomy["KV cache"].train == 64 * shape.kv_bytes(640)
+    assert (tight["engine workspace"].train, roomy["engine workspace"].train) == (0, 384 * 2**20)
+    assert kept[1].train <= 0.9 * kept[1].device.budget
+    small = plan(named_config("qwen2.5-3b"), asked, device("t4"))
+    (own,) = [row for row in small.rows if row.name == "sampling weights"]
+    assert (own.rollout, own.train) == (2 * ModelShape.of(named_config("qwen2.5-3b")).linear_weights, 0)
+    hybrid = plan(named_config("qwen3.5-4b"), RunSettings(640, engine="transformers"), device("40GiB"))
+    assert hybrid.settings.sleeps, "steps of it are not recorded"
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-3b", "llama-3.1-8b"])
 @pytest.mark.parametrize("context", [640, 20480])
 def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_room_beside_them(
@@ -438,11 +469,11 @@ def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_r
     assert 1 <= wider < 6 or (name, context) == ("qwen2.5-3b", 640)
 
 
-@pytest.mark.parametrize("changes", [{"load_in_4bit": False}, {"engine": "transformers"}])
+@pytest.mark.parametrize("changes", [{"load_in_4bit": False}, {"engine": "transformers", "load_in_4bit": False}])
 def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes: dict[str, Any]) -> None:
     found = plan(named_config("qwen2.5-3b"), RunSettings(640, **changes), device("141GiB"))
     assert found.settings.sampling_weights is None
-    with pytest.raises(ValueError, match="sampling_weights is '16bit', which vLLM does with 4-bit and FP8 weights"):
+    with pytest.raises(ValueError, match="sampling_weights is '16bit', which is of 4-bit and FP8 weights"):
         RunSettings(640, sampling_weights="16bit", **changes)
 
 

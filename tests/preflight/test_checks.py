@@ -347,6 +347,15 @@ def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
     return planned(make(), "16GiB", checkpointing="offload")
 
 
+@case("managed memory", "error", r"^optim='paged_adamw_8bit' needs managed memory, .* the driver here has none .*WSL.*"
+                                 r"\. What to do: optim=.adamw_8bit. keeps")
+def nothing_shared(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make(optim="paged_adamw_8bit")
+    patch.setattr(room, "has_managed_memory", lambda index: False)
+    patch.setattr(type(trainer.policy), "device", torch.device("cuda"))
+    return trainer
+
+
 def with_cache(trainer: Any, kind: str) -> Any:
     """As if what samples had such a cache."""
     trainer.sampler.engine.cache_dtype = kind

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.alarms import ALARMS, Alarms
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RunRecords, read_lines
@@ -172,7 +173,7 @@ def test_a_resumed_run_remembers_what_its_alarms_had_seen() -> None:
 
 def test_an_alarm_is_in_the_records(tmp_path: Path) -> None:
     state = TrainerState()
-    journal = Journal(state, RunRecords(tmp_path), 2, Alarms(state, 10))
+    journal = Journal(state, RunRecords(tmp_path), GRPOConfig(logging_steps=2), Alarms(state, 10))
     for step in range(1, 5):
         state.global_step = step
         wrong = {"nonfinite/rollouts": 2.0, "nonfinite/steps": 1.0} if step == 3 else {"nonfinite/steps": step // 3}

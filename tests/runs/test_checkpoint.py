@@ -122,6 +122,18 @@ def test_resumed_training_is_identical_to_uninterrupted_training(
     assert_continues(tmp_path, adamw, dtype, **lora)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_run_that_goes_on_makes_its_steps_as_its_settings_say(before: bool, tmp_path: Path) -> None:
+    def make(fused: bool) -> Optimizers:
+        return lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=fused)
+
+    first, second = training(1, make(before)), training(2, make(not before))
+    first.step()
+    second.load(first.save(tmp_path, 1))
+    assert [group["fused"] for group in second.optimizer.param_groups] == [not before]
+    assert second.step() == pytest.approx(first.step(), abs=1)  # it can go on
+
+
 def test_optimizer_state_wider_than_its_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     first = training(1, dtype=torch.bfloat16)
     first.step()

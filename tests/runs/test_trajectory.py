@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from episodes import episode, game, tool_use, turn
 
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RunRecords, completion_lines, prompt_text, read_lines, to_line
 from lowmem_grpo.runs.state import TrainerState
@@ -63,7 +64,7 @@ def test_content_in_blocks_is_shown_as_text(content: object) -> None:
 def test_a_sample_in_the_terminal_says_who_said_what_and_how_it_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(TrainerState(global_step=1, max_steps=1), RunRecords(tmp_path), 1, show_samples=True)
+    journal = Journal(TrainerState(global_step=1, max_steps=1), RunRecords(tmp_path), GRPOConfig(log_completions=True))
     with caplog.at_level(logging.WARNING):
         journal.write(0, {"step": 1}, [RolloutGroup({"prompt": ASKED}, [1], [tool_use(reward=0.0), game(reward=1.0)])])
     assert caplog.messages == [

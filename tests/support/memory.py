@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowmem_grpo.engines.kv_cache import STEP
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.cards import GRAPH_PLACES
 
 
 class LiveStorage(TorchDispatchMode):
@@ -110,16 +110,17 @@ class Recorder:
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.step, self.recorded, self.ran = engine.step, 0, 0
-        engine.step.record, engine.step.block = self, STEP
+        engine.step.record, engine.step.block = self, GRAPH_PLACES
 
-    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, work: Callable[[], Tensor], beside: Any = None) -> Callable[[], Tensor]:
         """This runs the work, which recording on a card does not, so that what it did is undone."""
         with Operations() as operations:
             result = work()
-        self.step.at.sub_(1)
-        self.step.mask.index_fill_(1, self.step.at, False)
-        self.step.added.index_fill_(1, self.step.at, -torch.inf)
-        self.step.positions.sub_(1)
+        buffers = self.step.buffers
+        buffers.at.sub_(1)
+        buffers.mask.index_fill_(1, buffers.at, False)
+        buffers.added.index_fill_(1, buffers.at, -torch.inf)
+        buffers.positions[: self.step.rows].sub_(1)
         self.recorded += 1
 
         def run() -> Tensor:

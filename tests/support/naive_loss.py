@@ -11,7 +11,7 @@ LONGEST = 10  # max_completion_length
 STEP = {"num_sequences_in_step": 7, "num_tokens_in_step": 31.5}  # of which the example is a part
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 OF_ALL_TOKENS = ("bnpo", "dapo", "cispo", "vespo", "reinforce")  # means over the tokens of the step
-OF_MEANS = ("grpo", "gspo", "gspo_token", "sapo", "gmpo")  # means over sequences of means over tokens
+OF_MEANS = ("grpo", "gspo", "gspo_token", "sapo", "gmpo", "rloo")  # means over sequences of means over tokens
 
 
 def example(seed: int = 0, token_advantages: bool = False) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def objective(
     loss_type, A = options["loss_type"], advantages[t]  # noqa: N806
     epsilon = options.get("epsilon")
     upper = epsilon if options.get("epsilon_high") is None else options["epsilon_high"]
-    if loss_type in CLIPPED or loss_type in ("gspo", "gspo_token"):
+    if loss_type in CLIPPED or loss_type in ("gspo", "gspo_token", "rloo"):
         first = weight if options["delta"] is None else bounded(weight, -math.inf, options["delta"])
         return -min(first * A, bounded(weight, 1 - epsilon, 1 + upper) * A)
     if loss_type == "cispo":
@@ -93,7 +93,7 @@ def objective(
 
 
 def level_of(options: dict[str, Any]) -> str:
-    own = {"gspo": "sequence", "gspo_token": "sequence_token"}
+    own = {"gspo": "sequence", "gspo_token": "sequence_token", "rloo": "sequence_sum"}
     return options.get("importance_sampling_level") or own.get(options["loss_type"], "token")
 
 
@@ -112,6 +112,8 @@ def naive_loss(
             weight = log_ratios[t].exp()
             if level_of(options) == "sequence":
                 weight = mean(log_ratios).exp()
+            elif level_of(options) == "sequence_sum":
+                weight = sum(log_ratios[1:], log_ratios[0]).exp()
             elif level_of(options) == "sequence_token":
                 weight = mean(log_ratios).exp().detach() * logps[t].exp() / logps[t].exp().detach()
             extra = (extras or {}).get(sequence, 0.0)

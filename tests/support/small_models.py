@@ -72,3 +72,12 @@ def scatter(model: Model, spread: float = 0.05, seed: int = 1, of: str = "lora_B
         if of in name:
             parameter.copy_(torch.empty_like(parameter, device="cpu").normal_(0, spread, generator=generator))
     return model
+
+
+def saved_reward_model(folder: Path, family: str = "Llama", **sizes: Any) -> Path:
+    """A seeded random reward model of one family in a folder, with the embedded model's tokenizer."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | {"num_labels": 1} | sizes))
+    getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder

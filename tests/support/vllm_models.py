@@ -33,6 +33,7 @@ from lowmem_grpo.models.fused_weights import fuse_fp8
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import nf4
+from lowmem_grpo.models.rope_context import fix_frequencies
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NEEDS_VLLM = [
@@ -49,6 +50,9 @@ KV_BYTES = 256 << 20
 WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
 HEADS: dict[str, dict[str, Any]] = {
     **{kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "glm4", "ministral3", "exaone4")},
+    "phi3": {"original_max_position_embeddings": 24, "rope_parameters": {  # prompts lie on both sides of its window
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * 16, "long_factor": [1.0 + place for place in range(16)]}},
     "gemma4_text": {  # few layers and small logits: it rounds more often than others, in both engines alike
         "initializer_range": 0.015, "head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -86,6 +90,7 @@ def policy_of(
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # or bitsandbytes would repack the weights on some CPUs
+    fix_frequencies(model, CONTEXT)
     policy = Policy(with_adapter(model.requires_grad_(False)))
     move_adapter(policy, 0.0)
     return policy

@@ -46,7 +46,7 @@ def test_a_finished_trainer_trains_a_second_run_and_the_first_one_is_kept_whole(
     assert f"It is now {tmp_path / 'earlier' / '1'}" in caplog.text and "as the run before has left them" in caplog.text
     rates = [[line["learning_rate"] for line in records(folder)[0]] for folder in (tmp_path, tmp_path / "earlier/1")]
     assert rates[0] == rates[1] and rates[0][1] > 0  # its schedule begins anew
-    assert len(trainer.state.log_history) == 2
+    assert len(trainer.state.log_history) == 3
     assert contents(tmp_path).keys() - {f"earlier/1/{name}" for name in first} == first.keys()
 
 

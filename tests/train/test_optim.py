@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.train.optim import gradient_norms, make_scheduler
+from lowmem_grpo.recipes.arithmetic import DEFAULTS
+from lowmem_grpo.train.optim import allocates_each_step, gradient_norms, make_optimizer, make_scheduler
 
 
 def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
@@ -20,6 +21,17 @@ def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
     expected = {"grad_norm": 42**0.5, "grad_norm/q_proj": 15**0.5, "grad_norm/other": 27**0.5}
     assert metrics == pytest.approx(expected, rel=1e-3)
     assert total.item() == pytest.approx(42**0.5, rel=1e-3)
+
+
+def test_the_usual_optimizer_is_transformers_own_and_a_step_of_it_takes_no_memory_on_a_card(tmp_path: Path) -> None:
+    config, held = GRPOConfig(learning_rate=0.1, weight_decay=0.1), torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    assert config.optim == transformers.TrainingArguments(str(tmp_path), use_cpu=True).optim
+    optimizer = make_optimizer([held], config)
+    assert not allocates_each_step(optimizer, torch.device("cuda"))
+    held.grad = torch.tensor([0.5, -0.25])
+    optimizer.step()  # the first step of Adam is the rate, whatever the gradient; the decay comes before it
+    assert held.tolist() == pytest.approx([1 - 0.01 - 0.1, -2 + 0.02 + 0.1], rel=1e-6)
+    assert DEFAULTS["optim"] == "adamw_torch"  # of the demo, whose figures were made with it
 
 
 def rates(scheduler: Any, steps: int) -> list[float]:

@@ -76,7 +76,7 @@ def test_an_environment_that_makes_its_tasks_and_pays_needs_no_rows_and_no_rewar
     assert sum("eval_rewards/Digits/mean" in line for line in measured) == 2
     episodes = lines(tmp_path, "completions.jsonl")
     assert len(episodes) == 16 and {one["ending"] for one in episodes} <= {"done", "context", "max_tokens"}
-    sampled = 16 + 3 * 2
+    sampled = 16 + 3 * 2 * trainer.args.num_generations
     assert Digits.closed == sampled + 1, "each environment is closed once, that which was tried at the start too"
     assert all(len(one["turns"]) == one["num_turns"] for one in episodes)
 
@@ -108,6 +108,33 @@ def test_trls_class_runs_unchanged_beside_a_reward_function(tmp_path: Path) -> N
     assert set(first["rewards"]) == {"count", "Desk"} and first["rewards"]["Desk"] >= 0.5
 
 
+class Task:
+    """TRL's kind without a tool: it only makes the task."""
+
+    said: str | None = "Say 7."
+
+    def reset(self, **row: Any) -> str | None:
+        return self.said
+
+
+class Silent(Task):
+    said = None
+
+
+@pytest.mark.parametrize("factory", [Task, Silent])
+def test_an_environment_may_have_only_a_reset_which_may_return_nothing(
+    factory: type[Task], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, None, [lambda completions, **_: list(range(len(completions)))], factory=factory)
+    trainer.train()
+    asked = [{"role": "user", "content": factory.said or ""}]  # TRL's placeholder, with what reset returned
+    expected = trainer.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert {tuple(group.prompt_ids) for group in trainer.sampled} == {tuple(expected)}
+    assert {one["num_turns"] for one in lines(tmp_path, "completions.jsonl")} == {1}
+    told = [record for record in caplog.records if "reads an empty message of the user, as in TRL" in record.message]
+    assert len(told) == (factory is Silent)
+
+
 TOOLS = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
@@ -128,9 +155,9 @@ class NoReward:
 
 @pytest.mark.parametrize(("given", "error", "said"), [
     ({"factory": NoReward, "reward_funcs": []}, ValueError, "NoReward has neither step nor get_reward: nothing pays"),
-    ({"factory": None}, TypeError, "GRPOTrainer needs reward_funcs"),
+    ({"factory": None}, ValueError, "No reward source provided: GRPOTrainer needs reward_funcs"),
     ({"factory": 3}, TypeError, "environment_factory is 3; pass a class"),
-    ({"factory": {"a": Digits}}, ValueError, "must say in its column `environment`"),
+    ({"factory": {"a": Digits}}, ValueError, "requires a `train_dataset`: each row must say in its column"),
     ({"max_steps": -1}, ValueError, "there is no train_dataset, so nothing says how long to train; set max_steps"),
     ({"tools": "look"}, TypeError, "tools holds 'look'; each tool is a function"),
     ({"max_turns": 3, "max_tool_calling_iterations": 3}, ValueError, "that many calls are 4 turns; give one of them"),
@@ -149,7 +176,7 @@ def test_what_cannot_be_played_is_refused_before_anything_is_sampled(
 
 def test_a_row_that_names_no_environment_is_refused_before_step_one(tmp_path: Path) -> None:
     rows = [{"prompt": ROWS[0]["prompt"], "environment": "b"}]
-    with pytest.raises(PreflightError, match=r"environment is .b.\. .*environment_factory has a"):
+    with pytest.raises(PreflightError, match=r"'b', which is not among the environments\. .*environment_factory has a"):
         trainer_of(tmp_path, factory={"a": Digits}, rows=rows).train()
 
 

@@ -48,9 +48,9 @@ def test_the_evaluation_counts_the_answers_only(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     rows = [{"text": trainer.tokenizer.apply_chat_template(CHAT, tokenize=False)}]
     evaluated = trainer_of(tmp_path / "second", eval_dataset=rows)
-    before = evaluated.measure_evaluation()["eval_loss"]
+    before = evaluated.evaluate()["eval_loss"]
     train_on_responses_only(evaluated, **PARTS)
-    assert evaluated.measure_evaluation()["eval_loss"] != pytest.approx(before)
+    assert evaluated.evaluate()["eval_loss"] != pytest.approx(before)
 
 
 @pytest.mark.parametrize(("rows", "options", "message"), [

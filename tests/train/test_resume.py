@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from programs import program
 
@@ -102,6 +103,17 @@ def test_other_settings_are_named_on_resume_and_other_data_refused(
     assert "max_steps: 6 -> 7" in caplog.text
     with pytest.raises(DataError, match="dataset of 7 rows, this one has 6"):
         make(folder, rows=ROWS[:6]).train(resume_from_checkpoint=True)
+
+
+def test_another_number_of_threads_than_the_run_had_is_said_on_resume(
+    tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, had = shutil.copytree(straight, tmp_path / "run"), torch.get_num_threads()
+    make(folder).train(resume_from_checkpoint=True)
+    assert "OMP_NUM_THREADS" not in caplog.text
+    monkeypatch.setattr(torch, "get_num_threads", lambda: had + 1)
+    make(folder).train(resume_from_checkpoint=True)
+    assert f"computed with OMP_NUM_THREADS={had} and goes on with {had + 1}" in caplog.text
 
 
 # Fine-tuning

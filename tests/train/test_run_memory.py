@@ -12,6 +12,7 @@ from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.train import run_memory
 from lowmem_grpo.train.run_memory import bind, plan_run, plan_training, settings_of
 
@@ -105,6 +106,20 @@ def test_the_highest_rank_of_any_layer_is_planned_for() -> None:
     model = loaded()
     vars(model.peft_config["default"])["rank_pattern"] = {"q_proj": 64, "v_proj": 2}
     assert settings_of(model, GRPOConfig(), "transformers", 128).lora_rank == 64
+
+
+def test_a_plan_counts_the_numbers_that_are_trained_on_some_layers_of_several_ranks() -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, target_modules=["q_proj", "down_proj"], layers_to_transform=[1],
+                                             rank_pattern={"down_proj": 8})
+    shape = bare.config
+    numbers = 4 * (shape.hidden_size + shape.hidden_size) + 8 * (shape.intermediate_size + shape.hidden_size)
+    settings = settings_of(model, GRPOConfig(optim="adamw_torch"), "vllm", 128)
+    rows = {row.name: row for row in plan(model.config, settings, device("16GiB"), "tiny").rows}
+    assert (rows["adapters"].train, rows["gradients"].train, rows["optimizer"].train) == tuple(
+        size * numbers for size in (4, 4, 8))
+    assert rows["adapter copy"].rollout == 2 * numbers
+    assert f"{numbers:,} numbers, of rank 8 at most" in rows["adapters"].note
 
 
 def test_heads_stay_together_in_the_plan_of_a_model_whose_attention_drops_out() -> None:

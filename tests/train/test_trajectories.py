@@ -142,7 +142,7 @@ def test_settings_change_for_one_step(first: list[RolloutGroup], tmp_path: Path)
         with pytest.raises(ValueError, match="temperature cannot change from step to step"):
             trainer.step(deepcopy(first), temperature=0.5)
         with pytest.raises(ValueError, match="'cispo' does not use it"):
-            trainer.step(deepcopy(first), loss_type="cispo", epsilon=0.2)
+            trainer.step(deepcopy(first), loss_type="cispo", epsilon=0.3)
         assert trainer.state.global_step == 2 and trainer.args.temperature == 1.0
 
 

@@ -23,7 +23,7 @@ args, state = SFTConfig(report_to="trackio", project="a-project", run_name="a-ru
 sink.on_train_begin(args, state, None)
 sink.on_log(args, state, None, logs={"loss": 0.5, "note": "text"})
 state.global_step = 2
-sink.on_evaluate(args, state, None, metrics={"step": 2, "epoch": 1.0, "eval_loss": 0.125})
+sink.on_log(args, state, None, logs={"step": 2, "epoch": 1.0, "eval_loss": 0.125})
 sink.on_train_end(args, state, None)
 """
 

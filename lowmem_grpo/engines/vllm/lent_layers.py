@@ -65,7 +65,7 @@ class Product:
 
     A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card:
     x A^T, and one kernel for all the rest. `wide` is the same weight dequantized, if there is one; it takes a product,
-    x A^T, and one product for each B.
+    x A^T, and one product for each B, and is for more than `few` rows.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Product:
     ) -> None:
         self.weight, self.loras = weight, loras
         self.wide: Tensor | None = None
+        self.few = 0  # rows up to which the codes are read all the same: a CUDA graph is of one number of rows
         self.features = features
         self.bias = joined_bias(biases, features, dtype)
         present = [lora for lora in loras if lora is not None]
@@ -85,12 +86,13 @@ class Product:
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, in) -> (N, out), with biases and adapters."""
-        if self.one_kernel and self.wide is None:
+        codes = self.wide is None or x.shape[0] <= self.few
+        if self.one_kernel and codes:
             if isinstance(self.weight, NF4Weight):
                 return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scale, self.bias)
             if isinstance(self.weight, FP8Weight) and self.stack_a is not None and can_decode(x, self.weight):
                 return decode(x, self.weight, x @ self.stack_a.T, self.stack_b, self.scale, self.bias)
-        y = project(x, self.weight if self.wide is None else self.wide, self.bias)
+        y = project(x, self.weight if codes or self.wide is None else self.wide, self.bias)
         if self.stack_a is None:
             return y
         lows = iter((x @ self.stack_a.T).split(self.ranks, dim=1))

@@ -18,7 +18,7 @@ from lowmem_grpo.engines.vllm.lent_layers import (
     BorrowError,
     same_tensors,
 )
-from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights
+from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights, few_rows
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.bounds import is_out_of_memory
 from lowmem_grpo.memory.families import FUSED_GATE_UP, family_of
@@ -130,7 +130,8 @@ class Loan:
         """Dequantize the 4-bit weights of all layers once, now that they are known, where memory has room for it."""
         if self.room is not None:
             products = [product for linear in self.linears.values() for product in linear.products]
-            self.wide = SamplingWeights(products, self.dtype, self.device, self.room)
+            few = few_rows(self.base, self.device)
+            self.wide = SamplingWeights(products, self.dtype, self.device, self.room, few)
             try:
                 self.wide.fill()
             except (RuntimeError, MemoryError, BorrowError) as error:

@@ -9,7 +9,7 @@ bits on a card, 32 for a float32 model.
 import logging
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.planning.time_plan import faster_in_16_bit
+from lowmem_grpo.planning.time_plan import faster_in_16_bit, rows_of_codes
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,12 @@ class PlainRoom:
 class SamplingWeights:
     """The dequantized weights of an engine's quantized products, from `fill` to `drop`."""
 
-    def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room) -> None:
+    def __init__(
+        self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room, few: int = 0
+    ) -> None:
+        """They serve more than `few` rows; fewer are multiplied with the codes."""
         self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
-        self.dtype, self.device, self.room = dtype, device, room
+        self.dtype, self.device, self.room, self.few = dtype, device, room, few
         self.filled = False
 
     @property
@@ -72,6 +75,7 @@ class SamplingWeights:
             buffer, start = self.room.take(self.numbers, self.dtype, self.device), 0
             for product, weight in self.pairs:
                 size = math.prod(weight.shape)
+                product.few = self.few
                 product.wide = buffer[start : start + size].view(weight.shape)
                 weight.fill(product.wide)
                 start += aligned(size)
@@ -105,7 +109,7 @@ def choose(
     `FOUR` is the form in which they are held, 4 bits or FP8. `kv_bytes` is the cache's size with it; unless the user
     gave it, the dequantized weights take their room from it. If the user `asked` for no form, we dequantize only on a
     card, only where the cache of `sequences` of `tokens` tokens still fits beside the weights (so that as many
-    sequences are decoded together), and only where the card's data sheet says that it decodes no slower. Raises
+    sequences are decoded together), and only where the card's data sheet says that it decodes faster. Raises
     ValueError for a model that is not quantized.
     """
     size = wide_bytes(policy)
@@ -132,14 +136,25 @@ def check_four_bit(asked: str | None, quantized: bool) -> None:
 
 
 def pays(policy: Policy, sequences: int, tokens: int) -> bool:
-    """Whether the card decodes no slower with dequantized weights, as far as can be estimated."""
-    form = FP8 if any(fp8_linears(policy.base)) else NF4
+    """Whether the card decodes faster with dequantized weights, as far as can be estimated."""
+    known = known_of(policy.base, policy.device)
+    return known is None or faster_in_16_bit(*known[:2], sequences, tokens, known[2])
+
+
+def few_rows(base: Any, device: torch.device) -> int:
+    """Return up to how many rows a card computes sooner with codes than with dequantized weights; 0: unknown."""
+    known = known_of(base, device)
+    return 0 if known is None else rows_of_codes(*known)
+
+
+def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | None:
+    """Return the shape of a model, its card, and the form of its weights; None where no plan can be made for it."""
+    form = FP8 if any(fp8_linears(base)) else NF4
     try:
-        shape = ModelShape.of(policy.base.config)
-    except ValueError:  # a model that no plan can be made for
-        return True
-    card = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type
-    return faster_in_16_bit(shape, card, sequences, tokens, form)
+        shape = ModelShape.of(base.config)
+    except ValueError:
+        return None
+    return shape, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, form
 
 
 def free_share(device: torch.device) -> int:

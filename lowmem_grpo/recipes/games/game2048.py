@@ -69,7 +69,7 @@ class Game2048:
         return Anew(self.shown()), self.pay(reached - IN_VAIN * self.in_vain), self.over
 
     def pay(self, earned: float) -> float:
-        """What this step adds to what the episode has earned."""
+        """Return what this step adds to the episode's reward."""
         before, self.earned = self.earned, earned
         return earned - before
 
@@ -80,7 +80,7 @@ class Game2048:
         return placed(board, y, x, 4 if self.rng.random() < FOURS else 2)
 
     def shown(self) -> str:
-        """What the policy is told."""
+        """Return the observation for the policy."""
         rows = "\n".join(" ".join(str(tile) for tile in row) for row in self.board)
         return f"2048: reach {self.size.goal}. Reply with a move.\n{rows}\nPossible: {' '.join(possible(self.board))}"
 

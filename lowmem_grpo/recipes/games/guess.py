@@ -40,7 +40,7 @@ class Guess:
         return f"{said}: {self.low} to {self.high}", WRONG, self.left == 0
 
     def state_key(self) -> str:
-        """What a perfect player needs to know: where the number can be, and how many tries are left."""
+        """Return all that a perfect player needs to know: where the number can be, and how many tries are left."""
         return f"{self.low}-{self.high} {self.left}"
 
 

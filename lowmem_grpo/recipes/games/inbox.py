@@ -80,13 +80,13 @@ class Inbox:
 
     @property
     def progress(self) -> float:
-        """What the way to the answer earns: the source was found, read, and named."""
+        """The reward for the way to the answer: the source was found, read, and named."""
         named = self.source in self.sources and len(self.sources) <= MOST_SOURCES
         return FOUND * (self.source in self.seen) + READ * (self.source in self.opened) + CITED * named
 
     @property
     def earned(self) -> float:
-        """What the episode earns, from -2 to 2."""
+        """The episode's reward, from -2 to 2."""
         if self.given is None:
             return NO_ANSWER + self.progress
         if self.right:
@@ -112,7 +112,7 @@ def words_of(text: str) -> list[str]:
 
 
 def says(answer: str, expected: str) -> bool:
-    """Whether an answer has the expected words in their order, and no other number or name of a person."""
+    """Return whether an answer has the expected words in their order, and no other number or name of a person."""
     given, wanted = words_of(answer), words_of(expected)
     at = next((at for at in range(len(given)) if given[at : at + len(wanted)] == wanted), None)
     if at is None:

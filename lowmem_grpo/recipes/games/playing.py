@@ -25,7 +25,7 @@ Player = Callable[[G, random.Random], str]  # it looks at the state of the game,
 
 @dataclass(frozen=True)
 class Score:
-    """What a player made of some games."""
+    """A player's results in some games."""
 
     wins: int
     games: int

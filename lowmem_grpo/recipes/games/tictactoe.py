@@ -92,12 +92,12 @@ def winner(board: str) -> str | None:
 
 
 def over(board: str) -> bool:
-    """Whether somebody won, or no square is free."""
+    """Return whether somebody won, or no square is free."""
     return winner(board) is not None or not free(board)
 
 
 def reward_of(board: str) -> float:
-    """What X earns; nothing while the game goes on."""
+    """Return the reward of X; nothing while the game goes on."""
     if not over(board):
         return 0.0
     return {"X": WIN, "O": LOSS, None: DRAW}[winner(board)]

@@ -27,7 +27,7 @@ THINGS = (  # about which a model from the hub knows by itself what is true
 
 @dataclass(frozen=True)
 class World:
-    """What can be thought of, and in how many turns it has to be found."""
+    """The things that can be thought of, and the number of turns to find one."""
 
     things: tuple[str, ...]
     turns: int
@@ -94,7 +94,7 @@ class TwentyQuestions:
 
 
 def about(thing: str, question: str) -> str:
-    """What the other side is asked."""
+    """Return the prompt for the other side."""
     return f"You think of: {thing}. Answer with yes or no.\n{question}"
 
 
@@ -105,7 +105,7 @@ def guess_in(reply: str) -> str | None:
 
 
 def yes_or_no(reply: str) -> str | None:
-    """What a reply says that has one of the two words; else None."""
+    """Return which of the two words a reply has; None if it has none or both."""
     found = {word for word in re.findall(r"[a-z]+", reply.lower()) if word in ("yes", "no")}
     return found.pop() if len(found) == 1 else None
 
@@ -117,7 +117,8 @@ def limit_in(question: str) -> int | None:
 
 
 def narrowed(low: int, high: int, question: str, answer: str) -> tuple[int, int]:
-    """Where a number can be after an answer. What says nothing, or contradicts what was known, changes nothing."""
+    """Return the range in which a number can be after an answer. What says nothing, or contradicts what was known,
+    changes nothing."""
     limit = limit_in(question)
     if limit is None or answer not in ("yes", "no"):
         return low, high

@@ -39,7 +39,7 @@ def draw_words(rng: random.Random) -> list[str]:
 
 @dataclass(frozen=True)
 class Template:
-    """What `solve(argument)` returns: in words, as a Python expression, and as a function of (argument, a, b)."""
+    """The result of `solve(argument)`: in words, as a Python expression, and as a function of (argument, a, b)."""
 
     argument: str
     wanted: str

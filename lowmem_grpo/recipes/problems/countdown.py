@@ -196,7 +196,7 @@ class Answer:
 
 
 def answer_text(text: str) -> str | None:
-    """What follows the last `Answer:` on its line, without the marks that chat models put around it."""
+    """Return what follows the last `Answer:` on its line, without the marks that chat models put around it."""
     _, label, after = text.rpartition("Answer:")
     if not label:
         return None
@@ -227,5 +227,5 @@ def value_of(node: ast.expr, numbers: Counter[int]) -> Fraction:
 
 
 def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool:
-    """Whether an answer uses only the given numbers, each at most as often as it is given."""
+    """Return whether an answer uses only the given numbers, each at most as often as it is given."""
     return answer is not None and answer.numbers <= Counter(numbers)

@@ -26,7 +26,7 @@ class Mail:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the id of the only mail that answers it."""
+    """A question, and the id of the only mail that answers it."""
 
     text: str
     answer: str

@@ -36,7 +36,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class World:
-    """What the mails of a mailbox are about, and how many there are."""
+    """The topics of a mailbox, and its number of mails."""
 
     topics: tuple[str, ...]
     kinds: tuple[Kind, ...]
@@ -67,7 +67,7 @@ def person(rng: random.Random) -> str:
 
 
 def number(low: int, high: int) -> Callable[[random.Random], str]:
-    """What draws a whole number."""
+    """Return a function that draws a whole number."""
     return lambda rng: str(rng.randint(low, high))
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Problem(Protocol):
-    """What `distinct` draws."""
+    """A problem that `distinct` draws."""
 
     @property
     def split(self) -> str: ...

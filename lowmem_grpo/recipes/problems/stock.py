@@ -18,7 +18,7 @@ MIN_STOCK, MAX_STOCK = 50, 20_000  # boxes after each step
 
 @dataclass(frozen=True)
 class StockProblem:
-    """What a warehouse holds, what happens to it, and what is left."""
+    """A warehouse, what happens to its goods, and what is left."""
 
     question: str
     lines: tuple[str, ...]

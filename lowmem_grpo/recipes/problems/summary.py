@@ -60,7 +60,7 @@ class Report:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What a summary must keep."""
+        """The facts that a summary must keep."""
         return (self.place, self.month, self.goods, str(self.a), str(self.b), str(self.c), str(self.d))
 
     @property
@@ -105,5 +105,5 @@ def share_kept(text: str, facts: list[str]) -> float:
 
 
 def is_short(text: str) -> bool:
-    """Whether a summary keeps to the allowed number of words."""
+    """Return whether a summary keeps to the allowed number of words."""
     return len(text.split()) <= WORDS_ALLOWED

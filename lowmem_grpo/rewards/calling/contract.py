@@ -34,17 +34,19 @@ class TooLateError(RewardError):
 
 
 def check_function(func: Any) -> None:
-    """Raises TypeError for a verifier, a model or its name, and anything else that cannot be called."""
+    """Raises TypeError for a verifier, and anything else that cannot be called."""
     if isinstance(func, Verifier):
         raise TypeError(
             f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; make a reward "
             "function from it with .reward(right=1.0, wrong=0.0)"
         )
-    if isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__):
-        what = repr(func) if isinstance(func, str) else f"a {type(func).__name__}"
-        raise TypeError(f"reward_funcs holds {what}; reward models are not supported, give a function that calls it")
     if not callable(func):
         raise TypeError(f"reward_funcs holds a {type(func).__name__}, which cannot be called; give a function")
+
+
+def is_model(func: Any) -> bool:
+    """Whether this is a torch module, or a text, which is the name of a reward model; needs no torch."""
+    return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
 
 
 def unwrap(func: Any) -> Any:

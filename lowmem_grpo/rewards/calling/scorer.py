@@ -23,6 +23,7 @@ from lowmem_grpo.rewards.calling.contract import (
     check_lengths,
     function_name,
     is_async,
+    is_model,
     is_required,
     may_be_early,
     passed_columns,
@@ -48,9 +49,14 @@ class RewardScorer:
         functions then get their `environments` and `turns` too. `late_columns` says that rollouts bring columns of
         their own, so that nobody knows before what functions will get.
 
-        Raises TypeError for what is not a function, ValueError for no functions or a wrong number of weights."""
+        A reward model may be given as an object, or by its name. Raises TypeError for what is neither, ValueError for
+        no functions or a wrong number of weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.funcs: list[RewardFunction] = list(functions)
+        if any(map(is_model, self.funcs)):
+            from lowmem_grpo.rewards.reward_model import with_models  # which loads what reads models
+
+            self.funcs = with_models(self.funcs)
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one reward function")
         for func in self.funcs:

@@ -79,8 +79,9 @@ def faulty_rows(
     faults = [(number, fault) for number, fault in looked if fault]
     if faults:
         numbers = ", ".join(str(number) for number, _ in faults[:10]) + (", ..." if len(faults) > 10 else "")
+        column = f", column {reward.columns[0]!r}" if reward.columns else ""
         yield Finding("error", name, f"it can never judge {len(faults)} of {len(looked)} {which}s (number {numbers}); "
-                      f"{which} {faults[0][0]}, column {reward.columns[0]!r}: {faults[0][1]}",
+                      f"{which} {faults[0][0]}{column}: {faults[0][1]}",
                       "correct these rows, or leave them out (dataset.filter); an empty column is None")
 
 

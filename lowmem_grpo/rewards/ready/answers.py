@@ -6,16 +6,23 @@ from fractions import Fraction
 from typing import Any
 
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
-from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, whole
+from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, whole
 from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
+LONGEST_LABEL = 6  # words of a label; a longer one is a sentence, and not an answer
+NUMERALS = {
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty",
+    "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand", "million", "billion",
+    "half", "minus",
+}
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
 def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> LabelVerifier:
-    """The answer's text equals the label. White space at the ends does not count, and inside any of it counts as one
-    space. An empty label gives no verdict.
+    """The answer's text equals the label, or the answer that the label states. White space at the ends does not count,
+    and inside any of it counts as one space. An empty label gives no verdict.
 
     `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """
@@ -23,16 +30,17 @@ def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool
 
 
 def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict:
-    wanted, found = (" ".join(str(value).split()) for value in (label, where(text) or ""))
+    wanted, answer, found = (" ".join(str(value).split()) for value in (label, stated(str(label)), where(text) or ""))
     if not wanted:
         return None
-    return found.casefold() == wanted.casefold() if ignore_case else found == wanted
+    return found.casefold() in (wanted.casefold(), answer.casefold()) if ignore_case else found in (wanted, answer)
 
 
 def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> LabelVerifier:
     """The answer, by default the last number of the completion, equals the label's number.
 
-    "1,234.50", "$1234.5" and "1234.5" are equal. `tolerance` is relative to the label. A label that is not a number
+    "1,234.50", "$1234.5" and "1234.5" are equal. A label may state its answer, as GSM8K's own do ("... #### 43", "The
+    answer is 43."). `tolerance` is relative to the label. A label that is not a number
     gives no verdict. Raises ValueError for a tolerance that is negative or infinite.
     """
     if not 0 <= tolerance < float("inf"):
@@ -42,18 +50,26 @@ def number_match(column: str = "answer", where: Place = last_number, tolerance: 
 
 
 def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Verdict:
-    wanted, written = read_number(label), where(text)
+    wanted, written = labelled_number(label), where(text)
     if wanted is None:
-        return written == label.strip() if isinstance(label, str) and CLOCK.fullmatch(label.strip()) else None
+        clock = stated(label) if isinstance(label, str) else ""
+        return written == clock.strip() if CLOCK.fullmatch(clock.strip()) else None
     found = read_number(written)
     return found is not None and (found == wanted or abs(found - wanted) <= tolerance * abs(wanted))
+
+
+def labelled_number(label: Any) -> Fraction | None:
+    """Return the number that a label is, or states as its answer; None where there is none."""
+    number = read_number(label)
+    return read_number(stated(label)) if number is None and isinstance(label, str) else number
 
 
 def boxed_match(column: str = "answer") -> LabelVerifier:
     r"""The last \boxed{...} holds the label: the same number, or the same text.
 
     Spaces, dollar signs, \left and such do not count, nor does a unit that only one of the two has; lists may have
-    another order. The label may be boxed itself. `math_match` also accepts x+1 for 1+x.
+    another order. The label may be boxed itself, or state its answer ("... #### 43", "The answer is 43."). A label that
+    is a sentence, or a number in words, gives no verdict, but on the same text. `math_match` also accepts x+1 for 1+x.
     """
     return LabelVerifier("boxed_match", same_boxed, column)
 
@@ -63,11 +79,22 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Return whether an answer equals the label; None if the label is empty. `ask` compares expressions."""
-    wanted = read_answer(boxed(str(label)) or str(label)) if label is not None else None
-    if wanted is None or not wanted.tokens:
+    """Return whether an answer equals the label; None if the label is empty, or if it is no answer and not the same
+    text. `ask` compares expressions."""
+    written = stated(str(label)) if label is not None else ""
+    wanted = read_answer(written)
+    if not wanted.tokens:
         return None
-    return answer is not None and len(answer) <= LONGEST_MATH and equal(wanted, read_answer(answer), ask)
+    right = answer is not None and len(answer) <= LONGEST_MATH and equal(wanted, read_answer(answer), ask)
+    return None if not right and is_prose(written) else right
+
+
+def is_prose(label: str) -> bool:
+    """Return whether a label is a sentence, or a number in words: a right answer may be written otherwise."""
+    words = [word.lower() for word in re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", label))]
+    numerals = {*words} - {"and"}
+    in_words = bool(numerals) and numerals <= NUMERALS and not any(map(str.isdigit, label))
+    return len(label) > LONGEST_MATH or len(words) > LONGEST_LABEL or in_words
 
 
 def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVerifier:

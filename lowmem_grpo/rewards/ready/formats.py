@@ -5,15 +5,17 @@ import functools
 from lowmem_grpo.rewards.reward import TextReward
 from lowmem_grpo.rewards.verifier import TextVerifier, VerifiedReward
 
+THOUGHT = ("<think>", "</think>")
 REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")
 
 
 def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -> TextVerifier:
     """Each tag is there once and in this order, with text inside each pair and only white space after the last tag.
 
-    `tags` are pairs: opening, closing, opening, closing, ... With `opened` the prompt ends with the first tag, as in
-    chat templates for reasoning, and the completion goes on from there. Raises ValueError for an odd number of tags,
-    and for tags that are equal or part of each other.
+    `tags` are pairs: opening, closing, opening, closing, ... Of ("<think>", "</think>") alone the answer follows, and
+    the thought may be empty, as TRL's `think_format_reward` has it. With `opened` the prompt ends with the first
+    tag, as in chat templates for reasoning, and the completion goes on from there. Raises ValueError for an odd number
+    of tags, and for tags that are equal or part of each other.
     """
     return TextVerifier("format_match", functools.partial(keeps_format, tags=checked(tags), opened=opened))
 
@@ -40,6 +42,8 @@ def pay_tags(text: str, tags: tuple[str, ...], amounts: tuple[float, float]) -> 
 def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
     """Takes linear time: it counts each tag, then cuts the text at each."""
     complete = tags[0] + text if opened else text
+    if tags == THOUGHT:
+        return complete.startswith(tags[0]) and complete.count(tags[0]) == 1 and tags[1] in complete
     if any(complete.count(tag) != 1 for tag in tags):
         return False
     parts: list[str] = []

@@ -45,9 +45,11 @@ def extract_hash_answer(text: str) -> str | None:
 
 
 def correctness_reward_func(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """2.0 if the extracted answer equals the label, both stripped. An empty answer is never right."""
+    """2.0 if the extracted answer equals the label, both stripped. An empty answer is never right. The label may be
+    GSM8K's whole solution."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
-    return [2.0 if e and e == str(label).strip() else 0.0 for e, label in zip(extracted, answer, strict=True)]
+    labels = [str(extract_hash_answer(str(label)) or label).strip() for label in answer]
+    return [2.0 if text and text == label else 0.0 for text, label in zip(extracted, labels, strict=True)]
 
 
 def int_reward_func(completions: list[Any], **_: Any) -> list[float]:

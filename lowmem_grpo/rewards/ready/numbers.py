@@ -4,7 +4,7 @@ import functools
 from fractions import Fraction
 from typing import Any
 
-from lowmem_grpo.rewards.ready.answers import number_match
+from lowmem_grpo.rewards.ready.answers import labelled_number, number_match
 from lowmem_grpo.rewards.ready.reading import Place, last_number, read_number
 from lowmem_grpo.rewards.reward import LabelReward, TextReward
 from lowmem_grpo.rewards.verifier import VerifiedReward
@@ -42,7 +42,7 @@ def proximity(
 
 
 def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
-    wanted = read_number(label)
+    wanted = labelled_number(label)
     if wanted is None:
         return None
     found = read_number(where(text))

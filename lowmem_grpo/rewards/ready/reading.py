@@ -36,6 +36,8 @@ THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+
 NEAR = 400  # characters: a number that begins further before its last digit is too long to be read
 FENCE = "```"
 LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # of a block
+STATED = re.compile(r"\banswer(?: is)?[ :=]{1,3}(.+)", re.IGNORECASE)
+ENCLOSED = re.compile(r"\A(\*\*|\$\$?)(.+)\1\Z")
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
@@ -84,6 +86,16 @@ def behind(text: str, mark: str) -> str | None:
     """The rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
     _, found, rest = text.rpartition(mark)
     return (rest.partition("\n")[0].strip() or None) if found else None
+
+
+def stated(label: str) -> str:
+    r"""Return the answer in a label: what its last \boxed{...} holds, what follows its last ####, or what a sentence
+    says that the answer is; else the label itself."""
+    if (marked := boxed(label) or behind(label, "####")) is not None:
+        return marked
+    sentences = STATED.findall(label)
+    answer = (re.split(r"\.(?:\s|$)", sentences[-1])[0] if sentences else label).strip()
+    return ENCLOSED.sub(r"\2", answer) or label
 
 
 def boxed(text: str) -> str | None:

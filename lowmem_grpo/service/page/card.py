@@ -28,7 +28,7 @@ class CardUse:
             return self.said
 
     def lines(self, command: str) -> list[str]:
-        """What the driver's program prints; nothing where it fails."""
+        """Return the lines that the driver's program prints; none if it fails."""
         try:
             found = subprocess.run([command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], timeout=WAITS,
                                    capture_output=True, text=True, check=True)

@@ -27,7 +27,7 @@ PIECE = 1024 * 1024  # bytes
 
 @dataclass(frozen=True)
 class Listed:
-    """What the list says of a run, and what its buttons are."""
+    """A run's entry in the list, and the state of its buttons."""
 
     name: str
     """By which an address names it."""

@@ -46,7 +46,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 @checked(frozen=True, config=STRICT)
 class LoraSettings:
-    """What a client asks of a model."""
+    """The LoRA that a client asks for."""
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
     seed: Seed = Field(None, validate_default=True)
@@ -195,7 +195,7 @@ class Adapters:
                       for datum, one, part in zip(data, cells, parts, strict=True)]
 
     def not_finite(self, found: dict[int, Tensor]) -> str | None:
-        """What is not finite after a pass, in words."""
+        """Return which values are not finite after a pass, in words."""
         if not all(bool(one.isfinite().all()) for one in found.values()):
             return "a log-probability is NaN or infinite: the model diverged; go back to saved weights"
         gradients = [one.grad for one in self.policy.trainable if one.grad is not None]

@@ -58,7 +58,7 @@ OnlyAdam = Annotated[Any, AfterValidator(only_adam)]
 
 
 class ModelCall(Body):
-    """What is asked of a model under a number."""
+    """A numbered request to a model."""
 
     model_id: Any = None
     seq_id: Positive
@@ -140,7 +140,7 @@ def chunks_of(given: Any) -> Any:
 
 
 class SamplingSettings(Body):
-    """How completions are drawn, where it is not as usual."""
+    """Sampling options that differ from the defaults."""
 
     max_tokens: Positive | None = None
     seed: Natural | None = None

@@ -30,7 +30,7 @@ class Cells:
 
 
 def is_wide(given: Any) -> bool:
-    """Whether a Tensor message has more than one value for a token, or is sparse."""
+    """Return whether a Tensor message has more than one value for a token, or is sparse."""
     return given.WhichOneof("kind") == "sparse_csr" or len(given.shape) > 1
 
 

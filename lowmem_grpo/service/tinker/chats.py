@@ -69,7 +69,7 @@ class Chats:
 
 
 def path_of(name: str, kind: str) -> str:
-    """What the protocol calls the weights of a model's name."""
+    """Return the protocol's path of the weights behind a model's name."""
     if name.startswith(SCHEME):
         return name
     run, _, saved = name.rpartition("@")

@@ -30,7 +30,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a model can take."""
+    """The limits of a model."""
 
     vocabulary: int  # ids are below it
     context: int  # tokens of a sequence

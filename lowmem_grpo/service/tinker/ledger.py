@@ -65,13 +65,13 @@ class Asked:
 
     @property
     def id(self) -> str:
-        """Of its promise: the same request has the same one."""
+        """The id of its promise: the same request has the same one."""
         return f"{self.model}:{self.seq}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a promise was kept with."""
+    """The reply that fulfils a promise."""
 
     body: bytes
     media: str = JSON
@@ -229,7 +229,8 @@ class Ledger:
                                    (asked.model, asked.seq - KEPT))
 
     def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
-        """Where samples come from: the folder of a snapshot, or None for the base model. One that is there stays."""
+        """Record where samples come from: the folder of a snapshot, or None for the base model. One that is there
+        stays."""
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
@@ -239,7 +240,7 @@ class Ledger:
         return [row["snapshot"] for row in found]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
-        """What a sampler samples from; UnknownError for one that is not this user's."""
+        """Return the snapshot that a sampler samples from; UnknownError for one that is not this user's."""
         row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
@@ -249,7 +250,8 @@ class Ledger:
         return found
 
     def answer(self, promise: str, owner: str) -> Answer | None:
-        """What a promise was kept with; None while it is not. UnknownError for one that is not this user's."""
+        """Return the reply that fulfils a promise; None while there is none. UnknownError for one that is not this
+        user's."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")
@@ -270,8 +272,8 @@ def with_settings(row: Row) -> Row:
 
 
 def same(one: Asked, other: Asked) -> bool:
-    """Whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one that
-    came too late, whose promise says so."""
+    """Return whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one
+    that came too late, whose promise says so."""
     if one.kind in (MISSING, REFUSED):
         return True
     if one.kind != other.kind or not one.body or one.body == other.body:

@@ -14,7 +14,7 @@ TYPES = {TRAINING: "training", SAMPLING: "sampler"}
 
 
 class ListRoutes:
-    """What whoever asks has: listed, looked at, deleted."""
+    """Routes that list, show and delete what belongs to a user."""
 
     def __init__(self, training: Training, served: Served) -> None:
         self.training, self.shelf, self.served = training, training.shelf, served

@@ -39,7 +39,7 @@ class PlainPass(Body, extra="forbid"):
 
 
 def wants_json(accept: str) -> bool:
-    """Whether a client takes answers in JSON only."""
+    """Return whether a client takes answers in JSON only."""
     return JSON in accept and wire.PROTOBUF not in accept
 
 

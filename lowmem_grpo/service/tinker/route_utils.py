@@ -23,7 +23,7 @@ SMALL = 64 * 1024  # bytes of a body that is read in a few milliseconds
 
 @dataclass(frozen=True)
 class Served:
-    """What the server is asked about its model."""
+    """The facts about the served model that clients ask for."""
 
     name: str  # under which clients ask for it
     tokenizer: str  # a name on the hub, or a folder

@@ -80,7 +80,7 @@ class Gaps:
         self.refused[owner] = time.monotonic()
 
     def is_over(self, model: str, owner: str, missing: int | None) -> bool:
-        """Whether a missing request had its time to come; None is missing where all that should be there is."""
+        """Return whether a missing request had its time to come; None is missing where all that should be there is."""
         now = time.monotonic()
         with self.lock:
             if missing is None:

@@ -30,7 +30,7 @@ KEPT = 8192  # promises
 
 @dataclass
 class Promise:
-    """Of a sample; kept in memory only, since a client asks again where it is unknown."""
+    """The promise of a sample; kept in memory only, since a client asks again where it is unknown."""
 
     owner: str
     turns: "list[Future[Turn]]"
@@ -75,7 +75,7 @@ def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
 
 
 def failed(error: BaseException, adapter: Path | None) -> Answer:
-    """What a client is told of an error: what is wrong in its request, and nothing of what is inside the server."""
+    """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
     if isinstance(error, DeskClosedError):
         return Answer.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
@@ -111,7 +111,8 @@ class Sampling:
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
 
     def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
-        """What a sampling session of a user samples from, so that it need not be looked up for each request."""
+        """Remember the adapter that a user's sampling session samples from, so that it is not looked up for each
+        request."""
         self.adapters[sampler, owner] = adapter
         for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
             self.adapters.pop(oldest, None)
@@ -162,7 +163,8 @@ def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
 
 
 def stop_of(stop: Any) -> dict[str, Any]:
-    """Where completions end beside the end token: at texts or at token ids. An empty list takes the end token away."""
+    """Return where completions end beside the end token: at texts or at token ids. An empty list takes the end token
+    away."""
     if stop is None:
         return {}
     if stop == []:

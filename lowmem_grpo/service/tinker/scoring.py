@@ -27,7 +27,8 @@ NONE = -99999.0  # in place of a log-probability that was not computed, as the p
 
 @dataclass(frozen=True)
 class Scored:
-    """What is known of a prompt of P tokens. What was not computed is NaN, or the token 0 with NONE."""
+    """Log-probabilities and likely tokens of a prompt of P tokens. What was not computed is NaN, or the token 0 with
+    NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order
@@ -45,7 +46,8 @@ class Prompt:
     future: "Future[Scored]" = field(default_factory=Future)
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
-        """Of what was found at all tokens but the first: (P - 1,), and twice (P - 1, k)."""
+        """Return log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of every token but the first, with the first
+        one's place filled."""
         found = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
                        torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
                        torch.cat([torch.full((1, self.top), NONE), values]))
@@ -62,7 +64,7 @@ class Scoring:
         self.packer = Packer(desk.policy.device, desk.memory.train)
 
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
-        """What the base model, or a saved adapter, thinks of a prompt."""
+        """Ask for the log-probabilities of a prompt by the base model, or by a saved adapter."""
         prompt = Prompt(ids, adapter, top, len(ids) if last is None else last)
         with self.lock:
             self.waiting.append(prompt)

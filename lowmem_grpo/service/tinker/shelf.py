@@ -46,7 +46,7 @@ class Saved:
 
 
 def path_of(model: str, kind: str, name: str) -> str:
-    """What the protocol calls weights under a name. ValueError for a name that is no plain one."""
+    """Return the protocol's path of weights under a name. ValueError for a name that is no plain one."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"path is {name!r}; give a name of letters, digits and _.-, at most 128")
     return f"tinker://{model}/{kind}/{name}"
@@ -82,8 +82,8 @@ class Shelf:
         return [saved for saved in map(Saved.of, rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Where a request puts its weights. No two requests have the same place, so that an older file of the name
-        stays until the newer one is on the shelf."""
+        """Return the file where a request puts its weights. No two requests have the same place, so that an older file
+        of the name stays until the newer one is on the shelf."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 
@@ -114,7 +114,7 @@ class Shelf:
                              (None if seconds is None else time.time() + seconds, saved.path))
 
     def expired(self) -> bool:
-        """Whether there are weights whose time is over."""
+        """Return whether there are weights whose time is over."""
         return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
 
     def sweep(self) -> None:

@@ -116,8 +116,8 @@ class Training:
             self.desk.run(self.shelf.sweep, sleep=False)
 
     def look_for_gap(self, model: Model) -> bool:
-        """Whether others wait for a request that has not come. It has some time to come, and is then answered, so that
-        the others are done: it was refused before it had a promise, or lost."""
+        """Return whether others wait for a request that has not come. It has some time to come, and is then answered,
+        so that the others are done: it was refused before it had a promise, or lost."""
         missing = self.ledger.gap(model.id)
         if not self.gaps.is_over(model.id, model.owner, missing):
             return missing is not None
@@ -189,7 +189,7 @@ class Training:
             remove(path)
 
     def answer(self, asked: Asked) -> Answer:
-        """What a client is answered; a failure with the field that is wrong, and nothing of what is inside."""
+        """Return the reply to a request; a failure names the field that is wrong, and nothing of what is inside."""
         try:
             if asked.kind == REFUSED:
                 return Answer.failed(asked.body.decode())

@@ -80,6 +80,6 @@ class Usage:
 
 
 def too_many(requests: int, most: int) -> str:
-    """What a user is told who waits for too much."""
+    """Return the message for a user who has too many unanswered requests."""
     return (f"requests: {requests} of this key are not answered, and at most {most} may be: wait for some of them "
             "before you send more")

@@ -71,7 +71,7 @@ def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds what a run writes. One that cannot be read does not."""
+    """Return whether a folder holds what a run writes. One that cannot be read does not."""
     return any(os.path.isfile(folder / name) for name in (METRICS, SUMMARY, FILE))
 
 
@@ -86,7 +86,7 @@ def one_run(folder: Path, name: str) -> Run | None:
 
 
 def run_of(path: Path, folder: Path) -> Run:
-    """What the files of a run say."""
+    """Return a run as its files describe it."""
     summary, owner, written = json_file(path / SUMMARY), owner_of(path / FILE), newest(path)
     name = path.relative_to(folder).as_posix()
     return Run(name, path, state_of(path, summary, owner, time.time() - written), summary, owner, written)
@@ -123,7 +123,7 @@ def newest(path: Path) -> float:
 
 
 def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
-    """Whether the process that a lock's file names does hold the lock, by the system's own list: the number of a
+    """Return whether the process that a lock's file names does hold the lock, by the system's own list: the number of a
     process that ended may be another one's by now."""
     if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
         return False

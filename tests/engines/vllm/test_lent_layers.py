@@ -11,7 +11,7 @@ import pytest
 import torch
 from card import CPU
 from memory import CountedOps
-from small_models import load_model, with_adapter
+from small_models import load_model, random_model, scatter, with_adapter
 from torch import Tensor, nn
 from vllm_models import (
     GATE_UP,
@@ -121,6 +121,21 @@ def test_the_copy_has_the_engines_dtype_and_2_bytes_a_number_of_a_16_bit_model(f
         assert product.one_kernel
         assert {part.untyped_storage().data_ptr() for part in (product.stack_a, product.stack_b)} == {
             room.untyped_storage().data_ptr()}
+
+
+def test_lora_on_some_projections_of_a_gated_delta_net_is_right() -> None:
+    """vLLM's own LoRA fails there (vllm 47639); a layer of ours applies what each projection has."""
+    base = random_model("Qwen3_5").requires_grad_(False)
+    config = peft.LoraConfig(r=4, target_modules=["in_proj_qkv", "in_proj_a", "out_proj"], rank_pattern={"out_proj": 2})
+    model = scatter(peft.get_peft_model(base, config))
+    loan, start = Loan(base, CPU), "model.layers.0.linear_attn."
+    parts = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"], "in_proj_ba": ["in_proj_b", "in_proj_a"]}
+    for name, modules in (parts | {"out_proj": ["out_proj"]}).items():
+        loan.linear(start + name, parts)
+        theirs = [model.get_base_model().get_submodule(start + module) for module in modules]
+        x = torch.randn(3, theirs[0].in_features)
+        loan.take(False)
+        close_to(ours(start + name, x), torch.cat([module(x) for module in theirs], -1))
 
 
 @pytest.mark.parametrize("four_bit", [False, True])

@@ -76,9 +76,6 @@ def test_names_are_readable_and_no_two_functions_share_one() -> None:
 
 
 @every_row(("funcs", "weights", "error", "message"), [
-    ("org/reward-model", None, TypeError, "reward models are not supported, give a function"),
-    (["org/reward-model"], None, TypeError, "reward models are not supported, give a function"),
-    ([torch.nn.Linear(1, 1)], None, TypeError, "reward models are not supported, give a function"),
     ([3], None, TypeError, "int, which cannot be called"), ([], None, ValueError, "empty"),
     ([int_reward_func], [1.0, 2.0], ValueError, "2 reward weights for 1 reward functions"),
     ([int_reward_func] * 2, [0, 0.0], ValueError, r"\[0\.0, 0\.0\]: nothing pays; weight 0 only logs"),

@@ -126,6 +126,48 @@ def test_each_verifier_gives_the_right_verdict(
     assert verifier.verify(text, answer=label) is verdict
 
 
+SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether she sold 43.\n#### 43"
+LABELS = [  # as data sets and people write that the answer is 43
+    SOLUTION, "#### 43", "####43", "The answer is 43.", "The final answer is $43$. I hope it is correct.", "$43$",
+    "Answer: 43", "So the answer is: 43", "answer = 43", r"so $x = 43$: \boxed{43}", "$43", "43%", "43.0", "43.",
+    "**43**", "The answer is **43**.", " 43 ", "43 ",
+]
+
+
+@every_row("label", LABELS)
+@pytest.mark.parametrize("match", ["boxed_match", "math_match", "number_match", "number_equal", "proximity"])
+def test_a_right_answer_is_paid_however_the_label_is_written(match: str, label: str) -> None:
+    if match == "math_match":
+        pytest.importorskip("math_verify")
+    made = getattr(rewards, match)()
+    reward = made.reward() if isinstance(made, rewards.Verifier) else made
+    right, wrong = reward(completions=[r"so it is $\boxed{43}$", r"so it is $\boxed{4300}$"], answer=[label, label])
+    assert right == {"number_equal": 3.0, "proximity": 3.0}.get(match, 1.0) and wrong is not None and wrong <= 0.0
+
+
+def test_answers_of_text_are_found_in_labels_too() -> None:
+    texts = ["<answer>43</answer>", "<answer>44</answer>"]
+    assert rewards.correctness_reward_func(prompts=["p"] * 2, completions=texts, answer=[SOLUTION] * 2) == [2.0, 0.0]
+    solved = rewards.answer_match(where=rewards.after("####"))
+    assert solved.verdicts(["so\n#### 43", "so\n#### 44"], answer=[SOLUTION] * 2) == [True, False]
+    assert rewards.boxed_match().verify(r"\boxed{(B)}", answer="What is it? The answer is (B). As was shown.") is True
+
+
+@pytest.mark.parametrize("label", [
+    "Answer is forty two.", "forty two", "She sold twice as many clips as in May.", "x+" * 200,
+])
+def test_a_label_that_is_no_answer_gives_no_verdict_and_one_line(label: str, caplog: pytest.LogCaptureFixture) -> None:
+    reward = rewards.boxed_match().reward()
+    for _ in range(2):
+        assert reward(completions=[r"\boxed{42}", "nothing"], answer=[label] * 2) == [None, None]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "boxed_match gives no verdict on 2 of 2 completions" in line and "column 'answer'" in line
+    assert "Write the answer alone" in line
+    assert reward(completions=[r"\boxed{5}"], answer=[None]) == [None], "a row without a label says so itself"
+    assert rewards.boxed_match().verify(r"\boxed{forty two}", answer="forty two") is True, "the same text is right"
+    assert rewards.boxed_match().verify(r"\boxed{x}", answer=r"\text{no real solutions}") is False
+
+
 @every_row(("text", "verdict"), [
     ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
     ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),

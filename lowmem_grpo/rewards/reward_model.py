@@ -1,0 +1,236 @@
+"""A reward model: a sequence classifier with one label, whose number is the reward of a prompt and its completion.
+
+It is called as TRL calls it: on the chat template's text of prompt and completion where the prompt is a chat, else on
+both joined, padded on the right. It is frozen, and computes in its own dtype, without autocast. Where the policy is on
+a card, it waits on the host and is on the card only while it scores.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from lowmem_grpo.data.prompts import is_chat
+from lowmem_grpo.memory.bounds import Bound, Shortage, free, smaller, tried
+from lowmem_grpo.models.named import find
+from lowmem_grpo.models.pretrained import Pretrained, keep_layout
+from lowmem_grpo.rewards.calling.contract import is_model
+from lowmem_grpo.rewards.reward import Reward
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 8192  # that one forward pass takes at most, padding included, unless a single row is longer
+KIND = "a model for sequence classification with num_labels=1, such as trl.RewardTrainer makes"
+
+
+class RewardModel(Reward):
+    """Pays the score of a model, which is an object or a name, under the last part of its name."""
+
+    after_sampling = True  # it is on the card only once the sampler's cache is not
+    time_limit = math.inf
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """`tokenizer` is by default that of the model's name. `init` holds options of from_pretrained for a name:
+        revision, token, dtype and quantization_config. `template_kwargs` go to the chat template.
+
+        OSError for a name without a model, TypeError for a model of another kind, ValueError for one with several
+        labels, and where no tokenizer fits it.
+        """
+        named = isinstance(model, str)
+        self.model: Any = None if named else model
+        self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
+        where = {name: self.init[name] for name in ("revision", "token") if name in self.init} if named else {}
+        config = None if named else getattr(model, "config", None)
+        path = find(model, **where) if named else str(getattr(config, "_name_or_path", ""))
+        self.source = Pretrained(model if named else path, path, where)
+        super().__init__(path.rstrip("/").rpartition("/")[2] or type(model).__name__)
+        if named:
+            with self.source.naming_the_model():
+                config = AutoConfig.from_pretrained(path, trust_remote_code=False, **where)
+        self.check_kind(config)
+        self.tokenizer = self.fitting_tokenizer(tokenizer, config)
+        self.home = self.device = torch.device("cpu") if named else model.device
+        self.bound = Bound("rollout", "rows that a reward model scores at once")
+        if not named:
+            self.freeze()
+
+    def check_kind(self, config: Any) -> None:
+        """Raise TypeError for a model that scores nothing, and ValueError for several labels."""
+        kinds = list(getattr(config, "architectures", None) or []) if self.model is None else [model_class(self.model)]
+        if not any("SequenceClassification" in kind for kind in kinds):
+            raise TypeError(f"reward_funcs holds {self.__name__}, a {' or '.join(kinds) or 'model of no known class'}; "
+                            f"a reward model is {KIND}; for another, give a function that calls it")
+        if config.num_labels != 1:
+            raise ValueError(f"the reward model {self.__name__} has {config.num_labels} labels, and a reward is one "
+                             f"number: take {KIND}, or give a function that calls the model and chooses")
+
+    def fitting_tokenizer(self, tokenizer: Any, config: Any) -> Any:
+        """Return the tokenizer, which pads with its end token where it has no token for padding. ValueError where there
+        is none, or where it has ids that the model does not know."""
+        name, text = self.__name__, config.get_text_config()
+        try:
+            tokenizer = self.source.tokenizer() if tokenizer is None else tokenizer
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the reward model {name} has no tokenizer beside it ({str(error).splitlines()[0]}); "
+                             "give one in reward_processing_classes") from error
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            raise ValueError(f"the tokenizer of the reward model {name} has neither a token for padding nor an end "
+                             "token; set its pad_token, and give it in reward_processing_classes")
+        if len(tokenizer) > text.vocab_size:
+            raise ValueError(f"the tokenizer of the reward model {name} has {len(tokenizer)} tokens, and the model "
+                             f"{text.vocab_size}; give the model's own in reward_processing_classes")
+        return tokenizer
+
+    # Where it lies
+
+    def load(self, device: torch.device) -> None:
+        """Read a model that was given by name, and let it score on the policy's device."""
+        if self.model is None:
+            target = device if "quantization_config" in self.init else torch.device("cpu")
+            self.model, report = AutoModelForSequenceClassification.from_pretrained(
+                self.source.path, num_labels=1, trust_remote_code=False, device_map={"": str(target)},
+                output_loading_info=True, **self.init,
+            )
+            if report["missing_keys"]:
+                raise ValueError(f"the reward model {self.__name__} lacks {', '.join(sorted(report['missing_keys']))}, "
+                                 "which would be random; take a checkpoint that was trained as a reward model")
+            self.freeze()
+        if device.type == "cuda":
+            if getattr(self.model, "is_loaded_in_8bit", False) or len(getattr(self.model, "hf_device_map", {})) > 1:
+                raise ValueError(f"the reward model {self.__name__} is in 8 bits or on several devices, and cannot be "
+                                 "moved between host and card: load it on one device, in 16 or in 4 bits")
+            self.device, self.home = device, torch.device("cpu")
+            logger.info("the reward model %s waits on the host, and is on the card while it scores", self.__name__)
+            self.move(self.home)
+
+    def freeze(self) -> None:
+        """Let nothing train it. It looks for the last token that is not this tokenizer's padding."""
+        self.model.requires_grad_(False).eval()
+        keep_layout(self.model)  # repacked for a processor, 4-bit weights could not be moved to a card
+        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+
+    def move(self, device: torch.device) -> None:
+        """Move all weights, and give back what they held."""
+        self.model.to(device)
+        free(self.device)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep the model where it scores, inside of the block."""
+        if self.device == self.home:
+            yield
+            return
+        try:
+            self.model.to(self.device)
+            yield
+        finally:
+            self.move(self.home)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of its weights."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def scoring_bytes(self) -> int:
+        """What it holds on the card while it scores: its weights, and what is inside a layer (estimated)."""
+        shape, dtypes = self.model.config.get_text_config(), [one.dtype for one in self.model.parameters()]
+        size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
+        inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
+        return self.weight_bytes + size * TOKENS * (2 * int(inner) + 6 * int(shape.hidden_size))
+
+    # What it pays
+
+    def fault_of_row(self, row: dict[str, Any]) -> str | None:
+        """Return why it can never judge a row: its prompt is a chat, and the tokenizer cannot render one."""
+        if not is_chat(row.get("prompt")) or getattr(self.tokenizer, "chat_template", None):
+            return None
+        return ("the prompt is a chat, and the reward model's tokenizer has no chat template: set its chat_template, "
+                "and give it in reward_processing_classes")
+
+    def read(self, completions: list[Any]) -> list[Any]:
+        """Return the completions as they are: a chat is rendered with its prompt."""
+        return completions
+
+    def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        if (prompts := call.get("prompts")) is None:
+            raise TypeError(f"{self.__name__} reads each prompt and got no prompts; a trainer passes them")
+        if self.model is None:
+            self.load(self.device)
+        whole = [self.text(prompt, completion) for prompt, completion in zip(prompts, texts, strict=True)]
+        with self.on_device():
+            return list(self.scores(whole))
+
+    def text(self, prompt: Any, completion: Any) -> str:
+        """Return what the model reads, as in TRL."""
+        if not is_chat(prompt):
+            return str(prompt) + str(completion)
+        return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_kwargs))
+
+    def scores(self, texts: list[str]) -> list[float]:
+        """Return the scores (N,) of N texts, computed in batches, the shortest first; fewer at a time where memory runs
+        out."""
+        lengths = [len(ids) for ids in self.encode(texts)["input_ids"]]
+        waiting = sorted(range(len(texts)), key=lengths.__getitem__)
+        done: dict[int, float] = {}
+        while waiting:
+            batch = self.first(waiting, lengths)
+            scores = tried(partial(self.forward, [texts[row] for row in batch]), self.device)
+            if isinstance(scores, Shortage):
+                limit = smaller(len(batch), [len(batch)] if len(batch) > 1 else [])
+                self.bound.lower(f"the reward model {self.__name__}", scores, limit)
+                continue
+            done |= dict(zip(batch, scores, strict=True))
+            waiting = waiting[len(batch) :]
+        return [done[row] for row in range(len(texts))]
+
+    def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
+        """Return the rows of the next batch: the shortest of those that wait, which are sorted by their lengths."""
+        fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
+        return waiting[: self.bound.under(max(fitting, default=1))]
+
+    def encode(self, texts: Sequence[str], **options: Any) -> Any:
+        """Return the ids of texts, which hold their special tokens already."""
+        return self.tokenizer(text=list(texts), add_special_tokens=False, **options)
+
+    def forward(self, texts: list[str]) -> list[float]:
+        """Return the scores (B,) of one batch."""
+        inputs = self.encode(texts, return_tensors="pt", padding=True, padding_side="right")
+        with torch.inference_mode():
+            logits = self.model(**inputs.to(self.device)).logits  # (B, 1)
+        return [float(score) for score in logits[:, 0]]
+
+
+def model_class(model: nn.Module) -> str:
+    """Return the name of a model's class; of a compiled one, that of the model inside."""
+    return type(getattr(model, "_orig_mod", model)).__name__
+
+
+def with_models(
+    functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
+    """Return the reward functions, with a `RewardModel` in the place of each model and each name of one.
+
+    `processing_classes` are their tokenizers: one, or a list with one for each function, of which those of functions
+    are not looked at. ValueError for a wrong number of them.
+    """
+    tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
+    tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(tokenizers) != len(functions):
+        raise ValueError(f"{len(tokenizers)} reward_processing_classes and {len(functions)} reward functions: the "
+                         "numbers must match. Give None for a function, or leave them out for the models' own")
+    return [RewardModel(function, tokenizer, init, template_kwargs) if is_model(function) else function
+            for function, tokenizer in zip(functions, tokenizers, strict=True)]

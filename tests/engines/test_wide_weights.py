@@ -1,0 +1,77 @@
+"""Quantized weights in 16 bits while our own engine samples: the same answers, for many rows only, given back."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+from different_ends import CONTEXT, PARAMS, PROMPTS
+from memory import Failing, Recorder
+from transformers import PreTrainedTokenizerBase
+from vllm_models import differences, ids_of, move_adapter
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.engines import transformers_engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.engines.vllm.sampling_weights import wide_bytes
+
+
+@pytest.fixture
+def engine() -> TransformersEngine:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=CONTEXT, load_in_4bit=True, device="cpu",
+                                                fast_inference="transformers", sampling_weights="16bit")
+    made: Any = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False).engine()
+    move_adapter(made.policy, 0.05)
+    assert isinstance(made, TransformersEngine)
+    return made
+
+
+def held_bytes(engine: TransformersEngine) -> int:
+    assert engine.passes.wide is not None
+    return sum(wide.nbytes for _, wide in engine.passes.wide.held.values())
+
+
+def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_all_that_was_dequantized(
+    engine: TransformersEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    codes = TransformersEngine(engine.policy, tokenizer, CONTEXT)
+    found = engine.generate(PROMPTS, PARAMS)
+    assert held_bytes(engine) == pytest.approx(wide_bytes(engine.policy), rel=1e-3)
+    assert differences(engine.policy, PROMPTS, found).abs().mean() < 1e-5
+    assert ids_of(found) == ids_of(codes.generate(PROMPTS, PARAMS))
+    engine.sleep()
+    assert held_bytes(engine) == 0
+    assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(found)
+
+
+def test_few_rows_never_read_them(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_engine, "few_rows", lambda base, device: 10**6)
+    engine.use_weights("16bit")
+    engine.generate(PROMPTS, PARAMS)
+    assert held_bytes(engine) == 0
+
+
+def test_only_graphs_that_read_them_go_with_them(engine: TransformersEngine) -> None:
+    recorder, wide = Recorder(engine), engine.passes.wide
+    assert wide is not None
+    engine.sleeps, wide.few = False, 8
+    expected = engine.generate(PROMPTS, PARAMS)
+    first, lasting = recorder.recorded, engine.step.lasting
+    assert lasting is not None and {rows > 8 for rows, _ in lasting.graphs} == {True, False}
+    many = sum(rows > 8 for rows, _ in lasting.graphs)
+    engine.sleep()
+    assert {rows > 8 for rows, _ in lasting.graphs} == {False}
+    assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(expected)
+    assert recorder.recorded == first + many
+
+
+def test_memory_that_runs_out_beside_them_takes_them_first_and_no_row(engine: TransformersEngine) -> None:
+    expected, hook = engine.generate(PROMPTS, PARAMS), Failing(4)
+    handle = engine.policy.backbone.norm.register_forward_hook(hook)
+    try:
+        found = engine.generate(PROMPTS, PARAMS)
+    finally:
+        handle.remove()
+    assert hook.raised == 1 and (engine.bound.lowered, engine.bound.failures) == (None, 1)
+    assert engine.sampling_weights == "4bit" and engine.passes.wide is None
+    assert [len(one.completion_ids) for one in chain(*found)] == [len(one.completion_ids) for one in chain(*expected)]
+    assert differences(engine.policy, PROMPTS, found).abs().mean() < 1e-5

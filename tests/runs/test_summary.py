@@ -1,0 +1,84 @@
+"""The last line of a run's log: transformers' figures, whatever lines were logged before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import load, make
+
+from lowmem_grpo import SFTConfig, SFTTrainer
+from lowmem_grpo.runs.summary import speed, summary
+
+TRANSFORMERS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss",
+                "epoch", "step"}
+TEXTS = [{"prompt": f"Start with {n}.\n", "completion": f"{n}"} for n in range(6)]
+
+
+class Heard:
+    """Keeps what a listener is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.lines.append(logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.lines.append({"over": True})
+
+
+def losses_of(trainer: Any) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+
+
+def test_speed_has_transformers_names_and_nothing_of_no_time() -> None:
+    assert speed("eval", 4.0, 8, 2) == {"eval_runtime": 4.0, "eval_samples_per_second": 2.0,
+                                        "eval_steps_per_second": 0.5}
+    assert speed("train", 0.0, 8, 2) == {"train_runtime": 0.0}
+
+
+def test_a_run_without_steps_has_no_loss() -> None:
+    from lowmem_grpo.runs.state import TrainerState
+
+    state = TrainerState(log_history=[{"step": 2, "loss": 3.0, "reward": 1.0}], num_tokens=10, global_step=2, epoch=0.5)
+    assert summary(state, [], 0, 2.0, 7) == {
+        "train_runtime": 2.0, "train_samples_per_second": 0.0, "train_steps_per_second": 0.0, "total_flos": 420.0,
+        "train_loss": 0.0, "step": 2, "epoch": 0.5}
+
+
+@pytest.mark.parametrize("trained", ["grpo", "sft"])
+def test_the_loss_of_a_run_is_the_mean_over_its_steps_not_over_its_lines(trained: str, tmp_path: Path) -> None:
+    def run(name: str, **settings: Any) -> Any:
+        if trained == "grpo":
+            return make(tmp_path / name, max_steps=3, beta=0.1, **settings)
+        config = SFTConfig(output_dir=str(tmp_path / name), max_steps=3, per_device_train_batch_size=2,
+                           disable_tqdm=True, **settings)
+        return SFTTrainer(load(), TEXTS, config, callbacks=settings.pop("callbacks", None))
+
+    each = run("each")
+    each.train()
+    losses, heard = losses_of(each), Heard()
+    pairs = run("pairs", logging_steps=2)
+    pairs.add_callback(heard)
+    output = pairs.train()
+    last = pairs.state.log_history[-1]
+    mean = sum(losses.values()) / 3
+    assert output.training_loss == last["train_loss"] == pytest.approx(mean, abs=1e-6)
+    assert abs(sum(losses_of(pairs).values()) / 2 - mean) > 1e-4  # what the mean over the lines would be
+    assert last.keys() >= TRANSFORMERS and not {"loss", "grad_norm", "learning_rate"} & last.keys()
+    assert output.metrics == last and heard.lines[-2:] == [last, {"over": True}]
+    samples = 24 if trained == "grpo" else 6
+    assert last["train_samples_per_second"] == pytest.approx(samples / last["train_runtime"])
+    assert last["train_steps_per_second"] == pytest.approx(3 / last["train_runtime"])
+    parameters = pairs.model.get_base_model().num_parameters(exclude_embeddings=True)
+    assert last["total_flos"] == 6.0 * pairs.state.num_tokens * parameters > 0
+
+
+def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
+    whole = make(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, beta=0.1)
+    whole.train()
+    again = make(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1, beta=0.1)
+    output = again.train(resume_from_checkpoint=True)
+    assert losses_of(again).keys() == {3} and output.metrics["step"] == 3
+    assert again.state.log_history[-1]["train_loss"] == pytest.approx(losses_of(again)[3])
+    assert output.metrics["train_samples_per_second"] == pytest.approx(8 / output.metrics["train_runtime"])
