@@ -450,7 +450,7 @@ def test_settings_that_do_not_fit_the_model_or_the_data_are_refused(tmp_path: Pa
         make(tmp_path, model=model, eval_strategy="steps")
     with pytest.raises(DataError, match="no row of the evaluation dataset can be used: empty completion"):
         make(tmp_path, model=model, eval_dataset=[{"prompt": "a", "completion": ""}])
-    with pytest.raises(TypeError, match="load it with FastLanguageModel"):
+    with pytest.raises(ValueError, match="this model has LoRA already"):
         SFTTrainer(model.get_base_model(), ROWS)
 
 
