@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from bench.common import child
 from lowmem_grpo.service.home import Address, read_address
 
 # torch as it is here: another build would bring gigabytes of CUDA packages where there is no card
@@ -70,17 +71,13 @@ RECIPES = (
 
 
 def environment(folder: Path) -> Path:
-    """The Python of an environment with the cookbook."""
-    python = folder / "venv" / "bin" / "python"
-    if not (folder / "installed").exists():
-        import torch
+    """Return the Python of an environment with the cookbook."""
+    import torch
 
-        shutil.rmtree(folder / "venv", ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-        install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*install, f"torch=={torch.__version__.partition('+')[0]}"], check=True)
-        subprocess.run([*install, *PACKAGES], check=True)
-        (folder / "installed").touch()
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    child.made_once(folder, [sys.executable, "-m", "venv", folder],
+                    [*install, f"torch=={torch.__version__.partition('+')[0]}"], [*install, *PACKAGES])
     return python
 
 
@@ -120,7 +117,7 @@ def tried(recipe: Recipe, python: Path, address: Address, folder: Path) -> str:
 def main(folder: Path) -> None:
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    python, failed = environment(folder), False
+    python, failed = environment(folder / "venv"), False
     with served(folder / "server") as address:
         for recipe in RECIPES:
             began = time.monotonic()

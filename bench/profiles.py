@@ -181,20 +181,20 @@ def profile(part: str, folder: Path, given: dict[str, Any], where: dict[str, Any
     os.environ.update(child.SETTINGS | pretend.environment(where["gpu"]))  # before vLLM is imported
     device, shape, output = given["device"], given["shape"], given["output"]
     size, tokens = loop_shape(shape, given["prompts"]), given["tokens"] or DECODED[shape]
-    name = f"{part}_{shape}_{device}"
+    file = output / f"{part}_{shape}_{device}"
     output.mkdir(parents=True, exist_ok=True)
     random.seed(0)
     with tempfile.TemporaryDirectory() as outputs:
         work = (train_step(folder, size, device, outputs) if part == "train"
                 else decoding(folder, size, device, given["engine"], tokens))
-        events = recorded(work, device, output / f"{name}.trace.json.gz" if given["trace"] else None)
+        events = recorded(work, device, Path(f"{file}.trace.json.gz") if given["trace"] else None)
     row = where | {"part": part, "device": device, "shape": shape, "engine": given["engine"],
-                   "sequences": size.sequences, "context": size.context}
-    row |= summarize(events, 1 if part == "train" else tokens)
+                   "sequences": size.sequences, "context": size.context,
+                   **summarize(events, 1 if part == "train" else tokens)}
     text = page(f"{PARTS[part]}: {shape}, {size.sequences} sequences of {size.context:,} tokens", row)
-    (output / f"{name}.md").write_text(text)
-    (output / f"{name}.json").write_text(json.dumps(row, indent=1))
-    click.echo(f"{text}\n{output / name}.md")
+    Path(f"{file}.md").write_text(text)
+    Path(f"{file}.json").write_text(json.dumps(row, indent=1))
+    click.echo(f"{text}\n{file}.md")
 
 
 @click.command(help=__doc__)

@@ -17,7 +17,6 @@ the embedded model, and the adapter must be that of one process, up to the round
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import click
 import torch
 from torch import nn
 
-from bench.common import options, rounds, tables
+from bench.common import child, options, rounds, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo.train.distributed import ranks
 from tests.attacks.ranked_run import Ranked, train, trainer
@@ -131,16 +130,6 @@ def gradients(counts: tuple[int, ...], share: float, count: int, output: Path) -
     tables.print_rows(rows, GRADIENTS)
 
 
-def install_ray(folder: Path) -> Path:
-    """Return a folder with Ray, to be found on the path."""
-    if not (folder / "installed").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps",
-                        "--target", str(folder), *RAY], check=True)
-        (folder / "installed").touch()
-    return folder
-
-
 def work(given: dict[str, Any]) -> None:
     """Train in a worker of Ray."""
     torch.set_num_threads(1)
@@ -182,7 +171,10 @@ def with_ray(folder: Path | None) -> None:
     if folder is not None:
         return start(folder)
     root = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(root), str(install_ray(root / "runs" / "ray"))])
+    ray = root / "runs" / "ray"
+    child.made_once(ray, [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps",
+                          "--target", ray, *RAY])
+    path = os.pathsep.join(map(str, (root, ray)))
     with tempfile.TemporaryDirectory(prefix="lowmem-ray-") as name:
         done = subprocess.run([sys.executable, "-m", "bench.ranks", "with-ray", name], cwd=root, check=False, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path})

@@ -6,8 +6,11 @@ What a process measures of its own memory and time then depends on nothing that 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # vLLM in the process that is measured, quiet, and sending nothing; nothing is asked of the hub
@@ -47,6 +50,16 @@ def outcome(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
         found: dict[str, Any] = json.loads(lines[-1])
         return found
     return failure(f"it ended with {done.returncode}: {last_words(done.stderr)}", done.stderr)
+
+
+def made_once(folder: Path, *commands: Sequence[str | Path]) -> Path:
+    """Return a folder that these commands have filled, now or earlier. Standard output is for rows: they print none."""
+    if not (folder / "installed").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        for command in commands:
+            subprocess.run(command, check=True, stdout=sys.stderr)
+        (folder / "installed").touch()
+    return folder
 
 
 def failure(why: str, said: str) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """Tables of the same columns and rows for a terminal and for a page in Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 Rows = Iterable[Sequence[str]]
-Figure = str | tuple[str, str] | tuple[str, str, int]  # a field of a row, how it is printed, what it is divided by
+Row = dict[str, Any]
+# a field of a row, how it is printed, what it is divided by; or what makes the cell
+Figure = str | tuple[str, str] | tuple[str, str, int] | Callable[[Row], str]
+Columns = dict[str, Figure]
+ALWAYS = ("case", "shape", "recipe", "provider", "machine", "commit")  # columns that rows without figures have too
 
 
 def terminal(title: str | None, columns: Sequence[str], rows: Rows, **options: Any) -> Table:
-    """A table for rich; `options` are those of `rich.table.Table`."""
+    """Return a table for rich; `options` are those of `rich.table.Table`."""
     table = Table(*columns, title=title, **options)
     for row in rows:
         table.add_row(*row)
@@ -19,7 +23,7 @@ def terminal(title: str | None, columns: Sequence[str], rows: Rows, **options: A
 
 
 def markdown(columns: Sequence[str], rows: Rows) -> list[str]:
-    """The lines of a table in Markdown, the header first."""
+    """Return the lines of a table in Markdown, the header first."""
     return [line(columns), f"|{'---|' * len(columns)}", *map(line, rows)]
 
 
@@ -28,19 +32,44 @@ def line(cells: Sequence[str]) -> str:
 
 
 def missing(reason: str, cells: int) -> list[str]:
-    """The cells of a row without figures: the first says why."""
+    """Return the cells of a row without figures: the first says why."""
     return [f"missing: {reason.replace('|', '/')[:80]}", *[""] * (cells - 1)]
 
 
 def number(row: dict[str, Any], name: str, form: str, divisor: int = 1) -> str:
-    """A measure of a row, divided by `divisor`; nothing where the row lacks it."""
+    """Return a measure of a row, divided by `divisor`; nothing where the row lacks it."""
     value = row.get(name)
     return "" if value is None else f"{value if divisor == 1 else value / divisor:{form}}"
 
 
-def cell(row: dict[str, Any], figure: Figure) -> str:
-    """Return a field of a row as it is, or as a number in its form."""
+def cell(row: Row, figure: Figure) -> str:
+    """Return a field of a row as it is, as a number in its form, or what a function makes of the row."""
+    if callable(figure):
+        return figure(row)
     return str(row.get(figure, "")) if isinstance(figure, str) else number(row, *figure)
+
+
+def cells(row: Row, columns: Columns) -> list[str]:
+    """Return the cells of a row. In place of the figures of one that has none, the first says why."""
+    if not row.get("missing"):
+        return [cell(row, figure) for figure in columns.values()]
+    figures = iter(missing(row["missing"], len(columns)))
+    return [cell(row, figure) if name in ALWAYS else next(figures) for name, figure in columns.items()]
+
+
+def page(rows: Iterable[Row], columns: Columns) -> list[str]:
+    """Return the lines of a table of rows in Markdown."""
+    return markdown(list(columns), (cells(row, columns) for row in rows))
+
+
+def on_card(row: Row) -> bool:
+    """Return whether a GPU made this row; a machine may have one and not use it."""
+    return bool(row.get("gpu")) and row.get("device") != "cpu"
+
+
+def place(row: Row) -> str:
+    """Return the machine of a row."""
+    return str(row["gpu"]) if on_card(row) else f"{row['cpu']}, {row['cores']} cores"
 
 
 def print_missing(rows: Iterable[dict[str, Any]], console: Console) -> None:
@@ -51,7 +80,7 @@ def print_missing(rows: Iterable[dict[str, Any]], console: Console) -> None:
             console.print(line, style="dim", highlight=False, markup=False)
 
 
-def print_rows(rows: Iterable[dict[str, Any]], columns: dict[str, Figure], *words: str, **options: Any) -> None:
+def print_rows(rows: Iterable[dict[str, Any]], columns: Columns, *words: str, **options: Any) -> None:
     """Print rows as a table with these columns, then some words; `options` are those of `rich.table.Table`."""
-    title, cells = options.pop("title", None), ([cell(row, figure) for figure in columns.values()] for row in rows)
-    Console(width=130).print(terminal(title, list(columns), cells, **options), *words)
+    title = options.pop("title", None)
+    Console(width=130).print(terminal(title, list(columns), (cells(row, columns) for row in rows), **options), *words)

@@ -26,7 +26,7 @@ from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
 from bench.gate import pretend
 from bench.loop.inputs import loop_shape
-from bench.loop.section import COLUMNS, GOALS, cells_of
+from bench.loop.section import COLUMNS, GOALS
 
 KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
 PEAKS = ("allocated_bytes", "used_bytes", "host_bytes", "host_taken_bytes")
@@ -146,7 +146,8 @@ def main(
         append_row(output, row)
 
     failed = measure(plan, list(names or PROVIDERS), weights, keep, common)
-    console.print(tables.terminal(None, COLUMNS, (cells_of(row) for row in rows if not row.get("missing"))))
+    measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
+    console.print(tables.terminal(None, list(COLUMNS), measured))
     tables.print_missing(rows, console)
     console.print(target_table(judged(GOALS, read_rows(output), device)))
     if failed:

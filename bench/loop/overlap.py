@@ -18,7 +18,6 @@ of the step without the switch, `share` the completions that were trained before
 import random
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -42,19 +41,17 @@ SHOWN: dict[str, tables.Figure] = {"case": "case", "step, s": ("step", ".3f"), "
                                    "trained early": ("share", ".0%"), "longest": "longest"}
 
 
-@dataclass
 class Case:
     """A setting, and what its steps took."""
 
-    name: str
-    trainer: GRPOTrainer
-    steps: list[float] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    def __init__(self, name: str, trainer: GRPOTrainer) -> None:
+        self.name, self.trainer = name, trainer
+        self.steps: list[float] = []
+        self.shares: list[float] = []
+        self.lengths: list[int] = []
 
     def step(self, measured: bool) -> None:
-        """One rollout and its update."""
-        self.trainer.clock.restart()
+        """Make one rollout and its update."""
         began = time.perf_counter()
         groups = self.trainer.rollout()
         metrics = self.trainer.update(groups)
@@ -63,23 +60,28 @@ class Case:
             self.shares.append(metrics.get("train_while_sampling/share", 0.0))
             self.lengths += [len(rollout.completion_ids) for group in groups for rollout in group.rollouts]
 
+    def row(self, off: "Case", settings: dict[str, Any]) -> dict[str, Any]:
+        """Return what is recorded, compared with the case without the switch."""
+        return {"case": self.name, "step": round(median(self.steps), 4), "share": round(fmean(self.shares), 3),
+                "ratio": rounds.ratio(self.steps, off.steps), "mean_length": round(fmean(self.lengths), 1),
+                "longest": max(self.lengths), **settings}
+
 
 def pays(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A number that differs between the completions of a prompt."""
+    """Return a number that differs between the completions of a prompt."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def noise(prompts: int, tokens: int) -> tuple[list[dict[str, Any]], SamplingParams]:
-    """Rows, and how they are sampled."""
-    rows = make_dataset("train", 64 * prompts)
-    return rows, SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
+def noise(prompts: int) -> tuple[list[dict[str, Any]], SamplingParams]:
+    """Return rows, and how they are sampled."""
+    return make_dataset("train", 64 * prompts), SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
 
 
-def chains(prompts: int, tokens: int) -> tuple[list[dict[str, Any]], SamplingParams]:
-    """The same: in each epoch, which is a step, a 16th of the problems (at least one) are long ones."""
+def chains(prompts: int) -> tuple[list[dict[str, Any]], SamplingParams]:
+    """Return the same: in each epoch, which is a step, a 16th of the problems (at least one) are long ones."""
     draw, few = random.Random(0), max(1, LONG * prompts // 32)
-    asked = [chain(LONG_CHAIN if number < few else SHORT_CHAIN, draw) for number in range(prompts)]
-    return [{"prompt": [{"role": "user", "content": text}], "answer": ""} for text in asked], SamplingParams()
+    texts = [chain(LONG_CHAIN if number < few else SHORT_CHAIN, draw) for number in range(prompts)]
+    return [{"prompt": [{"role": "user", "content": text}], "answer": ""} for text in texts], SamplingParams()
 
 
 def chain(steps: int, draw: random.Random) -> str:
@@ -89,8 +91,11 @@ def chain(steps: int, draw: random.Random) -> str:
     return " ".join([f"Start with {draw.randint(1, 20)}.", *said, "What is the result?"])
 
 
+MIXTURES = {"noise": noise, "chains": chains}
+
+
 def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Path) -> list[Case]:
-    """A trainer for each setting; all of one model."""
+    """Return a trainer for each setting; all of one model."""
     bare, _ = FastLanguageModel.from_pretrained(
         "tiny", max_seq_length=tokens + 256, load_in_4bit=False, fast_inference=engine
     )
@@ -98,7 +103,7 @@ def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Pat
         with torch.no_grad():
             bare.get_submodule("model.norm").weight.mul_(FLAT)  # type: ignore[operator]
     model = FastLanguageModel.get_peft_model(bare, r=16, use_gradient_checkpointing=False)
-    rows, ends = {"noise": noise, "chains": chains}[mixture](prompts, tokens)
+    rows, ends = MIXTURES[mixture](prompts)
     shared: dict[str, Any] = {
         "num_generations": GENERATIONS, "max_steps": 1000, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": prompts * GENERATIONS // 64, "max_completion_length": tokens,
@@ -109,18 +114,9 @@ def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Pat
         output_dir=str(folder / name), **shared, **switch), rows)) for name, switch in CASES.items()]
 
 
-def row(case: Case, off: Case, settings: dict[str, Any]) -> dict[str, Any]:
-    """A case's row, compared with the case without the switch."""
-    return {
-        "case": case.name, "step": round(median(case.steps), 4), "share": round(fmean(case.shares), 3),
-        "ratio": rounds.ratio(case.steps, off.steps),
-        "mean_length": round(fmean(case.lengths), 1), "longest": max(case.lengths), **settings,
-    }
-
-
 @click.command(help=__doc__)
 @click.option("--engine", default="transformers", show_default=True, type=click.Choice(["transformers", "vllm"]))
-@click.option("--mixture", default="noise", show_default=True, type=click.Choice(["noise", "chains"]))
+@click.option("--mixture", default="noise", show_default=True, type=click.Choice(list(MIXTURES)))
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=8))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=2), help="Of a completion at most.")
 @click.option("--rounds", "count", default=5, show_default=True, type=click.IntRange(min=1), help="Steps of each case.")
@@ -135,7 +131,7 @@ def main(engine: str, mixture: str, prompts: int, tokens: int, count: int, warm:
         cases = make_cases(mixture, engine, prompts, tokens, Path(folder))
         for case, counts in rounds.in_turn(cases, count, warm):
             case.step(counts)
-    rows = [row(case, cases[0], settings) for case in cases]
+    rows = [case.row(cases[0], settings) for case in cases]
     for found in rows:
         append_row(output, found | where)
     tables.print_rows(rows, SHOWN, TARGETS)

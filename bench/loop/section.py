@@ -1,7 +1,5 @@
 """What a step of the whole loop should reach beside peers, and its section of bench/RESULTS.md."""
 
-from typing import Any
-
 from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import BELOW_ONE, OURS, ByProvider, Goal, Row, judged, section
@@ -10,10 +8,6 @@ from lowmem_grpo.units import GIB
 PEERS = ("trl", "trl_nf4", "unsloth")  # whose loops have vLLM too
 PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # as shares are shown
 CASE = ("shape", "prompts", "gib", "provider", "device", "gpu", "cpu", "cores", "threads")
-COLUMNS = ("case", "provider", "s / step", *PHASES, "tokens/s", "sampling", "training", "peak on the card, GiB",
-           "on the host, GiB", "planned, GiB", "machine", "commit")
-
-
 def beside(peer: str, ours: str = OURS, memory: bool = False) -> Goal:
     """Return the goal for ours divided by a peer's: seconds of a step, or the most that was in use on the card."""
     def measure(row: Row) -> float:
@@ -31,34 +25,40 @@ GOALS = [beside(peer, memory=memory) for peer in PEERS for memory in (False, Tru
 GOALS.append(beside("trl_transformers", ours=f"{OURS}_transformers"))  # without vLLM only the time is compared
 
 
+def case_of(row: Row) -> str:
+    """Return sequences and their lengths, and what of the card may be used."""
+    cap = f", {row['gib']:g} GiB" if row["gib"] else ""
+    return (f"{row['shape']}: {row['prompts']} x {row['generations']} x {row['completion_tokens']:,} tokens after "
+            f"{row['prompt_tokens']:,}{cap}")
+
+
+def peak(name: str, *phases: str) -> tables.Figure:
+    """Return the figure of the most of a row's bytes, of all phases or of these."""
+    def most(row: Row) -> str:
+        sizes = [size for phase, size in (row.get(name) or {}).items() if not phases or phase in phases]
+        return f"{max(sizes) / GIB:.2f}" if sizes else ""
+
+    return most
+
+
+COLUMNS: tables.Columns = {
+    "case": case_of, "provider": "provider", "s / step": ("seconds", ".2f"),
+    **{phase: lambda row, phase=phase: f"{row['shares'].get(phase, 0):.1%}" for phase in PHASES},
+    **{name: lambda row, kind=kind: tables.number(row["tokens_per_second"], kind, ".0f")
+       for name, kind in (("tokens/s", "step"), ("sampling", "generate"), ("training", "train"))},
+    "peak on the card, GiB": peak("used_bytes"), "on the host, GiB": peak("host_bytes"),
+    "planned, GiB": peak("planned", "rollout_bytes", "train_bytes"),  # the larger of both phases
+    "machine": lambda row: row["gpu"] if row["device"] == "cuda" else f"{row['cpu']}, {row['threads']} threads",
+    "commit": "commit",
+}
+
+
 def loop_table(rows: list[Row]) -> list[str]:
     """Return the newest row of each provider, case and machine; then the targets."""
     lines = [
         "", "## A step of the whole loop: time by phase, and peaks", "",
         "Llama-3.1-8B's shape with random weights. `switch` is sleeping, waking, and updating the sampler's weights. "
         "The peak on the card is all memory in use there; a CPU has none.", "",
-        *tables.markdown(COLUMNS, map(cells_of, newest(rows, *CASE).values())),
+        *tables.page(newest(rows, *CASE).values(), COLUMNS),
     ]
     return lines + section("The whole loop: the targets", judged(GOALS, rows))
-
-
-def cells_of(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a row: sequences and what of the card may be used, then figures or why there are none."""
-    cap = f", {row['gib']:g} GiB" if row["gib"] else ""
-    case = (f"{row['shape']}: {row['prompts']} x {row['generations']} x {row['completion_tokens']:,} tokens after "
-            f"{row['prompt_tokens']:,}{cap}")
-    where = row["gpu"] if row["device"] == "cuda" else f"{row['cpu']}, {row['threads']} threads"
-    figures = tables.missing(row["missing"], len(COLUMNS) - 4) if row.get("missing") else measures(row)
-    return [case, row["provider"], *figures, where, row["commit"]]
-
-
-def measures(row: dict[str, Any]) -> list[str]:
-    """Return seconds, shares, speeds, peaks, and the larger of both phases that the planner said."""
-    shares = [f"{row['shares'].get(name, 0):.1%}" for name in PHASES]
-    speeds = [tables.number(row["tokens_per_second"], name, ".0f") for name in ("step", "generate", "train")]
-    plan = {name: size for name, size in row.get("planned", {}).items() if name in ("rollout_bytes", "train_bytes")}
-    return [f"{row['seconds']:.2f}", *shares, *speeds, *map(peak, (row.get("used_bytes"), row.get("host_bytes"), plan))]
-
-
-def peak(sizes: dict[str, int] | None) -> str:
-    return f"{max(sizes.values()) / GIB:.2f}" if sizes else ""

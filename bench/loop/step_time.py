@@ -3,13 +3,12 @@
     python -m bench.loop.step_time                  makes TRL's environment (.venv-trl) where it is not there yet
     python -m bench.loop.step_time --trl-python PATH  uses the environment of that interpreter
 
-Both run in turn, each time in a fresh process, with micro-batches of 32 completions, which are as fast as larger ones
-on a CPU and need the least memory (LOG.md). bench/README.md says how to read the rows.
+Both run in turn, each time in a fresh process, with micro-batches of 32 completions: on a CPU as fast as larger ones,
+in the least memory (LOG.md). bench/README.md says how to read the rows.
 """
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -90,12 +89,8 @@ def trl_environment() -> str:
     """Return the interpreter of .venv-trl, made from requirements-trl.txt where it is not there yet."""
     folder = BENCH.parent / ".venv-trl"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    marker = folder / "installed"
-    if not marker.exists():
-        wanted = BENCH / "loop" / "requirements-trl.txt"
-        for command in ([sys.executable, "-m", "venv", folder], [python, "-m", "pip", "install", "-q", "-r", wanted]):
-            subprocess.run(command, check=True, stdout=sys.stderr)  # standard output is for rows
-        marker.touch()
+    child.made_once(folder, [sys.executable, "-m", "venv", folder],
+                    [python, "-m", "pip", "install", "-q", "-r", BENCH / "loop" / "requirements-trl.txt"])
     return str(python)
 
 

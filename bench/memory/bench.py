@@ -9,6 +9,7 @@ Rows go to bench/results/memory.jsonl; bench/README.md explains them.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned
 
 
 def planned(case: Case, budget: float | None) -> dict[str, int]:
-    """What the planner predicts for the case, on a card of `budget` GiB or of 1 TiB."""
+    """Return what the planner predicts for the case, on a card of `budget` GiB or of 1 TiB."""
     from lowmem_grpo.memory.cards import device
     from lowmem_grpo.memory.named_configs import named_config
     from lowmem_grpo.memory.plan import RunSettings
@@ -42,45 +43,32 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
     return sizes | {"planned_host_bytes": found.host}
 
 
-def weigh_stage(case: Case, stage: str) -> dict[str, Any]:
-    """The bytes of a stage of a case, on fake tensors."""
-    from bench.memory.weigh import weigh
+def bytes_of(case: Case, stage: str, device: str, gib: float | None) -> dict[str, Any]:
+    """Return the bytes of a stage of a case: for real on a card, of which `gib` may be used, else on fake tensors."""
+    from bench.memory import on_card, weigh
     from lowmem_grpo.memory.named_configs import named_config
 
-    begin = time.perf_counter()
-    found = weigh(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank)
+    config, lengths, begin = named_config(case.shape), completion_lengths(case), time.perf_counter()
+    if device == "cuda":
+        return on_card.measure(config, lengths, STAGES[stage], case.rank, gib)
+    found = weigh.weigh(config, lengths, STAGES[stage], case.rank)
     sizes = {f"{name}_bytes": value for name, value in vars(found).items() if name != "breakdown"}
     return sizes | {"seconds": round(time.perf_counter() - begin, 2)}
 
 
-def measure_stage(case: Case, stage: str, gib: float | None) -> dict[str, Any]:
-    """The same for real, on a card, of which `gib` may be used."""
-    from bench.memory.on_card import measure
-    from lowmem_grpo.memory.named_configs import named_config
-
-    return measure(named_config(case.shape), completion_lengths(case), STAGES[stage], case.rank, gib)
-
-
-def rows_of(case: Case, stages: list[str], device: str, gib: float | None) -> list[dict[str, Any]]:
-    """A row of each stage."""
-    rows = []
+def rows_of(case: Case, stages: list[str], device: str, gib: float | None) -> Iterator[dict[str, Any]]:
+    """Yield a row of each stage."""
     for stage in stages:
-        found = measure_stage(case, stage, gib) if device == "cuda" else weigh_stage(case, stage)
-        plain = stage == PLANNED
-        rows.append({**asdict(case), "stage": stage, "device": device, "gib": gib, **found,
-                     **(planned(case, gib) if plain else {})})
-        click.echo(f"{case.shape} {case.context:,} x {case.generations}: {stage}: {in_words(rows[-1])}", err=True)
-    return rows
-
-
-def in_words(row: dict[str, Any]) -> str:
-    if "device_bytes" not in row:
-        return str(row.get("error", ""))
-    return f"{row['device_bytes'] / GIB:.2f} GiB on the device, {row['host_bytes'] / GIB:.2f} on the host"
+        row = {**asdict(case), "stage": stage, "device": device, "gib": gib, **bytes_of(case, stage, device, gib),
+               **(planned(case, gib) if stage == PLANNED else {})}
+        said = row.get("error", "") if "device_bytes" not in row else (
+            f"{row['device_bytes'] / GIB:.2f} GiB on the device, {row['host_bytes'] / GIB:.2f} on the host")
+        click.echo(f"{case.shape} {case.context:,} x {case.generations}: {stage}: {said}", err=True)
+        yield row
 
 
 def cases(shapes: tuple[str, ...], context: int | None, generations: int | None) -> list[Case]:
-    """The cases that were asked for, with another context or number of completions if given."""
+    """Return the cases that were asked for, with another context or number of completions if given."""
     chosen = [case for case in CASES if not shapes or case.shape in shapes]
     changes = {name: value for name, value in (("context", context), ("generations", generations)) if value}
     return list(dict.fromkeys(replace(case, **changes) for case in chosen))

@@ -20,11 +20,10 @@ from rich.console import Console
 
 from bench.common import options, tables
 from bench.common.rows import append_row, machine, run_now
-from bench.memory.bench import measure_stage, planned, weigh_stage
+from bench.memory.bench import PLANNED, bytes_of, planned
 from bench.memory.stages import CASES, Case
 from lowmem_grpo.units import GIB
 
-STAGE = "+ 8-bit optimizer"
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
 CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not
 FILLED, NEARLY = 0.93, 0.97  # of the limit: planned for the first trial, and the aim of later ones
@@ -36,7 +35,7 @@ Trial = Callable[[int], dict[str, Any]]
 
 
 def planned_context(case: Case, gib: float, longest: int) -> int:
-    """The longest context of which the planner says that a training step holds at most FILLED of the bound."""
+    """Return the longest context of which the planner says that a training step holds at most FILLED of the bound."""
     low, high = 1, longest // STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -46,7 +45,7 @@ def planned_context(case: Case, gib: float, longest: int) -> int:
 
 
 def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, Any]]:
-    """Trials from `start` on, until one fits and one that is hardly longer does not, or the model's longest fits."""
+    """Return trials from `start` on, until one fits and a hardly longer one does not, or the model's longest fits."""
     rows: list[dict[str, Any]] = []
     context: int | None = min(max(STEP, start), longest)
     while context is not None and len(rows) < most:
@@ -56,7 +55,7 @@ def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, 
 
 
 def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
-    """What to try after these trials; None where nothing more is to be learned."""
+    """Return what to try after these trials; None where nothing more is to be learned."""
     low = max((row["context"] for row in rows if row["fits"]), default=None)
     high = min((row["context"] for row in rows if not row["fits"]), default=None)
     if low is None:
@@ -68,7 +67,7 @@ def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
 
 
 def longer(fitting: list[dict[str, Any]]) -> int:
-    """A little longer than one length that fits; from two on, where their bytes would nearly reach the bound."""
+    """Return a little longer than one length that fits; from two on, where their bytes would nearly reach the bound."""
     last = fitting[-1]
     next_up = int(CLOSE * last["context"] // STEP + 1) * STEP
     held = [row.get("reserved_bytes", row["device_bytes"]) for row in fitting]  # on a card, holes between blocks too
@@ -80,8 +79,8 @@ def longer(fitting: list[dict[str, Any]]) -> int:
 
 
 def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
-    """One step of one length: whether it fits, and its bytes."""
-    found = measure_stage(case, STAGE, gib) if device == "cuda" else weigh_stage(case, STAGE)
+    """Try a step of one length: whether it fits, and its bytes."""
+    found = bytes_of(case, PLANNED, device, gib)
     fits = "device_bytes" in found and found["device_bytes"] <= gib * GIB
     return {"shape": case.shape, "context": case.context, "generations": case.generations, "rank": case.rank,
             "device": device, "gib": gib, "fits": fits, **found}

@@ -21,7 +21,7 @@ from bench.common.model_folder import model_folder
 from bench.common.rows import leave, machine, percentiles, read_rows, run_now
 from bench.common.targets import OURS, judged
 from bench.common.targets import table as target_table
-from bench.rollout.section import BF16, BNB, COLUMNS, EAGER, FP8_CACHE, GOALS, cells_of
+from bench.rollout.section import BF16, BNB, COLUMNS, EAGER, FP8_CACHE, GOALS
 from bench.rollout.shapes import SHAPES
 
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", "transformers_eager", FP8_CACHE)
@@ -82,7 +82,8 @@ def main(
             rows = measure(list(names) or usual, common, rounds, folder)
         for row in rows:
             leave(row, output, as_json)
-        console.print(tables.terminal(None, COLUMNS, (cells_of(row) for row in rows if not row.get("missing"))))
+        measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
+        console.print(tables.terminal(None, list(COLUMNS), measured))
         tables.print_missing(rows, console)
     console.print(target_table(judged(GOALS, read_rows(output), None if targets else device)))
 

@@ -57,28 +57,18 @@ GOALS = [
     *alike("cpu", "tiny"),
 ]
 CASE = ("shape", "provider", "device", "gpu", "cpu", "cores", "threads")
-FIGURES = (  # column, the row's field, how it is printed, what it is divided by
-    ("tokens/s p20", "p20", ".0f", 1), ("p50", "p50", ".0f", 1), ("p80", "p80", ".0f", 1),
-    ("trainer's weights, MiB", "trainer_bytes", ".2f", MIB), ("added, MiB", "added_bytes", ".2f", MIB),
-    ("KV cache, MiB", "kv_bytes", ".2f", MIB), ("parity mean", "parity_mean", ".5f", 1),
-    ("max", "parity_max", ".5f", 1), ("sync, ms", "sync_ms", ".4f", 1),
-)
-COLUMNS = ("shape", "provider", *(name for name, *_ in FIGURES), "machine", "commit")
+COLUMNS: tables.Columns = {
+    "shape": lambda row: f"{row['shape']}: {row['sequences']} x {row['completion_tokens']}", "provider": "provider",
+    "tokens/s p20": ("p20", ".0f"), "p50": ("p50", ".0f"), "p80": ("p80", ".0f"),
+    "trainer's weights, MiB": ("trainer_bytes", ".2f", MIB), "added, MiB": ("added_bytes", ".2f", MIB),
+    "KV cache, MiB": ("kv_bytes", ".2f", MIB), "parity mean": ("parity_mean", ".5f"), "max": ("parity_max", ".5f"),
+    "sync, ms": ("sync_ms", ".4f"), "machine": lambda row: row["gpu"] or f"{row['cpu']}, {row['threads']} threads",
+    "commit": "commit",
+}
 
 
 def rollout_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The newest row of each provider, shape and machine; then the targets."""
-    lines = [
-        "", "## Rollouts: our engine on the trainer's NF4 weights and live LoRA, and vLLM with weights of its own", "",
-        *tables.markdown(COLUMNS, map(cells_of, newest(rows, *CASE).values())),
-    ]
+    """Return the newest row of each provider, shape and machine; then the targets."""
+    lines = ["", "## Rollouts: our engine on the trainer's NF4 weights and live LoRA, and vLLM with weights of its own",
+             "", *tables.page(newest(rows, *CASE).values(), COLUMNS)]
     return lines + section("Rollouts: the targets", judged(GOALS, rows))
-
-
-def cells_of(row: dict[str, Any]) -> list[str]:
-    """One row, or why it has no figures."""
-    size = f"{row['shape']}: {row['sequences']} x {row['completion_tokens']}"
-    figures = (tables.missing(row["missing"], len(FIGURES)) if row.get("missing")
-               else [tables.number(row, *figure) for _, *figure in FIGURES])
-    where = row["gpu"] or f"{row['cpu']}, {row['threads']} threads"
-    return [size, row["provider"], *figures, where, row["commit"]]

@@ -11,34 +11,35 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel, ConfigDict, Field
 
 from lowmem_grpo.agents.progress import current, described, together
 
+Copied = TypeVar("Copied", bound=BaseModel)
 Metadata = float | int | str | bool | None
 Metrics = dict[str, float | int | bool]
 
 
-class Copied(BaseModel):
-    """A model whose shallow copies have lists and dictionaries of their own, as ART's groups have."""
-
-    def __copy__(self) -> Self:
-        copied = super().__copy__()
-        for name, value in vars(copied).items():
-            vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict) else value
-        return copied
+def with_own_containers(copied: Copied) -> Copied:
+    """Return a shallow copy with lists and dictionaries of its own, as ART's groups have."""
+    for name, value in vars(copied).items():
+        vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict) else value
+    return copied
 
 
-class History(Copied):
+class History(BaseModel):
     """One conversation of a rollout."""
 
     model_config = ConfigDict(extra="forbid")
 
     messages_and_choices: list[Choice | dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
+
+    def __copy__(self) -> Self:
+        return with_own_containers(super().__copy__())
 
     def messages(self) -> list[dict[str, Any]]:
         """All as messages, as they are sent to a model."""
@@ -116,7 +117,7 @@ class Grouped(type(BaseModel)):  # type: ignore[misc]
         return PendingGroup(members, make) if any(map(is_awaitable, members)) else make(members)
 
 
-class TrajectoryGroup(Copied, metaclass=Grouped):
+class TrajectoryGroup(BaseModel, metaclass=Grouped):
     """Rollouts of one task, which are compared with each other; and what those raised that failed.
 
     Members are trajectories, errors, or rollouts that have not ended: with one of these, `await TrajectoryGroup(...)`
@@ -142,6 +143,9 @@ class TrajectoryGroup(Copied, metaclass=Grouped):
             trajectories=kept, exceptions=[failure_of(one) for one in (*lost, *exceptions)], metadata=metadata or {},
             metrics=metrics or {}, logs=logs or [],
         )
+
+    def __copy__(self) -> Self:
+        return with_own_containers(super().__copy__())
 
     def log(self, message: str) -> None:
         """Keep a line about this group."""

@@ -90,7 +90,7 @@ def used_by_others() -> tuple[float, float]:
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if STAT.is_file() else set[str]()
     lines = [line.split() for line in STAT.read_text().splitlines()] if cores else []
     ticks = sum(int(line[field]) for line in lines if line[0] in cores for field in BUSY)
-    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return time.monotonic(), ticks / 100 - time.process_time()
 
 
 def leave_busy_cores(before: tuple[float, float]) -> None:

@@ -107,8 +107,8 @@ class LossSettings:
         """Raise ValueError for an option that the loss type does not use. TRL's default written out asks for nothing,
         nor does the level that the type has anyway."""
         kind = LOSS_TYPES[self.loss_type]
-        used, asks_nothing = kind.options, {"importance_sampling_level": kind.level}
-        asks_nothing |= OF_TRL if kind.in_trl else {}
+        used = kind.options
+        asks_nothing: dict[str, Any] = {"importance_sampling_level": kind.level, **(OF_TRL if kind.in_trl else {})}
         for name in OF_TYPES:
             if getattr(self, name) not in (None, asks_nothing.get(name)) and name not in used:
                 raise ValueError(

@@ -21,9 +21,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lowmem_grpo.memory.families import family_of
+from lowmem_grpo.memory.token_rows import ALIGNED
 from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"
+LONG, MOST_PARTS = 2048, 8  # keys from which on those of few rows are read in parts, and these at most
 CHANGES = {  # what a model may ask for that changes the result and that none of the three forms computes
     "softcap": "logit soft-capping", "s_aux": "sinks", "sinks": "sinks", "position_bias": "a position bias",
     "alibi": "ALiBi", "head_mask": "a head mask",
@@ -81,8 +83,52 @@ def cached_attention(
         key, value = key[:, :, -sliding_window:], value[:, :, -sliding_window:]
         mask = mask[..., -sliding_window:] if mask is not None else None
     folded = query.view(rows, key.shape[1], heads // key.shape[1], size)
+    if mask is not None and mask.dtype == query.dtype and (parts := parts_of_keys(key)) > 1:
+        return in_parts(folded, key, value, mask, scaling, parts).reshape(rows, 1, heads, size)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(rows, 1, heads, size)
+
+
+def parts_of_keys(key: Tensor) -> int:
+    """Return in how many parts to read the keys (B, H_kv, L, K) of few rows, each of which is a block of its own on a
+    card: so many that its multiprocessors have work, where the launches that this takes are worth it."""
+    if key.device.type != "cuda" or key.shape[2] < LONG or key.dtype == torch.float64:
+        return 1
+    blocks, parts = key.shape[0] * key.shape[1], 1
+    while (parts < MOST_PARTS and blocks * parts < torch.cuda.get_device_properties(key.device).multi_processor_count
+           and key.shape[2] % (2 * parts * ALIGNED) == 0):
+        parts *= 2
+    return parts
+
+
+def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, parts: int) -> Tensor:
+    """Attention (B, H, G, K) of query (B, H, G, K) over key and value (B, H, L, K), with what the mask (B, 1, 1, L)
+    adds, over `parts` of the keys side by side, which are merged by their log-sum-exp:
+
+        out = sum_p exp(lse_p - lse) out_p,   lse = log sum_p exp(lse_p)
+
+    Keys are read in place: rows and heads are one axis, as both lie evenly in storage."""
+    rows, heads, group, size = query.shape
+    folded = query.reshape(rows * heads, 1, group, size).expand(-1, parts, -1, -1)
+    keys, values = (part.flatten(0, 1).unflatten(1, (parts, -1)) for part in (key, value))
+    added = mask.view(rows, 1, parts, 1, -1).expand(-1, heads, -1, -1, -1).flatten(0, 1).expand(-1, -1, group, -1)
+    out, lse = fused_with_lse(folded, keys, values, added, scaling)
+    seen = (added[..., :1, :] > -torch.inf).any(-1, keepdim=True)  # what a part without keys gives is undefined
+    share = lse[..., :group, None].where(seen, -torch.inf).softmax(1)
+    return (out.where(seen, 0.0) * share).sum(1).to(query.dtype).view(rows, heads, group, size)
+
+
+def fused_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, added: Tensor, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the result of fused attention, and the logarithms of its sums of exponentials, at least one a query."""
+    if query.device.type == "cuda":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True,
+                                                                              scale=scaling)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=added,
+                                                                              scale=scaling)
+    return out, lse
 
 
 def uses_registry(model: Any) -> bool:

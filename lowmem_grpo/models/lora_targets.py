@@ -100,7 +100,7 @@ def check_config(model: Any, config: LoraConfig) -> None:
         check_orthogonal(ranks, adapted)
     for name in ("rank_pattern", "alpha_pattern"):
         keys = getattr(config, name) or {}
-        used = {get_pattern_key(keys, path) for path in adapted}
+        used = {get_pattern_key(list(keys), path) for path in adapted}
         for key in keys.keys() - used:
             logger.warning("%s: %r is the pattern of no layer with LoRA, and changes nothing", name, key)
 

@@ -271,10 +271,13 @@ class Policy:
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
-        """Make each number of the reference share * policy + (1 - share) * reference."""
-        own = dict(self.model.named_parameters())
-        for name, kept in (self.reference_adapter or {}).items():
-            kept.mul_(1 - share).add_(own[name].detach().to(kept.device), alpha=share)
+        """Make each number of the reference's adapter share * policy + (1 - share) * reference. Where the reference is
+        the base model, its adapter is the policy's with second factors of 0."""
+        own = {name: one.detach().cpu() for name, one in self.model.named_parameters() if one.requires_grad}
+        base = {name: torch.zeros_like(one) if "lora_B" in name else one.clone() for name, one in own.items()}
+        self.reference_adapter = self.reference_adapter or base
+        for name, kept in self.reference_adapter.items():
+            kept.mul_(1 - share).add_(own[name], alpha=share)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lowmem_grpo.data.prompts import is_chat
-from lowmem_grpo.memory.bounds import Bound, Shortage, free, smaller, tried
+from lowmem_grpo.memory.bounds import Bound, Shortage, free, is_out_of_memory, smaller, tried
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import Pretrained, keep_layout
 from lowmem_grpo.rewards.calling.contract import is_model
@@ -48,7 +48,8 @@ class RewardModel(Reward):
         named = isinstance(model, str)
         self.model: Any = None if named else model
         self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
-        where = {name: self.init[name] for name in ("revision", "token") if name in self.init} if named else {}
+        told: dict[str, Any] = self.init if named else {}
+        where = {name: value for name, value in told.items() if name in ("revision", "token")}
         config = None if named else getattr(model, "config", None)
         path = find(model, **where) if named else str(getattr(config, "_name_or_path", ""))
         self.source = Pretrained(model if named else path, path, where)
@@ -107,7 +108,8 @@ class RewardModel(Reward):
                                  "which would be random; take a checkpoint that was trained as a reward model")
             self.freeze()
         if device.type == "cuda":
-            if getattr(self.model, "is_loaded_in_8bit", False) or len(getattr(self.model, "hf_device_map", {})) > 1:
+            devices = {*getattr(self.model, "hf_device_map", {}).values()}
+            if getattr(self.model, "is_loaded_in_8bit", False) or len(devices) > 1:
                 raise ValueError(f"the reward model {self.__name__} is in 8 bits or on several devices, and cannot be "
                                  "moved between host and card: load it on one device, in 16 or in 4 bits")
             self.device, self.home = device, torch.device("cpu")
@@ -115,10 +117,11 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Let nothing train it. It looks for the last token that is not this tokenizer's padding."""
-        self.model.requires_grad_(False).eval()
+        """Let nothing train it, and no cache be kept. It looks for the last token that is not this tokenizer's
+        padding."""
+        config = self.model.requires_grad_(False).eval().config.get_text_config()
+        config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # repacked for a processor, 4-bit weights could not be moved to a card
-        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def move(self, device: torch.device) -> None:
         """Move all weights, and give back what they held."""
@@ -208,8 +211,15 @@ class RewardModel(Reward):
     def forward(self, texts: list[str]) -> list[float]:
         """Return the scores (B,) of one batch."""
         inputs = self.encode(texts, return_tensors="pt", padding=True, padding_side="right")
-        with torch.inference_mode():
-            logits = self.model(**inputs.to(self.device)).logits  # (B, 1)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        try:
+            with torch.inference_mode():
+                logits = self.model(**inputs.to(self.device)).logits  # (B, 1)
+        except (IndexError, RuntimeError) as error:
+            if most is None or inputs["input_ids"].shape[1] <= most or is_out_of_memory(error):
+                raise
+            raise ValueError(f"a prompt with its completion has {inputs['input_ids'].shape[1]} tokens, and the reward "
+                             f"model has {most} positions: lower max_completion_length, or take another") from error
         return [float(score) for score in logits[:, 0]]
 
 

@@ -70,7 +70,7 @@ class VerifiedReward(Reward):
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)
         self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
-        self.said = False  # that there was no verdict
+        self.said_unread = False  # that there was no verdict
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         needed = {name: columns[name] for name in self.columns}
@@ -82,8 +82,8 @@ class VerifiedReward(Reward):
         """Warn once of labels that give no verdict; one that is missing gives none on purpose."""
         unread = [label for verdict, label in zip(verdicts, labels, strict=False)
                   if verdict is None and label not in (None, "")]
-        if unread and not self.said:
-            self.said = True
+        if unread and not self.said_unread:
+            self.said_unread = True
             logger.warning(
                 "%s gives no verdict on %d of %d completions, and no reward: it cannot compare with the label %.80r in "
                 "the column %r. Write the answer alone, or as \"#### 43\", \\boxed{43} or \"The answer is 43.\"",

@@ -67,7 +67,7 @@ def summary(state: TrainerState, losses: list[float], samples: int, seconds: flo
     is 6 for each token and each of the `parameters` that are no embedding, over all calls.
     """
     state.total_flos = 6.0 * state.num_tokens * parameters
-    last = next((line for line in reversed(state.log_history) if "loss" in line), {}) if losses else {}
+    last: dict[str, Any] = next((line for line in reversed(state.log_history) if losses and "loss" in line), {})
     known = [loss for loss in losses if math.isfinite(loss)]
     return {
         **{name: value for name, value in last.items() if name.partition("/")[0] not in OF_STEPS},

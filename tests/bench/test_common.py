@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from bench.common import tables
+from bench.common import child, tables
 from bench.common.rows import RESULTS, leave, read_rows
 from bench.loop import step_time
 
@@ -35,6 +36,22 @@ def test_a_table_has_the_same_cells_on_the_terminal_and_on_the_page() -> None:
 def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
     assert [tables.number({"a": 2**21, "b": None}, name, ".1f", 2**20) for name in "abc"] == ["2.0", "", ""]
     assert tables.missing("no module | at all", 3) == ["missing: no module / at all", "", ""]
+
+
+def test_an_environment_is_made_once_and_anew_where_a_command_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    make = ["mkdir", folder], ["touch", folder / "made"]
+    with pytest.raises(subprocess.CalledProcessError):
+        child.made_once(folder, *make, ["false"])
+    assert (folder / "made").exists() and not (folder / "installed").exists()
+    (folder / "half").touch()
+    assert child.made_once(folder, *make) == folder
+    assert {path.name for path in folder.iterdir()} == {"made", "installed"}
+    child.made_once(folder, ["false"])
+
+
+def test_options_are_words_of_a_command_and_those_that_are_none_are_left_out() -> None:
+    assert child.words(time_limit=1.5, gib=None, folder=Path("a")) == ["--time-limit", "1.5", "--folder", "a"]
 
 
 def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_output(

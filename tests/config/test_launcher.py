@@ -131,10 +131,10 @@ def test_a_run_leaves_cores_to_programs_that_keep_them_busy_unless_the_user_chos
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             patch.delenv(name, raising=False)
         launched(patch, **variables)
-        stat, clock, threads, ticks = Path(folder, "stat"), [0.0, 0.0], [2], os.sysconf("SC_CLK_TCK")
+        stat, clock, threads = Path(folder, "stat"), [0.0, 0.0], [2]
 
         def compute(*seconds: float) -> None:
-            lines = [f"cpu{core} {int(spent * ticks)} 0 0 999 99 0 0 0" for core, spent in enumerate((*seconds, 400.0))]
+            lines = [f"cpu{core} {int(spent * 100)} 0 0 999 99 0 0 0" for core, spent in enumerate((*seconds, 400.0))]
             stat.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8", *lines, "intr 1"]))
 
         compute(100.0, 100.0)

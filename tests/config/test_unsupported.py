@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tables import not_refused
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lowmem_grpo import GRPOConfig, SFTConfig
 from lowmem_grpo.config.unsupported import OTHER, Fixed, transformers_defaults
@@ -78,3 +79,14 @@ def test_a_switch_that_was_taken_out_is_refused_with_what_to_use_instead(
     assert GRPOConfig(**{name: default}) == GRPOConfig()
     with pytest.raises(ValueError, match=f"{name}={value!r} is not supported.*{advice}"):
         GRPOConfig(**{name: value})
+
+
+@both
+def test_options_of_data_loaders_are_accepted_where_they_change_nothing(settings: Any) -> None:
+    for harmless in (AcceleratorConfig(), {"dispatch_batches": False, "even_batches": False}, None):
+        assert settings(accelerator_config=harmless) == settings()
+    for other in (AcceleratorConfig(split_batches=True), {"gradient_accumulation_kwargs": {"num_steps": 2}}):
+        with pytest.raises(ValueError, match="leave split_batches and gradient_accumulation_kwargs out of it"):
+            settings(accelerator_config=other)
+    assert settings(pad_to_multiple_of=8) == settings() and settings(no_cuda=True).use_cpu
+    assert settings(cast_lm_head_to_fp32=True) == settings()

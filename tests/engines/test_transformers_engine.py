@@ -10,8 +10,11 @@ from vllm_models import differences, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import transformers_engine
+from lowmem_grpo.engines.generation_state import DecodeState
+from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.cards import prefill_piece
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import mask_bytes
 from lowmem_grpo.models import attention
@@ -72,6 +75,14 @@ def test_prompts_that_are_read_in_pieces_give_what_the_trainer_computes(
     longest = max(map(len, prompts))
     assert masks[: -(-longest // 5)] == [(len(prompts), 1, min(5, longest - start), min(start + 5, longest))
                                          for start in range(0, longest, 5)]
+
+
+def test_a_prompt_that_is_read_in_pieces_takes_no_more_cache_than_its_tokens(tiny_policy: Policy) -> None:
+    passes, state = Passes(tiny_policy), DecodeState.holding(torch.arange(2))
+    with passes.evaluating():
+        passes.feed(state, torch.arange(5, 5 + 2 * 37).view(2, 37), at_once=5)
+    shape = ModelShape.of(tiny_policy.base.config)
+    assert state.cache.nbytes == 2 * shape.kv_bytes(37, itemsize=8)
 
 
 @pytest.mark.parametrize(("prompts", "longest", "piece"), [

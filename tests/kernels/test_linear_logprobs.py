@@ -157,3 +157,21 @@ def test_one_matrix_of_the_size_of_hidden_is_kept_for_backward_or_nothing(traine
     assert logprobs.requires_grad == trained
     assert storage.live == logprobs.nbytes + entropy.nbytes + (arguments["hidden"].nbytes if trained else 0)
     assert trained or storage.largest <= 7 * V * 4
+
+
+@pytest.mark.parametrize("chunk_rows", [7, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_token_has_the_largest_logit(dtype: torch.dtype, chunk_rows: int | None) -> None:
+    """By all logits: its log-probability is their log-softmax's maximum, and the targets that have it are their
+    argmax."""
+    arguments, _ = problem(63, dtype)
+    logits = (arguments["hidden"].double() @ arguments["weight"].double().T).detach()
+    likeliest = logits.argmax(-1)
+    targets = torch.where(torch.arange(63) % 3 == 0, likeliest, arguments["targets"])
+    given = {"hidden": arguments["hidden"], "weight": arguments["weight"], "targets": targets}
+    logprobs, entropy, best = linear_logprobs(**given, chunk_rows=chunk_rows, return_entropy=True, return_best=True)
+    torch.testing.assert_close(best.double(), logits.log_softmax(-1).amax(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logprobs >= best - 1e-5, likeliest == targets) and not best.requires_grad
+    plain = linear_logprobs(**given, chunk_rows=chunk_rows, return_entropy=True)
+    assert torch.equal(plain[0], logprobs) and torch.equal(plain[1], entropy)
+    assert torch.equal(linear_logprobs(**given, chunk_rows=chunk_rows, return_best=True)[1], best)

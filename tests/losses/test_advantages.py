@@ -20,6 +20,7 @@ from lowmem_grpo.losses.advantages import (
     combine_rewards,
     of_group,
     put_kl_in_reward,
+    take_kl_from_rewards,
 )
 from lowmem_grpo.types import Rollout, RolloutGroup
 
@@ -101,6 +102,31 @@ def test_rloo_is_the_reward_less_the_mean_of_the_others() -> None:
             if others and not math.isnan(value):
                 expected[p][i] = value - mean(others)
     close(estimate(GROUPS, "rloo"), expected)
+
+
+def test_rloo_rewards_are_clipped_and_advantages_normalised_over_the_generation() -> None:
+    clipped = [[min(max(value, 0.2), 1.5) for value in row] for row in GROUPS]
+    plain = estimate(clipped, "rloo")
+    close(estimate(GROUPS, "rloo", reward_clip_range=(0.2, 1.5)), plain)
+    rows = [[1.0, 0.0, 2.5], [0.5, 0.0, 0.5]]
+    each = [value for row in estimate(rows, "rloo").tolist() for value in row]
+    wanted = [(value - mean(each)) / (std(each) + 1e-4) for value in each]
+    close(estimate(rows, "rloo", normalize_advantages=True).flatten()[None], [wanted])
+
+
+def test_rloo_takes_the_kl_of_a_whole_completion_from_its_reward() -> None:
+    """R - beta sum(log pi - log ref), less the mean of the others'; without a reference the KL is 0, and a completion
+    without a reward counts nowhere."""
+    policy, reference = [[-1.0, -2.0], [-0.5], [-1.0], [-1.0]], [[-1.5, -1.0], [-2.5], None, [-9.0]]
+    rollouts = [Rollout([7] * len(logps), logps, "stop", reward=reward, ref_logprobs=None if ref is None else
+                        torch.tensor(ref)) for logps, ref, reward in zip(policy, reference, (3.0, 1.0, 2.0, None),
+                                                                         strict=True)]
+    settings = AdvantageSettings(advantage_estimator="rloo")
+    for _ in range(2):  # as after a shortage of memory
+        take_kl_from_rewards([RolloutGroup({}, [1], rollouts), RolloutGroup({}, [1], [])], 0.1, settings)
+    paid = [3.0 - 0.1 * (0.5 - 1.0), 1.0 - 0.1 * 2.0, 2.0]
+    wanted = [paid[0] - mean(paid[1:]), paid[1] - mean([paid[0], paid[2]]), paid[2] - mean(paid[:2]), 0.0]
+    assert [one.advantage for one in rollouts] == pytest.approx(wanted)
 
 
 def test_reinforce_plus_plus_is_normalised_over_the_batch() -> None:

@@ -1,5 +1,6 @@
 """Packed attention: every sequence computes what it would compute alone, and no (T, T) mask is made."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,3 +221,44 @@ def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.Monke
     shared = policy.hidden(batch)
     monkeypatch.setattr(packed_attention, "shares_key_heads", lambda *arguments: False)
     torch.testing.assert_close(policy.hidden(batch), shared)
+
+
+@pytest.mark.parametrize(("rows", "heads", "group", "size", "places", "parts"), [
+    (2, 3, 5, 7, 24, 4), (1, 1, 1, 1, 2, 2), (3, 2, 4, 64, 256, 8), (1, 2, 8, 16, 40, 1),
+])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_keys_read_in_parts_give_what_they_give_as_a_whole(
+    rows: int, heads: int, group: int, size: int, places: int, parts: int, dtype: torch.dtype
+) -> None:
+    check_parts(rows, heads, group, size, places, parts, dtype, torch.device("cpu"))
+
+
+def check_parts(
+    rows: int, heads: int, group: int, size: int, places: int, parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Against the formula in float64. Whole parts are hidden, of one row all but the last place, and what lies in
+    storage behind the places is NaN."""
+    torch.manual_seed(0)
+    storage = torch.full((2, rows, heads, places + 16, size), torch.nan, dtype=dtype, device=device)
+    storage[:, :, :, :places] = torch.randn(2, rows, heads, places, size)
+    key, value = storage[:, :, :, :places]
+    real = torch.rand(rows, places) < 0.5
+    real[:, : places // max(parts, 2)], real[0], real[:, -1] = False, False, True
+    mask = torch.zeros(rows, 1, 1, places).masked_fill_(~real[:, None, None], -torch.inf).to(device, dtype)
+    query = torch.randn(rows, heads, group, size).to(device, dtype)
+    found = attention.in_parts(query, key, value, mask, None, parts)
+    wide = [part.double() for part in (query, key, value, mask)]
+    expected = ((wide[0] @ wide[1].mT) * size**-0.5 + wide[3]).softmax(-1) @ wide[2]
+    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    assert found.dtype == dtype and found.shape == whole.shape
+    epsilon = 1e-12 if dtype == torch.float64 else 8e-3
+    assert (found - expected).abs().max() <= (whole - expected).abs().max() + epsilon
+
+
+def test_keys_are_read_in_parts_where_rows_and_heads_leave_multiprocessors_idle(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    cases = {(8, 8, 4096): 4, (2, 2, 4096): 8, (64, 8, 4096): 1, (2, 2, 1920): 1, (1, 2, 2080): 2, (1, 2, 2049): 1}
+    for (rows, heads, places), parts in cases.items():
+        key: Any = SimpleNamespace(shape=(rows, heads, places, 128), device=torch.device("cuda"), dtype=torch.bfloat16)
+        assert attention.parts_of_keys(key) == parts, (rows, heads, places)
+    assert attention.parts_of_keys(torch.zeros(1, 1, 4096, 2)) == 1, "the CPU computes as before"

@@ -27,7 +27,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.preflight.checks import PreflightError
-from lowmem_grpo.rewards import RewardScorer, check, reward_model
+from lowmem_grpo.rewards import RewardError, RewardScorer, check, reward_model
 from lowmem_grpo.rewards.reward_model import RewardModel, with_models
 from lowmem_grpo.units import GIB
 
@@ -128,6 +128,14 @@ def test_a_model_in_4_bits_stays_so(folder: Path, tmp_path: Path) -> None:
     assert expected != pytest.approx(one_by_one(folder), rel=1e-2), "4 bits are other weights"
 
 
+def test_a_model_that_reads_both_ways_scores_too_and_says_how_long_a_text_may_be(tmp_path: Path) -> None:
+    folder = saved_reward_model(tmp_path / "bert", "Bert", max_position_embeddings=40, type_vocab_size=2)
+    assert scored(str(folder), PROMPTS[:2], ["10", "9"]) == pytest.approx(
+        one_by_one(folder, PROMPTS[:2], ["10", "9"]), rel=1e-5)
+    with pytest.raises(RewardError, match=r"has 5\d tokens, and the reward model has 40 positions: lower max_comp"):
+        scored(str(folder), ["9" * 50], ["10"])
+
+
 # What is refused
 
 
@@ -208,7 +216,7 @@ def test_a_chat_that_the_tokenizer_cannot_render_is_found_before_step_one(folder
 
 
 def test_rewards_check_tries_it(folder: Path) -> None:
-    found = check([str(folder)], ROWS, load(), GRPOConfig(num_generations=2, max_completion_length=4), groups=2,
+    found = check(str(folder), ROWS, load(), GRPOConfig(num_generations=2, max_completion_length=4), groups=2,
                   show=False)
     assert [trial.name for trial in found.trials] == ["judge-0.1B"] and found.trials[0].error is None
     assert len(found.trials[0].pays) == 4

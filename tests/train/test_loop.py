@@ -1,14 +1,17 @@
 """The loop on the embedded model: records, listeners and evaluation of a GRPO run."""
 
 import json
+import logging
 import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from trainer_runs import (
     QUESTIONS,
     ROWS,
@@ -16,7 +19,9 @@ from trainer_runs import (
     Gradients,
     adapter,
     digit_sum,
+    load,
     make,
+    moved,
     same,
 )
 from transformers import TrainerCallback
@@ -303,3 +308,66 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     monkeypatch.setattr(run.ranks, "gather", signalled)
     run.train()
     assert run.state.global_step == 1, "it ends after its step"
+
+
+# Options of TRL's and transformers' settings
+
+
+def test_the_cpu_is_where_a_named_model_is_loaded_and_one_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
+    for settings in ({"use_cpu": True}, {"no_cuda": True}):
+        assert make(tmp_path, **settings).policy.device.type == "cpu"
+    model = load()
+    model.get_input_embeddings = lambda: SimpleNamespace(weight=torch.empty(1, device="meta"))  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match='use_cpu is True, and the model lies on meta; load it with device="cpu"'):
+        make(tmp_path, model=model, use_cpu=True)
+
+
+def test_dropout_is_off_where_the_settings_say_so(tmp_path: Path) -> None:
+    model, plain = load(lora_dropout=0.5), load()
+    for one in (model, plain):
+        moved(one)
+    model.get_base_model().config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    assert make(tmp_path / "drops", model=load(lora_dropout=0.5)).policy.drops
+    found = []
+    for name, one in (("off", model), ("plain", plain)):
+        trainer = make(tmp_path / name, model=one, disable_dropout=name == "off")
+        assert not trainer.policy.drops
+        trainer.train()
+        found.append(adapter(trainer))
+    assert same(*found)
+
+
+def test_the_order_of_the_rows_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    def order(**seeds: int) -> list[int]:
+        return [prompt.index for prompt in make(tmp_path, **seeds).source.take(8)]
+
+    assert order(seed=1) == order(seed=2, data_seed=1) != order(seed=2)
+
+
+def test_the_level_of_the_log_is_the_settings_own(tmp_path: Path) -> None:
+    logger = logging.getLogger("lowmem_grpo")
+    before = logger.level
+    try:
+        make(tmp_path, log_level="error")
+        assert logger.level == logging.ERROR
+        make(tmp_path)
+        assert logger.level == logging.ERROR  # passive leaves it
+    finally:
+        logger.setLevel(before)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "weights each sequence by its completion length"),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, ""),
+    ({"loss_type": "luspo"}, "its paper has 'sequence'"),
+    ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, ""),
+])
+def test_what_trl_warns_of_is_warned_of(
+    settings: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, **settings)
+    told = [message for message in caplog.messages if "loss_type" in message]
+    assert [words in message for message in told] == [True] * bool(words)

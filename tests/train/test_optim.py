@@ -62,3 +62,24 @@ def test_every_learning_rate_is_the_one_that_transformers_trainer_has(
     for name in names:
         config = GRPOConfig(output_dir=str(tmp_path), lr_scheduler_type=kind, **{name: warmup})
         assert rates(make_scheduler(adamw(), config, total), total) == wanted
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}), ("polynomial", {"power": 2.0}), ("cosine", {"num_cycles": 1.5}),
+    ("warmup_stable_decay", {"num_decay_steps": 3, "min_lr_ratio": 0.2}), ("cosine_with_restarts", {"num_cycles": 2}),
+])
+def test_a_schedule_has_the_options_that_it_has_in_transformers(kind: str, options: dict[str, Any]) -> None:
+    config = GRPOConfig(lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=2)
+    expected = transformers.get_scheduler(kind, adamw(), 2, 12, scheduler_specific_kwargs=options)
+    assert rates(make_scheduler(adamw(), config, 12), 12) == rates(expected, 12)
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), [
+    ("linear", {"power": 2.0}, "lr_scheduler_type 'linear' takes none; leave it out"),
+    ("cosine", {"power": 2.0}, r"lr_scheduler_kwargs is .* which lr_scheduler_type 'cosine' does not take: .*power"),
+    ("cosine_with_min_lr", {}, "lr_scheduler_type 'cosine_with_min_lr' does not take: .*min_lr"),
+])
+def test_options_that_a_schedule_does_not_have_are_named(kind: str, options: dict[str, Any], message: str) -> None:
+    config = GRPOConfig(lr_scheduler_type=kind, lr_scheduler_kwargs=options)
+    with pytest.raises(ValueError, match=message):
+        make_scheduler(adamw(), config, 12)

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer_runs import Gradients, adapter, adapter_of, load, make, moved, naive_logprobs, plain_peft, same
 from transformers import AutoModelForCausalLM
 
+from lowmem_grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.checkpoint import MismatchError
 from lowmem_grpo.runs.records import read_lines
@@ -84,6 +85,48 @@ def test_the_live_adapter_keeps_its_memory_and_its_bits_when_the_reference_fails
         raise RuntimeError("broken")
     assert same(adapter(trainer), before)
     assert {name: p.data_ptr() for name, p in trainer.model.named_parameters()} == places
+
+
+# A reference that follows the policy
+
+
+def test_a_reference_that_follows_is_mixed_number_by_number_at_its_steps(tmp_path: Path) -> None:
+    """TRL: target.mul_(1 - alpha).add_(parameter, alpha=alpha) after every ref_model_sync_steps steps."""
+    trainer = make(tmp_path, beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2,
+                   max_steps=4)
+    begun, seen = adapter(trainer), []
+    assert same(trainer.policy.reference_adapter or {}, begun)
+
+    class Keeps:
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(adapter(trainer))
+
+    trainer.add_callback(Keeps())
+    trainer.train()
+    for name, kept in (trainer.policy.reference_adapter or {}).items():
+        first = 0.75 * begun[name] + 0.25 * seen[1][name]
+        torch.testing.assert_close(kept, 0.75 * first + 0.25 * seen[3][name], rtol=1e-6, atol=1e-8)
+        assert not torch.equal(kept, begun[name])
+
+
+def test_the_base_model_as_reference_begins_to_follow_with_nothing_added(tmp_path: Path) -> None:
+    trainer = make(tmp_path, model=moved(load()), beta=0.1)
+    own, trainer.policy.reference_adapter = adapter(trainer), {}
+    trainer.policy.move_reference(0.25)
+    found = trainer.policy.reference_adapter
+    assert found.keys() == own.keys()
+    for name, kept in found.items():
+        torch.testing.assert_close(kept, own[name] * (0.25 if "lora_B" in name else 1))
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"sync_ref_model": True}, "beta is 0.0: nothing is compared with the reference. Set beta"),
+    ({"sync_ref_model": True, "beta": 0.1, "kl_reference": "base"}, "kl_reference is 'base', which stays as it is"),
+    ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha is 1.5"), ({"ref_model_sync_steps": 0}, "at least 1"),
+])
+def test_a_reference_that_cannot_follow_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**settings)
 
 
 # Runs that stop and go on

@@ -1,7 +1,7 @@
 """`rewards.check`: tries reward functions on a model's samples before a run is spent on them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
@@ -28,7 +28,7 @@ SECONDS = 10.0  # that one function may take here, unless the run allows less
 
 
 def check(
-    reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]], dataset: Any, model: "FastGeneration",
+    reward_funcs: Any, dataset: Any, model: "FastGeneration",
     args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
     console: "Console | None" = None, show: bool = True,
 ) -> RewardCheck:
@@ -48,8 +48,8 @@ def check(
         raise ValueError(f"groups is {groups}; at least one prompt has to be sampled")
     args = args or GRPOConfig()
     limit = min(args.reward_limit, SECONDS) if timeout is None else timeout
-    functions = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    scorer = RewardScorer(functions, args.reward_weights, limit)
+    several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
+    scorer = RewardScorer(list(reward_funcs) if several else reward_funcs, args.reward_weights, limit)
     source = prompt_source(dataset, model, args, tokenizer)
     prompts = source.take(min(groups, len(source.dataset)))
     sampled = sample(model, prompts, args, tokenizer)
