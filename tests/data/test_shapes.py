@@ -63,7 +63,7 @@ def test_the_trained_tokens_are_those_that_trl_trains_and_the_loss_is_theirs(
     assert (trainer.tokenizer.decode(kept) if isinstance(trained, str) else kept) == trained
     with torch.no_grad():
         expected = model(ids, labels=labels).loss
-    assert trainer.train().metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.train().metrics["train_loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert trainer.evaluate([row])["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -77,7 +77,7 @@ def test_rows_with_masks_and_without_are_weighted_by_their_trained_tokens(model:
             tokens = sum(label != -100 for label in row["labels"][1:])
             sums += model(torch.tensor([row["input_ids"]]), labels=torch.tensor([row["labels"]])).loss.item() * tokens
             count += tokens
-    assert trainer.train().metrics["loss"] == pytest.approx(sums / count, rel=1e-5)
+    assert trainer.train().metrics["train_loss"] == pytest.approx(sums / count, rel=1e-5)
 
 
 @pytest.mark.parametrize("function", [
