@@ -31,6 +31,7 @@ CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or mor
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
 NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage", "device_map")  # our attention, on one device
+TRAINED = "lora_of_a_trainer"  # where a base keeps the model with LoRA that an earlier trainer made of it
 STANDARD = ("no peft_config: training a LoRA of rank %d on %s; merged weights by export. LoRA takes about ten times "
             "the learning_rate of full training")
 
@@ -59,14 +60,32 @@ class Brought:
             return self.model
         if isinstance(self.model, PeftModel):
             return self.moved(self.model)
-        model = self.loaded()
+        return self.of_earlier_trainer() or self.with_new_lora(self.loaded())
+
+    def with_new_lora(self, model: BareModel) -> FastPeftModel:
+        """Return the model with the LoRA that the settings ask for, or with one of the standard shape."""
         if self.peft_config is None:
             found = FastLanguageModel.get_peft_model(
                 model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
             layers = "attention" if has_experts(found.config) else "all linear layers"
             logger.warning(STANDARD, vars(found.peft_config[found.active_adapter])["r"], layers)
-            return found
-        return with_lora(model, on_targets(self.peft_config, model), self.checkpointing, self.settings.seed)
+        else:
+            found = with_lora(model, on_targets(self.peft_config, model), self.checkpointing, self.settings.seed)
+        vars(model.inner)[TRAINED] = found, copy.deepcopy(self.peft_config)
+        return found
+
+    def of_earlier_trainer(self) -> FastPeftModel | None:
+        """Return the model with LoRA that an earlier trainer made of the same object, as where a cell is run twice;
+        None for another object. ValueError where that one had another peft_config."""
+        base = self.model.inner if isinstance(self.model, BareModel) else self.model
+        found, given = getattr(base, "__dict__", {}).get(TRAINED, (None, None))
+        if found is not None and given != self.peft_config:
+            raise ValueError("the model has the LoRA of an earlier trainer, whose peft_config was another one; load "
+                             "the model again")
+        if found is not None:
+            logger.warning("the model has the LoRA of an earlier trainer, and goes on from it; load the model again to "
+                           "begin anew")
+        return found
 
     @property
     def checkpointing(self) -> bool | str:

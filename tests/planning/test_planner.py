@@ -290,7 +290,7 @@ def test_settings_that_were_asked_for_stay_as_they_are() -> None:
 def test_a_smaller_card_gets_slower_settings_and_is_told_what_each_bought() -> None:
     roomy, tight = (plan(named_config("llama-3.1-8b"), RunSettings(8192, engine="transformers"), device(gib))
                     for gib in ("80GiB", "9.5GiB"))
-    assert [choice.name for choice in roomy.choices] == ["kv_bytes"]
+    assert [choice.name for choice in roomy.choices] == ["kv_bytes", "sleeps"]  # which keeps cache and graphs
     bought = {choice.name: choice.saved for choice in tight.choices if choice.name != "kv_bytes"}
     assert {"optim", "host_embedding"} <= set(bought)
     assert all(saved > 0 for saved in bought.values())

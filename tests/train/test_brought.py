@@ -47,6 +47,22 @@ def taught(folder: Path, rows: Any = TEXTS, **parts: Any) -> SFTTrainer:
 # Models
 
 
+@pytest.mark.parametrize("load_it", [
+    lambda: AutoModelForCausalLM.from_pretrained(TINY), lambda: FastLanguageModel.from_pretrained("tiny")[0],
+], ids=["plain", "ours"])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["standard", "given"])
+def test_a_cell_that_makes_a_trainer_may_be_run_twice(
+    load_it: Any, lora: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_it()
+    first = brought(tmp_path, model, peft_config=lora)
+    assert "goes on from it" not in caplog.text
+    again = brought(tmp_path, model, peft_config=lora)
+    assert again.model is first.model and "the LoRA of an earlier trainer, and goes on from it" in caplog.text
+    with pytest.raises(ValueError, match="earlier trainer, whose peft_config was another one; load the model again"):
+        brought(tmp_path, model, peft_config=LoraConfig(r=2))
+
+
 def test_a_name_and_a_plain_model_train_as_the_loaders_own_does(tmp_path: Path) -> None:
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
     own = FastLanguageModel.get_peft_model(bare, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
