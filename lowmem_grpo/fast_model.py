@@ -37,7 +37,7 @@ class LoraRequest:
 
 @dataclass
 class Loaded:
-    """What was loaded together with the weights."""
+    """The parts that were loaded together with the weights."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase

@@ -47,7 +47,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Split:
-    """Where another sequence of an episode begins: the template rewrote the history, or the environment left it out."""
+    """The place where another sequence of an episode begins: the template rewrote the history, or the environment left
+    it out."""
 
     start: int  # the index of its first token among the C of its rollout
     prompt_ids: list[int] | None = None  # (P,) what comes before that token; None: the prompt of the group

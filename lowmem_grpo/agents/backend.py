@@ -19,7 +19,7 @@ from lowmem_grpo.train.distributed import ranks
 
 @dataclass
 class LocalTrainResult:
-    """What one call of `train` did."""
+    """The result of one call of `train`."""
 
     step: int  # steps made so far
     metrics: dict[str, float] = field(default_factory=dict)  # the line that was logged
@@ -125,7 +125,7 @@ class LocalBackend:
             await asyncio.to_thread(self.write_down, model, tally_of(list(groups), metrics or {}), split, step or 0)
 
     def write_down(self, model: Any, tally: Tally, split: str, step: int) -> None:
-        """What was measured of a model that is only asked, by all ranks together; the first one writes."""
+        """Write down what was measured of a model that is only asked, by all ranks together; the first one writes."""
         joined = ranks()
         line = Tally.total(joined.gather(f"the log of {model.name}", tally)).of_split(split)
         if line and joined.leads:
@@ -160,5 +160,5 @@ Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what tra
 
 
 def trains(model: Any) -> bool:
-    """Whether a model is one that is trained."""
+    """Return whether a model is one that is trained."""
     return bool(getattr(model, "trainable", hasattr(model, "base_model")))

@@ -75,8 +75,8 @@ async def gather_trajectories(
     trajectories: Iterable[Awaitable[Any]], *, pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False, max_exceptions: float = 0, timeout: float | None = None,
 ) -> list[Any]:
-    """What each rollout returned, in order: a Trajectory, or a list or tuple of them. With `max_exceptions`, the errors
-    of those that failed stand in their places. See `gather_trajectory_groups`."""
+    """Return the result of each rollout, in order: a Trajectory, or a list or tuple of them. With `max_exceptions`, the
+    errors of those that failed stand in their places. See `gather_trajectory_groups`."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = list(trajectories)
     progress = Progress(max_exceptions, None, timeout, len(chosen))

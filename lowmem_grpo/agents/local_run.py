@@ -118,7 +118,7 @@ class LocalRun:
         self.trainer.model.close_engine()
 
     def at_desk(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
-        """What a function returns that runs in the desk's thread, between calls."""
+        """Run a function in the desk's thread, between calls, and return its result."""
         future: Future[T] = self.desk.run(function, sleep)
         return asyncio.wrap_future(future)
 
@@ -135,7 +135,7 @@ class LocalRun:
         self.saved = {int(path.name.rpartition("-")[2]): path for path in found}
 
     def names(self) -> Mapping[str, Path | str | None]:
-        """What can be asked for: the base model, each checkpoint, and the policy as it is."""
+        """Return the names that clients can ask for: the base model, each checkpoint, and the policy as it is."""
         saved: dict[str, Path | str | None] = {f"{self.name}@{step}": path for step, path in self.saved.items()}
         if not self.training and self.step in self.saved:
             saved[f"{self.name}@{self.step}"] = LIVE  # which has these weights

@@ -85,7 +85,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._client
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """What to pass as `model` to the client; with `step`, that of an earlier checkpoint."""
+        """Return the name to pass as `model` to the client; with `step`, that of an earlier checkpoint."""
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
@@ -95,7 +95,7 @@ class Model(BaseModel, Generic[ConfigT]):
                 "api_key": self.inference_api_key, "temperature": 1}
 
     async def get_step(self) -> int:
-        """How many steps it has been trained."""
+        """Return how many steps it has been trained."""
         return 0
 
     async def log(
@@ -123,7 +123,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return Path(getattr(self._backend, "path", None) or self.base_path) / self.project / self.folder_name
 
     def read_state(self) -> dict[str, Any] | None:
-        """What `overwrite_state` and `merge_state` wrote, or None. ValueError for a damaged file."""
+        """Return what `overwrite_state` and `merge_state` wrote, or None. ValueError for a damaged file."""
         path = self.folder() / STATE
         try:
             return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None

@@ -51,7 +51,7 @@ class JudgeError(RuntimeError):
 
 
 class TrajectoryScore(BaseModel):
-    """What the judge says of one trajectory."""
+    """The judge's verdict on one trajectory."""
 
     trajectory_id: str  # its number, from 1
     explanation: str

@@ -69,7 +69,7 @@ class Sampled:
         return made
 
     def tally(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> "Tally":
-        """How many trajectories there were and what became of them, and what the caller measured."""
+        """Return how many trajectories there were and what became of them, and what the caller measured."""
         given = list(given)
         found = Tally({
             "trajectories/total": sum(map(len, given)),

@@ -14,7 +14,7 @@ LOSSES = {"cispo": "cispo", "ppo": "dapo"}  # ART's losses, both with the mean o
 
 
 class TrainConfig(BaseModel):
-    """What `model.train(groups, config=TrainConfig(...))` takes; None leaves it as the run was set up."""
+    """Options of `model.train(groups, config=TrainConfig(...))`; None leaves one as the run was set up."""
 
     model_config = ConfigDict(extra="forbid")
 

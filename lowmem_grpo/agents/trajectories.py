@@ -101,7 +101,7 @@ class Trajectory(History):
 
 
 class FailedRollout(BaseModel):
-    """What a rollout raised."""
+    """The error that a rollout raised."""
 
     type: str
     message: str
@@ -189,7 +189,7 @@ def is_awaitable(given: object) -> bool:
 
 
 def members_of(given: Any) -> list[Any]:
-    """What a group is made of. Raises TypeError for what is one member and no list of them."""
+    """Return the members of a group. Raises TypeError for what is one member and no list of them."""
     if is_awaitable(given) or isinstance(given, BaseModel | str | Mapping) or not isinstance(given, Iterable):
         if hasattr(given, "close"):
             given.close()  # a coroutine that nobody will await
@@ -199,7 +199,7 @@ def members_of(given: Any) -> list[Any]:
 
 
 def failure_of(given: Any) -> FailedRollout | Mapping[str, Any]:
-    """What failed, as it is kept."""
+    """Return the record of a failure."""
     if isinstance(given, FailedRollout | Mapping):
         return given
     if not isinstance(given, BaseException):

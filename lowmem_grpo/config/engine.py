@@ -17,7 +17,7 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What vLLM's engine is made with. The transformers engine reserves no memory, and takes `enforce_eager` and
+    """The options of vLLM's engine. The transformers engine reserves no memory, and takes `enforce_eager` and
     `sampling_weights` only."""
 
     gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included

@@ -51,7 +51,7 @@ def settings_of(given: Any, ours: type[Settings]) -> Settings:
 
 
 def is_settings(given: Any) -> bool:
-    """Whether it is an object with a trainer's settings, of ours, of TRL or of transformers."""
+    """Return whether it is an object with a trainer's settings, of ours, of TRL or of transformers."""
     return isinstance(given, TrainSettings) or origin_of(given) is not None
 
 

@@ -228,7 +228,7 @@ class GRPOConfig(
         return self.prompts_per_step * self.optimizer_steps_per_generation
 
     def rounding(self) -> str | None:
-        """What was rounded up, for the user to see; None where everything divides."""
+        """Return what was rounded up, for the user to see; None where everything divides."""
         if self.batch_size == self.completions_per_step:
             return None
         return (
@@ -248,7 +248,7 @@ class GRPOConfig(
         return found
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
-        """How completions are drawn in training."""
+        """Return the sampling options of training."""
         given = self.vllm_sampling_params or SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
         return replace(
             given, n=n or self.num_generations, max_tokens=self.max_completion_length, seed=seed,
@@ -257,7 +257,8 @@ class GRPOConfig(
 
     @property
     def draws(self) -> Draws:
-        """How the prompts of each step are sampled; a seed in `vllm_sampling_params` changes the seeds of all steps."""
+        """The order in which the prompts of each step are sampled; a seed in `vllm_sampling_params` changes the seeds
+        of all steps."""
         given = self.vllm_sampling_params
         params = self.sampling(given.seed if given else None)
         return Draws(self.prompts_per_generation, params, self.seed)

@@ -80,7 +80,7 @@ class SamplingParams(metaclass=CheckedCall):
 
 @dataclass(frozen=True)
 class Draws:
-    """How a run samples: `count` prompts at a time, each draw with a seed of its own."""
+    """The sampling of a run: `count` prompts at a time, each draw with a seed of its own."""
 
     count: int
     params: SamplingParams  # its seed, if it has one, becomes part of every draw's

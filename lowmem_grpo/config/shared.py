@@ -188,7 +188,7 @@ class TrainSettings(metaclass=CheckedCall):
 
     @property
     def order_seed(self) -> int:
-        """What the order of the rows is drawn by."""
+        """The seed by which the order of the rows is drawn."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
@@ -198,7 +198,7 @@ class TrainSettings(metaclass=CheckedCall):
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Whether a value of `best_metric` is better than the best one so far, if there is one."""
+        """Return whether a value of `best_metric` is better than the best one so far, if there is one."""
         if than is None:
             return True
         greater = self.greater_is_better

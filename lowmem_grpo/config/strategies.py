@@ -39,8 +39,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(kw_only=True)
 class StrategySettings:
-    """How the groups of an update are chosen; none of these is in TRL. The number of steps, and of groups in a step,
-    stays what it is without them; rows are gone through faster, and `epoch` counts these."""
+    """Options that choose the groups of an update; none of these is in TRL. The number of steps, and of groups in a
+    step, stays what it is without them; rows are gone through faster, and `epoch` counts these."""
 
     dynamic_sampling_rounds: int = 0
     """Extra rounds of sampling at most, while there are groups without signal."""

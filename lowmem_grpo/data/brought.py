@@ -91,12 +91,12 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
 
 
 def comes_from(value: Any, library: str, name: str) -> bool:
-    """Whether it is of a library's class of this name, or of a subclass."""
+    """Return whether it is of a library's class of this name, or of a subclass."""
     return any(cls.__name__ == name and cls.__module__.partition(".")[0] == library for cls in type(value).__mro__)
 
 
 def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
-    """What a mapping holds, and what to pass instead."""
+    """Return what a mapping holds, and what to pass instead."""
     names = list(dataset)
     if any(isinstance(value, Sequence) and not hasattr(value, "column_names") for value in dataset.values()):
         return (f" with the columns {', '.join(map(repr, names))}; pass datasets.Dataset.from_dict(...) of it, or "

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a turn looks: {role} is the role's name, and `end` the token that ends each turn."""
+    """The form of a turn: {role} is the role's name, and `end` the token that ends each turn."""
 
     turn: str  # what comes before the content
     end: str  # what comes after it
@@ -23,7 +23,7 @@ class ChatFormat:
     turns: tuple[str, str, str] = ("", "", "")  # where the turns of system, user and assistant look different
 
     def before(self, place: int) -> str:
-        """What comes before the content of a turn of system, user or assistant."""
+        """Return what comes before the content of a turn of system, user or assistant."""
         return self.turns[place] or self.turn.replace("{role}", self.roles[place])
 
 
@@ -133,18 +133,19 @@ def given_template(given: tuple[str, str]) -> tuple[str, str]:
 
 
 def marker_of(form: ChatFormat) -> str:
-    """What the turns of a format begin with, up to the role's name, as a template spells it."""
+    """Return what the turns of a format begin with, up to the role's name, as a template spells it."""
     return form.turn.partition("{role}")[0] or form.before(2)
 
 
 def is_token(tokenizer: Any, text: str) -> bool:
-    """Whether the tokenizer has this text as one token."""
+    """Return whether the tokenizer has this text as one token."""
     found = tokenizer.convert_tokens_to_ids(text)
     return found is not None and found != tokenizer.unk_token_id
 
 
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
-    """What ends a turn: the format's end token, or the tokenizer's, where that is the one that it has."""
+    """Return the token that ends a turn: the format's end token, or the tokenizer's, where that is the one that it has.
+    """
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
 

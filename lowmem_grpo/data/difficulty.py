@@ -30,7 +30,7 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
-        """Whether a row is left out in an epoch."""
+        """Return whether a row is left out in an epoch."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -60,7 +60,7 @@ class DifficultyPools:
         }
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON."""
+        """Return what `restore` needs, as JSON."""
         rows = [[index, visit.reward, visit.fruitless, visit.back] for index, visit in self.rows.items()]
         return {"rows": rows, "worst": self.worst, "best": self.best}
 

@@ -12,5 +12,5 @@ def refuse_missing(path: Path) -> None:
 
 
 def is_file_name(source: str) -> bool:
-    """Whether the source is a file, and not a dataset on the hub."""
+    """Return whether the source is a file, and not a dataset on the hub."""
     return Path(source).suffix.lower() in KINDS or Path(source).exists()

@@ -210,7 +210,7 @@ def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
 
 
 def separated(name: str) -> str:
-    """What to say of a table whose first line uses another separator than the comma; empty if it uses none."""
+    """Return a line on a table whose first line uses another separator than the comma; empty if it uses none."""
     for mark, word in ((";", "semicolons"), ("\t", "tabs")):
         if mark in name:
             return f" (its fields are separated by {word}: save it with commas)"
@@ -246,7 +246,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 
 def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
-    """Of two columns, the one with clearly longer texts, else the first; and how it was found."""
+    """Return the one of two columns with clearly longer texts, else the first; and how it was found."""
     letters = {name: sum(len(row[name]) for row in rows if isinstance(row[name], str)) for name in names}
     longer, shorter = sorted(names, key=lambda name: letters[name], reverse=True)
     if letters[longer] > CLEARLY * letters[shorter]:

@@ -226,7 +226,7 @@ class PromptSource:
         return ", ".join(f"{reason} ({count})" for reason, count in self.skipped.items()) or "nothing skipped"
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on from here."""
+        """Return what `restore` needs to go on from here."""
         state = {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
         return state if self.pools is None else state | {"pools": self.pools.state()}
 

@@ -46,7 +46,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Shapes:
-    """How a run reads rows."""
+    """The way in which a run reads rows."""
 
     config: SFTConfig
     tokenizer: PreTrainedTokenizerBase
@@ -123,7 +123,8 @@ class Shapes:
         return changed(rows, lambda row: kept(row) | {"messages": messages_of(row, column)}, ["messages"]), encoder
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """What makes a row of one text, by `formatting_func`, whether it takes one row or a batch of columns."""
+        """Return a function that makes a row of one text by `formatting_func`, whether that takes one row or a batch of
+        columns."""
         plain: Any = self.formatting_func
 
         def function(row: dict[str, Any]) -> Any:
@@ -142,7 +143,7 @@ class Shapes:
 
 
 def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
-    """Whether a formatting function makes two texts of a batch of two rows, given as columns."""
+    """Return whether a formatting function makes two texts of a batch of two rows, given as columns."""
     try:
         made = function({name: [value, value] for name, value in row.items()})
     except Exception:  # noqa: BLE001 - a function for one row may raise anything for two

@@ -147,7 +147,7 @@ class StreamSource(PromptSource):
         self.next_round()
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on from here."""
+        """Return what `restore` needs to go on from here."""
         self.recent = []
         return {"position": self.position, "skipped": dict(self.skipped), "rows": None, "rounds": self.rounds,
                 "drawn": self.dataset.drawn}

@@ -26,11 +26,11 @@ class Request:
 
 
 class Conversation(Protocol):
-    """Where an engine gets the turns that are asked for, and gives them back when they are drawn."""
+    """The source from which an engine gets turns to draw, and to which it gives them back."""
 
     def take(self, busy: bool) -> list[Request]:
-        """What can be decoded now. A `busy` engine has other turns to decode and gets what is there at once; another
-        waits for the next, and an empty list tells it that there are no more."""
+        """Return what can be decoded now. A `busy` engine has other turns to decode and gets what is there at once;
+        another waits for the next, and an empty list tells it that there are no more."""
         ...
 
     def give(self, key: int, rollout: Rollout) -> None:
@@ -104,7 +104,7 @@ def capabilities_of(engine: Any) -> frozenset[str]:
 
 
 class Calls:
-    """What a call of an engine tells its caller meanwhile, and whether that failed."""
+    """The calls that an engine makes to its caller while it samples, and whether one failed."""
 
     failed_outside: Exception | None = None  # an error of our own code or of the caller's, not of the engine
 

@@ -79,10 +79,10 @@ class Batch:
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Whether to ask which rows are done: after `every` tokens, since asking waits for the device, which then waits
-        for the host, and where a row may have drawn as many as there is room for. A row that is done meanwhile draws
-        on, and what it drew is not kept. It is after each token where there are stop strings, which are looked for on
-        the host."""
+        """Return whether to ask which rows are done: after `every` tokens, since asking waits for the device, which
+        then waits for the host, and where a row may have drawn as many as there is room for. A row that is done
+        meanwhile draws on, and what it drew is not kept. It is after each token where there are stop strings, which are
+        looked for on the host."""
         full = any(part.start + self.since >= self.generation.ids.shape[1] for part in self.parts)
         return full or self.since >= (1 if self.stops.texts else every)
 

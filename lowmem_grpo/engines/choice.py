@@ -82,7 +82,7 @@ def faster_engine(device: str) -> str | None:
 
 
 def old_card(device: str) -> str | None:
-    """What to know of vLLM on a card below compute capability 8.0 (a T4 has 7.5); None on other cards."""
+    """Return a note on vLLM for a card below compute capability 8.0 (a T4 has 7.5); None on other cards."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -152,7 +152,7 @@ class EngineKeeper:
             self.kept.expect(sampled)
 
     def fits(self, kept: VLLMEngine, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the kept engine is open and has this model, as it is wrapped now, and this tokenizer."""
+        """Return whether the kept engine is open and has this model, as it is wrapped now, and this tokenizer."""
         return living() is kept and kept.policy.model is policy.model and kept.tokenizer is tokenizer
 
     def make_room(self) -> None:

@@ -128,8 +128,8 @@ class DecodeState:
 
 @dataclass
 class GenerationState:
-    """What a call has drawn so far: R = prompts * n rows of at most C tokens. In a round of turns each row is a turn,
-    whose keys and values are kept for the next turn of its episode."""
+    """The tokens that a call has drawn so far: R = prompts * n rows of at most C tokens. In a round of turns each row
+    is a turn, whose keys and values are kept for the next turn of its episode."""
 
     prompts: list[list[int]]
     params: SamplingParams

@@ -95,8 +95,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """What a gated delta net knows of B rows: the last inputs (B, C, W - 1) of its convolution, and the state
-    (B, H, K, V) of its rule. It is that after the last real token, and cannot be cut at an earlier one."""
+    """The states of a gated delta net for B rows: the last inputs (B, C, W - 1) of its convolution, and the state (B,
+    H, K, V) of its rule. It is that after the last real token, and cannot be cut at an earlier one."""
 
     @classmethod
     def holding(cls, conv: Tensor, state: Tensor) -> "StateLayer":
@@ -114,7 +114,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def states(self) -> list[Tensor]:
-        """Of the convolution, and of the rule."""
+        """The states of the convolution, and of the rule."""
         return [state for state in (self.conv_states[0], self.recurrent_states[0]) if state is not None]
 
     @property

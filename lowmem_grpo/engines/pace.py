@@ -17,7 +17,7 @@ PHASES = ("prefill", "full", "tail")
 
 @dataclass
 class Spent:
-    """What a phase took, and what was done in it."""
+    """The time of a phase, and the work done in it."""
 
     seconds: float = 0.0
     tokens: int = 0  # of prompts that were computed, in prefill; else tokens drawn
@@ -68,7 +68,7 @@ class Pace:
         self.mark, self.reading = now, False
 
     def in_tail(self, running: int) -> bool:
-        """Whether so few sequences are the tail of this call."""
+        """Return whether so few sequences are the tail of this call."""
         return running < TAIL * self.widest
 
     def add(self, other: "Pace") -> None:
@@ -80,7 +80,7 @@ class Pace:
         self.most = max(self.most, other.most)
 
     def take(self) -> Self:
-        """What was measured until now; it is not measured again."""
+        """Return what was measured until now; it is not measured again."""
         taken = type(self)()
         taken.add(self)
         self.spent, self.preemptions, self.most = {name: Spent() for name in PHASES}, 0, 0

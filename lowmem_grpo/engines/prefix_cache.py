@@ -27,7 +27,7 @@ class KeptPrefix:
     routes: Routes | None = None  # of these tokens, where the model has experts
 
     def shared(self, ids: list[int]) -> int:
-        """How many tokens at the beginning of a prompt are held; its last one is always left to be fed."""
+        """Return how many tokens at the beginning of a prompt are held; its last one is always left to be fed."""
         most = min(len(self.ids), len(ids) - 1)
         if self.cache.whole_only:
             return most if self.ids == ids[:most] else 0

@@ -38,12 +38,12 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def is_encoding(prompt: Any) -> bool:
-    """Whether it is what a tokenizer returns, such as a BatchEncoding of transformers 5."""
+    """Return whether it is what a tokenizer returns, such as a BatchEncoding of transformers 5."""
     return isinstance(prompt, Mapping) and "input_ids" in prompt
 
 
 def is_message(value: Any) -> bool:
-    """Whether it is one message of a chat, with a role."""
+    """Return whether it is one message of a chat, with a role."""
     return isinstance(value, Mapping) and "role" in value
 
 
@@ -159,7 +159,7 @@ def with_texts(message: Any) -> Any:
 
 
 def of_vllm(prompt: Mapping[str, Any]) -> Any:
-    """What vLLM's dictionary of a prompt says."""
+    """Return the prompt in vLLM's dictionary."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):
         raise TypeError(f"a prompt is a dictionary with {', '.join(map(str, prompt)) or 'nothing'}; pass {KINDS}")

@@ -23,7 +23,7 @@ UNREADABLE = 3  # turns in a row whose calls cannot be read end an episode
 
 
 class Renders(Protocol):
-    """What makes tokens of messages."""
+    """A renderer of messages to tokens."""
 
     def first(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
 
@@ -36,7 +36,7 @@ class Renders(Protocol):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What ends an episode, in turns, tokens and seconds."""
+    """The limits of an episode, in turns, tokens and seconds."""
 
     turns: int | None  # None: only tokens do
     completion: int  # tokens after the prompt
@@ -105,7 +105,7 @@ class Episode:
         return self.renderer.first(self.messages, self.trusted)
 
     def told(self, job: Job, ask: AskBase, said: str) -> Answer:
-        """What follows from a reply of the base model; in a worker."""
+        """Pass on a reply of the base model, in a worker, and return what follows."""
         answer, read = self.bound(job).told(ask, said, first=not self.turns)
         self.unread += not read
         return self.within(answer) if self.turns else answer
@@ -224,7 +224,7 @@ class Episode:
             self.split(found)
 
     def split(self, found: list[int]) -> None:
-        """What was sampled was rewritten or left out: another sequence begins."""
+        """Begin another sequence: what was sampled was rewritten or left out."""
         begins = len(self.prompt) > 0 and found[: len(self.prompt)] == self.prompt
         self.splits.append(Split(len(self.after), None if begins else found))
         self.ids = list(self.prompt) if begins else []
@@ -243,7 +243,7 @@ class Episode:
     # The end
 
     def finish(self, job: Job) -> float | None:
-        """What `get_reward` says, and the end of the environment; in a worker."""
+        """Ask `get_reward` and end the environment, in a worker."""
         if self.seat is None:
             return None
         try:

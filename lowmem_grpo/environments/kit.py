@@ -29,7 +29,7 @@ class Kit:
         self.renderers: dict[bool, Renderer | PlainRenderer] = {}  # by whether the prompt is a plain string
 
     def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
-        """What makes tokens of a row's messages; RendererError where the template cannot."""
+        """Return the renderer of a row's messages; RendererError where the template cannot."""
         prompt = row.get("prompt") or []
         plain = isinstance(prompt, str)
         if plain not in self.renderers:
@@ -85,7 +85,7 @@ class Kits:
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
-        """What policies are told of their tools, those of all environments; None where there are none."""
+        """The schemas of the tools that policies are told of, those of all environments; None where there are none."""
         found = [schema for kit in self.by_name.values() if kit.toolbox for schema in kit.toolbox.schemas]
         return found or None
 

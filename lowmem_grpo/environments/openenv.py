@@ -24,8 +24,8 @@ class OpenEnvError(RuntimeError):
 
 
 class OpenEnv:
-    """What GRPOTrainer takes as `environment_factory`: each call makes an environment with a client, and so with a
-    session of the server, of its own."""
+    """An `environment_factory` for GRPOTrainer: each call makes an environment with a client, and so with a session of
+    the server, of its own."""
 
     def __init__(
         self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
@@ -53,13 +53,13 @@ class OpenEnv:
 
 
 class Client:
-    """What both kinds of clients share: what goes into the calls, and what is made of their results."""
+    """The part that both kinds of clients share: what goes into the calls, and what is made of their results."""
 
     def __init__(self, client: Any, settings: OpenEnv) -> None:
         self.client, self.settings = client, settings
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Of a row, what the client's reset gets."""
+        """Return the columns of a row that the client's reset gets."""
         names = self.settings.columns
         return {name: value for name, value in row.items() if (name != "prompt" if names is None else name in names)}
 
@@ -94,7 +94,7 @@ class PlainClient(Client):
             raise self.explain(error) from error
 
     def step(self, reply: str) -> Step:
-        """What the server makes of a reply."""
+        """Send a reply to the server and return its answer."""
         return self.read(self.client.step(self.settings.action(reply)))
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class AsyncClient(Client):
             raise self.explain(error) from error
 
     async def step(self, reply: str) -> Step:
-        """What the server makes of a reply."""
+        """Send a reply to the server and return its answer."""
         return self.read(await self.client.step(self.settings.action(reply)))
 
     async def close(self) -> None:

@@ -27,13 +27,13 @@ class PlainRenderer:
         return text_ids(self.tokenizer, text)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """What comes between a sampled completion and the next one, (B,), whether it `ended` or was cut."""
+        """Return the tokens (B,) between a sampled completion and the next one, whether it `ended` or was cut."""
         stand_ins = StandIns(self.marks, messages)
         said = "".join(f"\n{stand_ins.defused(one)['content']}" for one in checked(messages)) + "\n"
         return stand_ins.encode(said)
 
     def closed(self, completion_ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Whether a completion ends with the tokenizer's end token."""
+        """Return whether a completion ends with the tokenizer's end token."""
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
 
     def whole(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:

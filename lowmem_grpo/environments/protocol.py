@@ -37,7 +37,7 @@ class EnvironmentFailedError(RuntimeError):
 
 @dataclass
 class Answer:
-    """What came back for a turn of the policy."""
+    """The answer to a turn of the policy."""
 
     messages: list[Message] = field(default_factory=list)
     reward: float | None = None
@@ -60,7 +60,7 @@ class Seat:
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
-        """What the policy may call."""
+        """The tools that the policy may call."""
         return tools_of(self.made)
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
@@ -68,7 +68,7 @@ class Seat:
         return self.begun(self.call("reset", **taken(self.made.reset, row)))
 
     def begun(self, found: Any) -> Answer:
-        """What `reset` returned, or what followed from a reply of the base model."""
+        """Return the answer of `reset`, or of a reply of the base model."""
         if isinstance(found, AskBase):
             return Answer(asks=replace(found, messages=messages_of(found.messages, "AskBase")))
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict):
@@ -80,7 +80,7 @@ class Seat:
         return self.stepped(self.call("step", reply))
 
     def stepped(self, found: Any) -> Answer:
-        """What `step` returned, or what followed from a reply of the base model."""
+        """Return the answer of `step`, or of a reply of the base model."""
         if isinstance(found, AskBase):
             return self.begun(found)
         if not isinstance(found, tuple) or len(found) not in (3, 4, 5):
@@ -99,13 +99,13 @@ class Seat:
         return Answer(messages_of(found.observation if anew else found, method), state=self.state(), anew=anew)
 
     def told(self, ask: AskBase, said: str, first: bool) -> tuple[Answer, bool]:
-        """What follows from a reply of the base model, to `reset` or to `step`; and whether it could be read."""
+        """Pass a reply of the base model to `reset` or `step`; return what follows, and whether it could be read."""
         read = ask.readable is None or bool(self.tried("AskBase.readable", ask.readable, said))
         found = self.tried("AskBase.then", ask.then, said)
         return self.begun(found) if first else self.stepped(found), read
 
     def pay(self) -> float | None:
-        """What `get_reward` says at the end; None where there is no such method."""
+        """Return what `get_reward` says at the end; None where there is no such method."""
         if not callable(getattr(self.made, "get_reward", None)):
             return None
         return number(self.call("get_reward"), f"{self.name}.get_reward")
@@ -154,7 +154,7 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
 
 
 class Factories:
-    """What was passed as `environment_factory`: a class, another callable without arguments, or several by name, of
+    """The value of `environment_factory`: a class, another callable without arguments, or several by name, of
     which the column `environment` of a row picks one."""
 
     def __init__(self, given: Any) -> None:
@@ -177,7 +177,7 @@ class Factories:
         return str(name)
 
     def lacking(self, row: Mapping[str, Any]) -> str:
-        """What is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
+        """Return what is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
         reset = self.samples[self.name_of(row)].reset
         needed = [one.name for one in inspect.signature(reset).parameters.values()
                   if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -255,7 +255,7 @@ def messages_of(observation: Any, method: str) -> list[Message]:
 
 
 def is_message(given: Any) -> bool:
-    """Whether this is a message of a chat whose content is text."""
+    """Return whether this is a message of a chat whose content is text."""
     if not isinstance(given, dict) or given.get("role", "user") not in ROLES:
         return "type" in given and given["type"] == "text" if isinstance(given, dict) else False
     content = given.get("content", given.get("text"))

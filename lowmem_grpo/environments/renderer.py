@@ -56,8 +56,8 @@ class Renderer:
         return self.encode(messages, text)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """What comes between a sampled completion and the next one, (B,): the rest of the turn's end, the new messages,
-        and the generation prompt.
+        """Return the tokens (B,) between a sampled completion and the next one: the rest of the turn's end, the new
+        messages, and the generation prompt.
 
         `ended`: the completion's last token is one that ends a turn here; `closed` tells. Whatever else it ended with
         (nothing, since it was cut, or another of the model's end tokens) stays, and the end of the turn follows it.
@@ -71,7 +71,7 @@ class Renderer:
         return ids[1:] if ended and seam.end else ids
 
     def closed(self, completion_ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Whether a completion ends with a token that ends a turn before such messages."""
+        """Return whether a completion ends with a token that ends a turn before such messages."""
         return bool(completion_ids) and completion_ids[-1] in self.seam(messages).ends
 
     def encode(
@@ -89,7 +89,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> Seam:
-        """Where the sampled tokens end before such messages, looked for once."""
+        """Return where the sampled tokens end before such messages, looked for once."""
         shape = tuple((str(one["role"]), bool(one.get("name")), bool(str(one["content"]).strip())) for one in messages)
         if shape not in self.seams:
             self.seams[shape] = find_seam(self.template, messages)

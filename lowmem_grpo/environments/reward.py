@@ -24,7 +24,7 @@ class EnvironmentReward:
                 for each, environment in played]
 
     def pay(self, turns: "list[Turn]") -> float | None:
-        """What one episode was paid."""
+        """Return the reward of one episode."""
         paid = [self.finite(turn.reward) for turn in turns if turn.reward is not None]
         return self.finite(sum(paid)) if paid else None
 

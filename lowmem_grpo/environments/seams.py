@@ -10,7 +10,7 @@ from lowmem_grpo.types import Message
 
 @dataclass(frozen=True)
 class Seam:
-    """What follows an answer that was made up: `cut`, then the mark `end`, then all that comes after it."""
+    """The text after an answer that was made up: `cut`, then the mark `end`, then all that comes after it."""
 
     form: int  # which of `answers` the template can render
     called: bool  # the answer is a tool call, so that what the template writes behind the anchor is the call's
@@ -20,7 +20,7 @@ class Seam:
     marks: tuple[list[int], list[int]]  # the marks of the bridge behind a completion that was cut, and behind its end
 
     def tail(self, template: ChatTemplate, messages: Sequence[Message], ended: bool) -> str:
-        """What the template writes for messages behind the answer, from the mark that ends it.
+        """Return what the template writes for messages behind the answer, from the mark that ends it.
 
         Behind a completion that was cut also what comes before that mark, unless it belongs to a call.
         """
@@ -99,5 +99,5 @@ def special(template: ChatTemplate, text: str) -> Iterator[str]:
 
 
 def behind_anchor(text: str) -> str:
-    """What follows the answer that was made up."""
+    """Return what follows the answer that was made up."""
     return text.rpartition(ANCHOR)[2]

@@ -20,7 +20,7 @@ RESULT = "The result is 42."
 
 @dataclass(frozen=True)
 class Transition:
-    """What may come between two turns: the policy's words, the number of its calls, and what answers it."""
+    """A change between two turns: the policy's words, the number of its calls, and what answers it."""
 
     name: str
     said: str
@@ -47,7 +47,7 @@ OF_REPLIES = (
 
 @dataclass(frozen=True)
 class Tried:
-    """What a template does at a transition."""
+    """The result of a template at a transition."""
 
     transition: Transition
     appends: bool = False
@@ -56,12 +56,13 @@ class Tried:
 
 
 def try_transitions(renderer: Renderer, tools: bool, replies: bool) -> list[Tried]:
-    """What the template does at each transition of a run with `tools`, or whose environment `replies` as the user."""
+    """Return what the template does at each transition of a run with `tools`, or whose environment `replies` as the
+    user."""
     return [tried(renderer, one) for one in (*(OF_TOOLS if tools else ()), *(OF_REPLIES if replies else ()))]
 
 
 def tried(renderer: Renderer, transition: Transition) -> Tried:
-    """What it does at one."""
+    """Return what it does at one transition."""
     try:
         renderer.bridge(transition.replies, ended=not transition.cut)
     except RendererError as error:
@@ -73,8 +74,8 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
-    """Whether the conversation, rendered with the replies, begins with the prompt and what the policy wrote: an answer
-    as the template itself writes the last one, or the same without an empty thought."""
+    """Return whether the conversation, rendered with the replies, begins with the prompt and what the policy wrote: an
+    answer as the template itself writes the last one, or the same without an empty thought."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
@@ -94,7 +95,8 @@ def answer(transition: Transition) -> Message:
 
 
 def written_by_policy(renderer: Renderer, transition: Transition, written: str, later: str) -> str:
-    """What the policy samples of a rendered last answer: up to the token that ends its turn, or before it."""
+    """Return the part of a rendered last answer that the policy samples: up to the token that ends its turn, or before
+    it."""
     seam = renderer.seam(transition.replies)
     last = max(written.rfind(ANSWER), written.rfind("6 * 7"), 0)
     ends = sorted(at + len(end) * (not transition.cut) for number in seam.ends
@@ -124,5 +126,6 @@ def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,
 
 
 def cost(turns: int) -> float:
-    """How many times the tokens of one sequence an episode of equal turns has if each turn begins another one."""
+    """Return how many times the tokens of one sequence an episode of equal turns has if each turn begins another one.
+    """
     return (turns + 1) / 2

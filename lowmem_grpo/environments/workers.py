@@ -109,8 +109,8 @@ class Workers:
         return found
 
     def finished(self, wait: bool) -> list[Job]:
-        """What the threads have put there. With `wait`, wait for PAUSE seconds at most, and then for those that end
-        just behind the first: to decode them together costs little more."""
+        """Return the jobs that the threads have finished. With `wait`, wait for PAUSE seconds at most, and then for
+        those that end just behind the first: to decode them together costs little more."""
         found: list[Job] = []
         try:
             while len(found) < len(self.running):

@@ -56,7 +56,7 @@ class Shortage:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the card or on the host. Other errors may mention memory too."""
+    """Return whether an allocation failed, on the card or on the host. Other errors may mention memory too."""
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | Shortage:
-    """What `work` returns; or the shortage if memory ran out, after `undo` and with the memory freed."""
+    """Return the result of `work`; or the shortage if memory ran out, after `undo` and with the memory freed."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -81,7 +81,7 @@ def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] 
 
 
 def shortage_of(error: BaseException, device: torch.device) -> Shortage:
-    """What an out-of-memory error says, in bytes; the number asked for is None where its words do not tell."""
+    """Return the bytes that an out-of-memory error names; the number asked for is None where its words do not tell."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
@@ -242,7 +242,7 @@ class Bound:
 
 @dataclass
 class RolloutBound(Bound):
-    """Of sampling: also the bytes of a key-value cache that memory had room for."""
+    """The bound of sampling: also the bytes of a key-value cache that memory had room for."""
 
     kv_bytes: int | None = None  # None while all that was asked for could be had
 
@@ -273,7 +273,7 @@ class RunMemory:
             engine.bound = self.rollout
 
     def metrics(self) -> dict[str, int]:
-        """How often memory ran out since the run began."""
+        """Return how often memory ran out since the run began."""
         return {"memory/oom_train": self.train.failures, "memory/oom_generate": self.rollout.failures}
 
     def state(self) -> dict[str, dict[str, int | None]]:

@@ -97,7 +97,7 @@ def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
 
 
 class CardSpeed(NamedTuple):
-    """What NVIDIA's data sheet says of a card."""
+    """The speeds in NVIDIA's data sheet of a card."""
 
     tflops: float  # dense, 16-bit, sums in float32: half of the best rate on a GeForce card
     memory_tb_s: float

@@ -14,7 +14,7 @@ SPREAD = 2.0  # without a plan: many short completions of a long prompt take far
 
 @dataclass(frozen=True)
 class Limits:
-    """What a micro-batch may hold; None is no bound. A single completion that exceeds it is alone."""
+    """The limits of a micro-batch; None is no bound. A single completion that exceeds it is alone."""
 
     tokens: int | None = None  # places
     sequences: int | None = None  # completions; an episode of several packed sequences is one
@@ -80,7 +80,7 @@ def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
 
 
 def full(batch: list[Span], limits: Limits) -> bool:
-    """Whether these would be too much for one micro-batch."""
+    """Return whether these would be too much for one micro-batch."""
     if limits.sequences is not None and len(batch) > limits.sequences:
         return True
     return limits.tokens is not None and (places(batch) > limits.tokens or area(batch) > limits.spread * limits.tokens)

@@ -172,7 +172,7 @@ def model_type_of(config: Any) -> str:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a config, or a config.json's fields, describes a mixture of several experts."""
+    """Return whether a config, or a config.json's fields, describes a mixture of several experts."""
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     fields = fields.get("text_config") or fields
     return any((fields.get(name) or 1) > 1 for name in EXPERTS)
@@ -184,7 +184,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def check_family(config: Any, name: str) -> str | None:
-    """What to say of a model of this config before it is loaded: one line for a family without a row, else None.
+    """Return a note on a model of this config before it is loaded: one line for a family without a row, else None.
     ValueError names a family that is refused, and the reason."""
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:
@@ -219,7 +219,7 @@ def with_experts() -> str:
 
 
 def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
-    """What a plan says of the family of a config, and of its engine; ValueError for a family that is refused."""
+    """Return a plan's words for the family of a config, and for its engine; ValueError for a family that is refused."""
     said, row = check_family(config, name), family_of(config)
     if row is None:
         return {"family": said or ""}

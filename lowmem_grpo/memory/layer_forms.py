@@ -92,12 +92,12 @@ class DeltaForm:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a layer beside its projections: convolution, norm, decays."""
+        """The bytes of a layer beside its projections: convolution, norm, decays."""
         return 2 * (self.mixed * self.width + self.value_size + 2 * self.heads)
 
     @property
     def state_bytes(self) -> int:
-        """What a layer knows of one sequence: the rule's state in float32, the convolution's in 16 bits."""
+        """The bytes of a layer's states of one sequence: the rule's in float32, the convolution's in 16 bits."""
         return 4 * self.heads * self.key_size * self.value_size + 2 * self.mixed * (self.width - 1)
 
 
@@ -138,7 +138,7 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
-    """What is said of one layer only."""
+    """Return the settings of one layer only."""
     each = fields.get("per_layer_config")
     if each is not None:
         own: Mapping[str, Any] = each.get(str(number), each.get(number)) or {}

@@ -180,13 +180,13 @@ class ModelShape:
 
     @property
     def sampler_weights(self) -> int:
-        """Of these, what the sampler may hold in 16 bits for a phase: all but experts."""
+        """The part of these that the sampler may hold in 16 bits for a phase: all but experts."""
         return sum(count * sum(one.weights for one in shape.linears() if one.experts == 1)
                    for count, shape in self.each())
 
     def weight_bytes(self, form: str) -> int:
-        """Of all layers and norms, with linear layers in this form; embeddings and head are apart. ValueError for a
-        form in which experts are not held."""
+        """Return the bytes of all layers and norms, with linear layers in this form; embeddings and head are apart.
+        ValueError for a form in which experts are not held."""
         if self.experts is not None and form in (FP8, FP8_BLOCK):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
@@ -194,14 +194,15 @@ class ModelShape:
         return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
 
     def layer_bytes(self, form: str) -> int:
-        """Of one layer with its norms."""
+        """Return the bytes of one layer with its norms."""
         linears = sum(one.bytes_in(form) for one in self.linears())
         linears += self.offset_bytes() if form == NF4 else 0
         biases = 2 * sum(one.rows for one in self.linears() if one.bias)
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
     def norm_bytes(self) -> int:
-        """Of a layer's norms, those of the hidden size and those of queries and keys, and of its router."""
+        """Return the bytes of a layer's norms, those of the hidden size and those of queries and keys, and of its
+        router."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
         hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
@@ -211,7 +212,7 @@ class ModelShape:
         return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
 
     def per_layer_bytes(self, form: str) -> int:
-        """Of what is added to the numbers of a layer's own, and of two scales; their table is apart."""
+        """Return the bytes of a layer's own numbers that are added, and of two scales; their table is apart."""
         if not self.per_layer:
             return 0
         width = self.layers * self.per_layer
@@ -229,7 +230,8 @@ class ModelShape:
         return found
 
     def offset_bytes(self) -> int:
-        """Of a layer's weights side by side: one offset for each nested block, in place of one for each weight."""
+        """Return the bytes of the offsets of a layer's weights side by side: one offset for each nested block, in place
+        of one for each weight."""
         blocks = [-(-one.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
                   for one in group]
         return 4 * (sum(blocks) - len(blocks))
@@ -245,7 +247,7 @@ class ModelShape:
         return 2 * self.per_layer_vocabulary * self.layers * self.per_layer
 
     def host_bytes(self) -> int:
-        """Of the embeddings that can be on the host: not of one that is the head too."""
+        """Return the bytes of the embeddings that can be on the host: not of one that is the head too."""
         return self.per_layer_table_bytes + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int) -> int:
@@ -254,20 +256,20 @@ class ModelShape:
                           for count, shape in self.each())
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Of keys and values of one sequence in numbers of `itemsize` bytes, and of its states in layers without
-        attention, which keep their own."""
+        """Return the bytes of keys and values of one sequence in numbers of `itemsize` bytes, and of its states in
+        layers without attention, which keep their own."""
         keys = 2 * itemsize * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
         return keys + self.states_bytes
 
     @property
     def states_bytes(self) -> int:
-        """What the layers without attention know of one sequence, however long it is."""
+        """The bytes of the states of one sequence in layers without attention, however long it is."""
         return 0 if self.delta is None else self.delta.layers * self.delta.state_bytes
 
     def paged_bytes(self, tokens: int, block: int = PAGED_BLOCK, itemsize: int = 2) -> int:
-        """Of one sequence in vLLM's cache, in numbers of `itemsize` bytes. That of a hybrid model has pages of one
-        size: each holds the keys and values of a block of tokens in as many layers as have attention, or the states of
-        as many layers without it."""
+        """Return the bytes of one sequence in vLLM's cache, in numbers of `itemsize` bytes. That of a hybrid model has
+        pages of one size: each holds the keys and values of a block of tokens in as many layers as have attention, or
+        the states of as many layers without it."""
         if self.delta is None:
             return self.kv_bytes(tokens, itemsize)
         block, attention = self.paged_block(block, itemsize), self.layers - self.delta.layers

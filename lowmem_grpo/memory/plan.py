@@ -22,7 +22,7 @@ SAMPLING_WEIGHTS = ("4bit", "16bit")
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run asks for. None leaves a choice to the planner."""
+    """The settings that a run asks for. None leaves a choice to the planner."""
 
     context: int  # tokens of the longest sequence, prompt and completion
     num_generations: int = 8  # completions of a prompt that are sampled at once
@@ -141,15 +141,16 @@ class MemoryPlan:
 
     @property
     def limits(self) -> Limits:
-        """What a micro-batch may hold."""
+        """The limits of a micro-batch."""
         return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
 
     def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
-        """How many micro-batches one optimizer step makes of groups: (tokens of the prompt, of each completion)."""
+        """Return how many micro-batches one optimizer step makes of groups: (tokens of the prompt, of each completion).
+        """
         return len(cut(groups, self.limits))
 
     def short_of(self) -> list[str]:
-        """What needs more: training that does not fit, a cache without room for a whole group, the host."""
+        """Return what needs more: training that does not fit, a cache without room for a whole group, the host."""
         wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
         crowded = wanted or self.rollout > self.device.budget
         short = {"train": self.train > self.device.budget, "rollout": crowded,

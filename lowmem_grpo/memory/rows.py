@@ -78,9 +78,9 @@ def recorded(shape: ModelShape) -> bool:
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Of the first sequence of the longest length in the cache, and of each further one of its group. vLLM holds the
-    whole blocks of their prompt once (but that of its last token, which it always computes); of a hybrid model, whose
-    prefixes it does not keep, none."""
+    """Return the bytes of the first sequence of the longest length in the cache, and of each further one of its group.
+    vLLM holds the whole blocks of their prompt once (but that of its last token, which it always computes); of a hybrid
+    model, whose prefixes it does not keep, none."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
     itemsize = cache_itemsize(settings.kv_cache_dtype)
@@ -92,7 +92,7 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """What is there in both phases; gradients only while training."""
+    """Return the rows of both phases; gradients only while training."""
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
@@ -123,13 +123,14 @@ def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
 
 
 def embedded(shape: ModelShape) -> str:
-    """What a plan says of embeddings on the device."""
+    """Return a plan's words for embeddings on the device."""
     return "; ".join(("the head is the same table" if shape.tied else "16 bits",
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """What is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the adapters."""
+    """Return the rows of what is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the
+    adapters."""
     copied = WORD * trained_numbers(shape, settings)
     rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
@@ -142,7 +143,7 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
 
 
 def states(shape: ModelShape) -> str:
-    """What a plan says of the states of layers without attention."""
+    """Return a plan's words for the states of layers without attention."""
     if shape.delta is None:
         return ""
     with_states, size = shape.delta.layers, shape.states_bytes / MIB
@@ -169,7 +170,7 @@ def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
 
 
 def without_card(moment: Moment) -> int:
-    """What fake tensors show of a moment."""
+    """Return what fake tensors show of a moment."""
     return sum(size for component, size in moment.items() if component not in CARD_ONLY)
 
 
@@ -184,7 +185,8 @@ def working_row(component: str, peak: str, moments: dict[str, Moment], groups: i
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:
-    """What the rollout engine holds beside weights and cache while it samples, CUDA graphs left out."""
+    """Return the bytes that the rollout engine holds beside weights and cache while it samples, CUDA graphs left out.
+    """
     sequences = settings.sequences or settings.num_generations
     sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
     most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
@@ -201,7 +203,7 @@ def mask_bytes(settings: RunSettings, sequences: int) -> int:
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """What the host holds."""
+    """Return the rows of the host."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0

@@ -18,7 +18,7 @@ ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wa
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Whether prompts are computed once, because the pairs that this saves are worth its calls."""
+    """Return whether prompts are computed once, because the pairs that this saves are worth its calls."""
     return pairs_side_by_side(prompts) - pairs_once(prompts) > PAIRS_A_CALL * (calls_once(prompts) - 1)
 
 

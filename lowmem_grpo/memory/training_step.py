@@ -29,7 +29,7 @@ Moment = dict[str, int]
 
 @dataclass(frozen=True)
 class StepShape:
-    """What one micro-batch looks like."""
+    """The shape of one micro-batch."""
 
     model: ModelShape
     tokens: int  # T
@@ -112,7 +112,8 @@ class StepShape:
         return (self.model.layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
-        """What attention keeps: normed input, q, k, v, output; side by side also its output packed again."""
+        """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also its output packed
+        again."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
         if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # of blocks of queries, and together
             kept += WORD * self.model.queries * (self.area or self.tokens)
@@ -125,29 +126,29 @@ class StepShape:
         return kept
 
     def attention_waits(self) -> int:
-        """What of this is there while what comes after attention has its gradient."""
+        """Return the part of this that is there while what comes after attention has its gradient."""
         if not self.made_again:
             return self.attention_saved()
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
         return self.hidden + self.queries + others  # normed input, output
 
     def delta_saved(self) -> int:
-        """What a gated delta net keeps: normed input; the convolution's input, output and that after SiLU; of the gated
-        norm its input, gate and SiLU in float32, and two results."""
+        """Return the bytes that a gated delta net keeps: normed input; the convolution's input, output and that after
+        SiLU; of the gated norm its input, gate and SiLU in float32, and two results."""
         delta = self.model.delta
         if delta is None:
             return 0
         return self.hidden + self.tokens * (3 * WORD * delta.mixed + (3 * 4 + 2 * WORD) * delta.values)
 
     def saved(self) -> int:
-        """What a layer keeps for its backward pass beside its input."""
+        """Return the bytes that a layer keeps for its backward pass beside its input."""
         mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
         if self.model.experts is not None:  # probabilities, the values of the gates, their sum, ids twice
             mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
         return max(self.attention_waits(), self.delta_saved()) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
-        """What is kept of all layers where nothing is recomputed, or of the one that is."""
+        """Return the bytes kept of all layers where nothing is recomputed, or of the one that is."""
         if self.checkpointing:
             return self.saved()
         return self.model.layers * (self.saved() + self.hidden)
@@ -167,9 +168,9 @@ class StepShape:
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
     def at_experts(self, experts: ExpertForm) -> int:
-        """What the backward pass of `routed_experts` holds. Expert by expert: the sum of gradients in float32 and the
-        order of rows, one expert, and a piece of its rows: gate and up, what comes back to both, in two dtypes, and the
-        input's. In groups, on a card: the same for all places, and one gradient for each."""
+        """Return the bytes that the backward pass of `routed_experts` holds. Expert by expert: the sum of gradients in
+        float32 and the order of rows, one expert, and a piece of its rows: gate and up, what comes back to both, in two
+        dtypes, and the input's. In groups, on a card: the same for all places, and one gradient for each."""
         rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
         sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
         one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)

@@ -132,8 +132,8 @@ def fused_with_lse(
 
 
 def uses_registry(model: Any) -> bool:
-    """Whether a transformers model takes its attention from the registry. Every model sets this flag, despite the
-    underscore: checked on transformers 5.17 to 5.19, and a test fails if it goes away. Families in our table do so
+    """Return whether a transformers model takes its attention from the registry. Every model sets this flag, despite
+    the underscore: checked on transformers 5.17 to 5.19, and a test fails if it goes away. Families in our table do so
     whatever the flag says (it is not set for Qwen3.5)."""
     return family_of(model.config) is not None or bool(getattr(model, "_supports_attention_backend", False))
 

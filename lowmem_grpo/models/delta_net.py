@@ -34,7 +34,7 @@ KINDS = {row.delta_net for row in FAMILIES.values() if row.delta_net}  # transfo
 
 @dataclass(frozen=True)
 class Given:
-    """What the rule takes of T packed tokens: the convolution's input, decay and rate."""
+    """The inputs of the rule for T packed tokens: the convolution's input, decay and rate."""
 
     mixed: Tensor  # (T, C) query, key and value
     g: Tensor  # (T, H) float32
@@ -57,7 +57,7 @@ class Stages:
 
     @classmethod
     def of(cls, layout: PackedLayout, device: torch.device) -> "Stages":
-        """Of a packed micro-batch: every prompt's tokens first, then all completions'."""
+        """Return the inputs of a packed micro-batch: every prompt's tokens first, then all completions'."""
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
         stages = [int(place > 0) for prompt in layout.prompts for place in range(len(prompt))]  # 0: a prompt
@@ -176,7 +176,7 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def grads(*tensors: Tensor) -> bool:
-    """Whether autograd follows any of them."""
+    """Return whether autograd follows any of them."""
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
 
 

@@ -29,7 +29,7 @@ def check_dtype(config: Any, *dtypes: torch.dtype | None) -> None:
 
 
 def is_bfloat16_supported() -> bool:
-    """Whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works.
+    """Return whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works.
 
     Older cards can store it, but they emulate some operations slowly, and Triton does not compile for it there.
     """

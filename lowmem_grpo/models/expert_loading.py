@@ -37,7 +37,7 @@ class ExpertsNF4Config(BitsAndBytesConfig):
 
 @register_quantizer(NAME)
 class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
-    """What transformers asks while it loads a model: bitsandbytes for linear layers, ours for experts."""
+    """The quantizer that transformers asks while it loads a model: bitsandbytes for linear layers, ours for experts."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, **kwargs: Any

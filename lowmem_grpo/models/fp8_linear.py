@@ -65,7 +65,7 @@ class FP8Linear(nn.Linear):
         return y if mixed else y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """What a printed model says of the layer."""
+        """Return a printed model's words for the layer."""
         return f"{super().extra_repr()}, block={self.block}, compute_dtype={self.compute_dtype}"
 
 
@@ -87,7 +87,7 @@ def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: 
 
 
 def form_in_fp8(model: nn.Module) -> bool | str:
-    """What `load_in_fp8` would ask for to hold weights as this model does: False without FP8 layers, "block" where they
-    have scales by block."""
+    """Return the value of `load_in_fp8` that would hold weights as this model does: False without FP8 layers, "block"
+    where they have scales by block."""
     layer = next(fp8_linears(model), None)
     return layer is not None and ("block" if layer.block[0] > 1 else True)

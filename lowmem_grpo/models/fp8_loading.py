@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 @register_quantization_config(NAME)
 @dataclass
 class FP8Config(QuantizationConfigMixin):
-    """How weights are quantized, or stored: blocks that share a scale (None: rows), and the dtype of products."""
+    """The form of quantized or stored weights: blocks that share a scale (None: rows), and the dtype of products."""
 
     quant_method: Any = NAME
     block: Any = None
@@ -70,7 +70,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @register_quantizer(NAME)
 class FP8Quantizer(HfQuantizer):
-    """What transformers asks while it loads a model."""
+    """The quantizer that transformers asks while it loads a model."""
 
     quantization_config: FP8Config
 
@@ -84,7 +84,7 @@ class FP8Quantizer(HfQuantizer):
         return False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether a parameter is the weight of one of our layers."""
+        """Return whether a parameter is the weight of one of our layers."""
         path, _, name = param_name.rpartition(".")
         return name == "weight" and isinstance(model.get_submodule(path), FP8Linear)
 
@@ -94,7 +94,7 @@ class FP8Quantizer(HfQuantizer):
             model, param_name, param)
 
     def get_quantize_ops(self) -> "Quantize":
-        """What is done to a weight in 16 bits when it was read."""
+        """Return the operation on a weight in 16 bits after it was read."""
         return Quantize(self.quantization_config.block)
 
     def get_weight_conversions(self) -> list[Any]:

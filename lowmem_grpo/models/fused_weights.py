@@ -86,7 +86,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same storage, dtype and columns."""
+    """Return whether two tensors have the same storage, dtype and columns."""
     same = storage_id(tensor) == storage_id(other)
     return same and tensor.dtype == other.dtype and tensor.shape[1:] == other.shape[1:]
 

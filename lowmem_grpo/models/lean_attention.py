@@ -50,7 +50,7 @@ class LeanAttention(nn.Module):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None, past_key_values: Any,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        """What the attention function returns: (B, T, H, K), and something beside it."""
+        """Return the result of the attention function, (B, T, H, K), and something beside it."""
         q, k, v = self.heads(hidden_states)
         if not self.form.turns or getattr(self, self.form.turns):
             q, k = TURNS[self.form.position](q, k, cos.detach(), sin.detach())
@@ -67,7 +67,7 @@ class LeanAttention(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """How many tokens this layer looks back: its own number where it has one, otherwise the model's."""
+        """The number of tokens that this layer looks back: its own number where it has one, otherwise the model's."""
         own: int | None = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         return own
 

@@ -135,13 +135,13 @@ def base_of(layer: Any) -> Any:
 
 
 def is_nf4(module: Any) -> bool:
-    """Whether it is a layer of bitsandbytes in NF4."""
+    """Return whether it is a layer of bitsandbytes in NF4."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     return state is not None and state.quant_type == "nf4"
 
 
 def computes(layer: nn.Module, x: Tensor) -> bool:
-    """Whether our kernel computes what the layer would for x: a plain linear layer, or one under a `OneNode`."""
+    """Return whether our kernel computes what the layer would for x: a plain linear layer, or one under a `OneNode`."""
     base = base_of(layer)
     if isinstance(base, FP8Linear):
         dtype = base.compute_dtype
@@ -155,7 +155,7 @@ def computes(layer: nn.Module, x: Tensor) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether the layer now computes at most one LoRA, without dropout, bias or variants."""
+    """Return whether the layer now computes at most one LoRA, without dropout, bias or variants."""
     if layer.disable_adapters:
         return not layer.merged
     active = [name for name in layer.active_adapters if name in layer.lora_A]

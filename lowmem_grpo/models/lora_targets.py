@@ -61,7 +61,7 @@ class Scope:
         return chosen
 
     def takes(self, path: str) -> bool:
-        """Whether a linear layer of the decoder is of a kind that is trained."""
+        """Return whether a linear layer of the decoder is of a kind that is trained."""
         return self.finetune_attention_modules if ATTENTION.search(path) else self.finetune_mlp_modules
 
 
@@ -125,7 +125,7 @@ def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
 
 
 def is_named(path: str, targets: list[str] | str) -> bool:
-    """Whether a module's path is named, as PEFT says: a pattern names whole paths, and a list their ends."""
+    """Return whether a module's path is named, as PEFT says: a pattern names whole paths, and a list their ends."""
     if isinstance(targets, str):
         return re.fullmatch(targets, path) is not None
     return f".{path}".endswith(tuple(f".{name}" for name in targets))

@@ -25,7 +25,8 @@ Masks = dict[tuple[Any, ...], Tensor]
 
 @dataclass
 class PackedLayout:
-    """Where packed tokens lie if S sequences are laid side by side in width W = max_seqlen, and whether they are."""
+    """The places of packed tokens if S sequences are laid side by side in width W = max_seqlen, and whether they are.
+    """
 
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W
@@ -235,8 +236,9 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
-    """Whether a fused form of torch's attention takes fewer key heads than query heads. The flash form does; on a card
-    it needs sm_80, 16 bits and no mask. The other fused form does not, and torch would make the (T, T) scores."""
+    """Return whether a fused form of torch's attention takes fewer key heads than query heads. The flash form does; on
+    a card it needs sm_80, 16 bits and no mask. The other fused form does not, and torch would make the (T, T) scores.
+    """
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked

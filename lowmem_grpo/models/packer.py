@@ -28,7 +28,7 @@ class Packer:
         self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
         undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None,
     ) -> T:
-        """What `work` returns for all micro-batches of the groups; `what` names it in messages.
+        """Return the results of `work` for all micro-batches of the groups; `what` names it in messages.
 
         If memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares the next
         attempt, and everything is packed anew. Raises MemoryExhaustedError where each micro-batch is already a single

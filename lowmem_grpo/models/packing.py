@@ -164,7 +164,7 @@ def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
 
 
 def all_or_none(rollouts: list[Rollout], name: str) -> bool:
-    """Whether the rollouts have the field; ValueError where only some of them do."""
+    """Return whether the rollouts have the field; ValueError where only some of them do."""
     present = [getattr(rollout, name) is not None for rollout in rollouts]
     if any(present) and not all(present):
         raise ValueError(f"{sum(present)} of {len(present)} rollouts have {name}; give it to all of them, or to none")

@@ -75,7 +75,7 @@ class OutputHead:
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
-    """What a model's config does to its logits: `logit_scale` and `softcap`."""
+    """Return what a model's config does to its logits: `logit_scale` and `softcap`."""
     config = config.get_text_config()
     scale = next((value for name in LOGIT_SCALES if (value := getattr(config, name, None)) is not None), None)
     scaling = getattr(config, "logits_scaling", None)
@@ -138,7 +138,7 @@ class Policy:
 
     @property
     def routed_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return len(self.routed_places)
 
     @property
@@ -177,7 +177,7 @@ class Policy:
         return out.last_hidden_state[0]
 
     def lent_keys(self) -> dict[str, Any]:
-        """What a family whose layers lend each other keys and values is given to hold them in, for one pass."""
+        """Return the store of one pass for keys and values that layers of a family lend each other."""
         row = family_of(self.base.config)
         return {"shared_kv_states": FirstKeys()} if row is not None and row.unlike_layers else {}
 
@@ -202,7 +202,7 @@ class Policy:
         return {"sampling/routes/differing": differing / max(total, 1)}
 
     def recorder(self) -> Recorder | None:
-        """What records the routes of one pass; None for a model without experts that take them."""
+        """Return the recorder of the routes of one pass; None for a model without experts that take them."""
         return Recorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
 
     def check_packed(self, calls: int) -> None:
@@ -260,7 +260,7 @@ class Policy:
             yield
 
     def is_trained(self) -> bool:
-        """Whether the adapter has been trained before: in a fresh one the second factors are 0."""
+        """Return whether the adapter has been trained before: in a fresh one the second factors are 0."""
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
     def keep_reference(self, moves: bool = False) -> None:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Where a model is stored."""
+    """The place where a model is stored."""
 
     name: str  # as the user wrote it
     path: str  # a folder, or a name on the hub
@@ -195,7 +195,7 @@ def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether some layers hold their weights in 4 bits or FP8."""
+    """Return whether some layers hold their weights in 4 bits or FP8."""
     return any(linears_in_4bit(model)) or any(fp8_linears(model))
 
 

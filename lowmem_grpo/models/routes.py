@@ -31,7 +31,7 @@ NAMES = {torch.uint8: "uint8", torch.int16: "int16"}
 
 
 def dtype_of(experts: int) -> torch.dtype:
-    """How the number of an expert is held: one byte up to 256 experts, two above."""
+    """Return the dtype for the number of an expert: one byte up to 256 experts, two above."""
     return torch.uint8 if experts <= SMALL else torch.int16
 
 
@@ -75,7 +75,7 @@ class Routes:
 
     @classmethod
     def unpacked(cls, saved: dict[str, Any]) -> "Routes":
-        """What `packed` made."""
+        """Undo `packed`."""
         flat = torch.frombuffer(bytearray(base64.b64decode(saved["data"])), dtype=getattr(torch, saved["dtype"]))
         return cls((flat.view(saved["shape"]),))
 
@@ -91,7 +91,7 @@ def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
 
 
 def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
-    """Of each sequence of a rollout: the routes of its first tokens, prompt included; None where none are known.
+    """Return the routes of the first tokens of each sequence of a rollout, prompt included; None where none are known.
     `prompt` is that of the group.
 
     Of an episode each turn brings those of all that the engine saw. Tokens keep the routes of the turn in which they
@@ -132,7 +132,7 @@ def of_sequences(rollout: Rollout, prompt: list[int]) -> Iterator[tuple[Turn, in
 
 
 def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
-    """Whether some rollouts have no routes at all; a warning counts them."""
+    """Return whether some rollouts have no routes at all; a warning counts them."""
     lacking = sum(not rollout.routes and not any(turn.routes for turn in rollout.turns) for rollout in rollouts)
     if lacking:
         logger.warning("%d of %d completions came without routes: the trainer's own router chooses their experts, "

@@ -34,7 +34,7 @@ class Sequence:
 
     @property
     def ids(self) -> list[int]:
-        """What follows the shared prompt."""
+        """The tokens after the shared prompt."""
         return [*self.lead, *self.rollout.completion_ids[self.start : self.end]]
 
     @property
@@ -43,7 +43,7 @@ class Sequence:
 
     @property
     def drawn(self) -> list[bool]:
-        """Of each of its tokens of the rollout, whether the policy drew it."""
+        """Whether the policy drew each of its tokens of the rollout."""
         trained = self.rollout.trained
         return [True] * (self.end - self.start) if trained is None else trained[self.start : self.end]
 
@@ -91,7 +91,7 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 def shared(
     prompt: list[int] | None, of_group: list[int], repeated: set[Ids]
 ) -> tuple[list[int], list[int], Ids | None]:
-    """Of a sequence's prompt: what it shares, what is left, and the family it shares with."""
+    """Return the shared part of a sequence's prompt, what is left, and the family it shares with."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:

@@ -96,7 +96,7 @@ def check_groups(given: Mapping[str, Any], name: str) -> None:
 
 
 def refusal(name: str, label: str) -> ValueError:
-    """What is stored, what is allowed, and what to use."""
+    """Return what is stored, what is allowed, and what to use."""
     return ValueError(
         f"{name!r} is stored in {label}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
         "bits of bitsandbytes, and in FP8 (e4m3, of compressed-tensors or fine-grained): "

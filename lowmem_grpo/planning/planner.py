@@ -66,7 +66,8 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
 
 
 def worth(found: MemoryPlan) -> tuple[Any, ...]:
-    """What decides between two plans; if all of it is equal, the plan with larger micro-batches is taken."""
+    """Return the values that decide between two plans; if all are equal, the plan with larger micro-batches is taken.
+    """
     settings = found.settings
     return (found.fits, found.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
@@ -110,7 +111,7 @@ def lasting(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
 
 
 def short_of_ease(found: MemoryPlan) -> list[str]:
-    """What is short if some of the room is kept free: plans are estimates."""
+    """Return what is short if some of the room is kept free: plans are estimates."""
     tight = found.train > EASE * found.device.budget
     return [*(["train"] if tight else []), *(["host"] if "host" in found.short_of() else [])]
 
@@ -149,8 +150,9 @@ def enough(asked: RunSettings, device: Device) -> int:
 
 
 def paid_spread(asked: RunSettings) -> float:
-    """What is worth memory of its own side by side in attention: completions that share a prompt take 2 to 4 times
-    their places there. Where one sequence alone keeps a card busy, only what costs nothing is taken (`widened`)."""
+    """Return the layout side by side in attention that is worth memory of its own: completions that share a prompt take
+    2 to 4 times their places there. Where one sequence alone keeps a card busy, only what costs nothing is taken
+    (`widened`)."""
     return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
 
 
@@ -163,7 +165,7 @@ def sizes(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def steps_down(asked: RunSettings, device: Device) -> list[Step]:
-    """What lowers a peak, the cheapest in speed first."""
+    """Return the changes that lower a peak, the cheapest in speed first."""
     steps: list[Step] = [
         ("optim", "adamw_8bit", "optimizer states in 8 bits"),
         *fewer(enough(asked, device), 1, asked),
@@ -211,7 +213,7 @@ def chosen_for_rollout(shape: ModelShape, found: MemoryPlan, asked: RunSettings)
 
 
 def may_be_halved(found: MemoryPlan) -> bool:
-    """Whether more sequences could be decoded together from a cache in 8 bits, which is never chosen unasked."""
+    """Return whether more sequences could be decoded together from a cache in 8 bits, which is never chosen unasked."""
     settings = found.settings
     return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
             and found.concurrent_sequences < settings.num_generations)
@@ -223,7 +225,7 @@ def cached_in_8_bits(shape: ModelShape, found: MemoryPlan) -> int:
 
 
 def advise(shape: ModelShape, found: MemoryPlan, asked: RunSettings) -> list[str]:
-    """What would fit: a shorter context, a smaller model, a larger card."""
+    """Return what would fit: a shorter context, a smaller model, a larger card."""
     device, room = found.device, size_text(found.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
     fixed = sum(row.train for row in found.rows if row.name in FIXED)

@@ -36,7 +36,7 @@ def refuse_unknown(name: str) -> None:
 
 
 def made(name: str, found: Any) -> Any:
-    """What was found, or what it returns if it is a function that makes a reward or a verifier without arguments."""
+    """Return what was found, or its result if it is a function that makes a reward or a verifier without arguments."""
     if isinstance(found, Verifier):
         return found
     parameters = inspect.signature(found).parameters if callable(found) else {}

@@ -60,7 +60,7 @@ class Reward(ABC):
         return self.pay(self.read(completions), columns, kwargs)
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """What `pay` gets of each completion: its text, of a chat the assistant's last message."""
+        """Return what `pay` gets of each completion: its text, of a chat the assistant's last message."""
         return completion_texts(completions)
 
     @abstractmethod

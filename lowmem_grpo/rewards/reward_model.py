@@ -148,7 +148,7 @@ class RewardModel(Reward):
 
     @property
     def scoring_bytes(self) -> int:
-        """What it holds on the card while it scores: its weights, and what is inside a layer (estimated)."""
+        """Its bytes on the card while it scores: its weights, and what is inside a layer (estimated)."""
         shape, dtypes = self.model.config.get_text_config(), [one.dtype for one in self.model.parameters()]
         size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
         inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size

@@ -38,7 +38,7 @@ STANDARD = ("no peft_config: training a LoRA of rank %d on %s; merged weights by
 
 @dataclass(frozen=True)
 class Brought:
-    """What a trainer was given beside its rows."""
+    """The arguments of a trainer beside its rows."""
 
     model: Any
     tokenizer: Any  # None: the model's own
@@ -89,7 +89,7 @@ class Brought:
 
     @property
     def checkpointing(self) -> bool | str:
-        """Where layers keep their inputs, if only these."""
+        """The place where layers keep their inputs, if only these."""
         return False if self.settings.gradient_checkpointing is False else "offload"
 
     def check_settings(self) -> None:

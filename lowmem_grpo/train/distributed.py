@@ -44,8 +44,8 @@ ROWS = 8  # that are compared, from the first to the last
 
 
 class Ranks:
-    """What the processes of a run do together. All of them ask for the same things in the same order; what differs is
-    noticed, and said. In one process each of it is what a process does by itself."""
+    """The work that the processes of a run do together. All of them ask for the same things in the same order; what
+    differs is noticed, and said. In one process each of it is what a process does by itself."""
 
     def __init__(self, place: Place | None = None, store: Any = None) -> None:
         """`store` is torch's, which all processes reach."""

@@ -59,7 +59,7 @@ class NotHereError(AttributeError, UnsupportedError):
 
 
 class Processes:
-    """What people ask of `trainer.accelerator`."""
+    """The attributes of `trainer.accelerator` that people read."""
 
     def __init__(self, device: Any, ranks: Any) -> None:
         self.device, self.ranks = device, ranks
@@ -131,7 +131,7 @@ class Familiar:
 
     @property
     def accelerator(self) -> Processes:
-        """What can be asked of the run's processes."""
+        """The facts about the run's processes that can be asked for."""
         return Processes(self.learner.policy.device, self.ranks)
 
     @property
@@ -140,15 +140,15 @@ class Familiar:
         return self.args.hub_model_id or self.run_dir.resolve().name
 
     def is_world_process_zero(self) -> bool:
-        """Whether this process leads."""
+        """Return whether this process leads."""
         return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Return whether this is the first process of its machine."""
         return self.state.is_local_process_zero
 
     def get_learning_rates(self) -> list[float]:
-        """Of each group of the optimizer."""
+        """Return the learning rate of each group of the optimizer."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_num_trainable_parameters(self) -> int:

@@ -157,7 +157,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def engine(self) -> Engine:
-        """What sampled last."""
+        """The engine that sampled last."""
         return self.sampler.engine
 
     # The verbs, beside those of `Trainer`; each can be used by itself.
@@ -174,7 +174,8 @@ class GRPOTrainer(Trainer):
         self.sampler.renew()
 
     def begin_scoring(self, prompts: list[Prompt]) -> EarlyScoring:
-        """What scores finished groups of these prompts while others are sampled; give its `on_group` to `sample`."""
+        """Return the scorer of these prompts' finished groups while others are sampled; give its `on_group` to
+        `sample`."""
         return self.scoring.begin(prompts)
 
     def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
@@ -217,7 +218,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def sampled(self) -> list[RolloutGroup]:
-        """What was sampled for the last update; some of it may not have been trained on."""
+        """The groups sampled for the last update; some may not have been trained on."""
         return self.collector.sampled
 
     def optim_step(self) -> dict[str, float]:

@@ -57,7 +57,7 @@ class Learner:
 
     @property
     def limits(self) -> Limits:
-        """What a micro-batch may hold. With a plan, only tokens bound it, and the user may have set their number.
+        """The limits of a micro-batch. With a plan, only tokens bound it, and the user may have set their number.
         Without a plan, `per_device_train_batch_size` bounds the sequences too."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
@@ -142,7 +142,8 @@ class Learner:
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """How many tokens that the policy drew count in the loss; those of masked, truncated completions do not."""
+        """Return how many tokens that the policy drew count in the loss; those of masked, truncated completions do not.
+        """
         return sum(rollout.num_trained for group in self.counted_groups(groups) for rollout in group.rollouts)
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
@@ -259,7 +260,7 @@ class Learner:
             self.prepare_again = None
 
     def of_all_ranks(self, sums: Sums, rollouts: list[Rollout]) -> Sums:
-        """What the micro-batches of all ranks, on all these rollouts, add up to."""
+        """Return the sums over the micro-batches of all ranks, on all these rollouts."""
         if self.ranks.count == 1:
             return sums
         return Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)

@@ -72,19 +72,20 @@ class Lifecycle(Evaluator):
         self.records.summary(self.describe("running") | {"began": self.began, "error": None})
 
     def resumed(self, wanted: bool | str) -> bool:
-        """Whether the run goes on from a checkpoint; the first process finds it, and the others read the same one."""
+        """Return whether the run goes on from a checkpoint; the first process finds it, and the others read the same
+        one."""
         folder = self.ranks.first("the checkpoint", lambda: self.saver.resume(wanted))
         if folder is not None and not self.records.writes:
             self.saver.load(folder)
         return folder is not None
 
     def found(self) -> tuple[dict[str, Any], bool]:
-        """What the folder's summary knows, and whether it is of this trainer's own run, which can go on."""
+        """Return the content of the folder's summary, and whether it is of this trainer's own run, which can go on."""
         known = self.records.known()
         return known, self.stopped(known)
 
     def stopped(self, known: dict[str, Any]) -> bool:
-        """Whether the run in the folder is this trainer's, has not come to its end, and can go on."""
+        """Return whether the run in the folder is this trainer's, has not come to its end, and can go on."""
         mine = bool(self.began) and known.get("began") == self.began
         return mine and self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
 
@@ -106,7 +107,7 @@ class Lifecycle(Evaluator):
         self.stops = bool(signals) or self.control.should_training_stop
 
     def should_stop(self) -> bool:
-        """Whether the run ends before the next step. Of several ranks all say the same."""
+        """Return whether the run ends before the next step. Of several ranks all say the same."""
         return self.stops if self.ranks.count > 1 else self.should_stop_here()
 
     def should_stop_here(self) -> bool:

@@ -142,7 +142,7 @@ class Trainer(Lifecycle):
             return self.forward_backward(groups) | self.optim_step()
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """What to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
+        """Return what to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
         return timing
 
     def weights_changed(self) -> None:
@@ -150,7 +150,7 @@ class Trainer(Lifecycle):
 
     @property
     def sampled(self) -> list[RolloutGroup]:
-        """What was sampled for the last update."""
+        """The groups sampled for the last update."""
         return []
 
     # The verbs; each can be used by itself.
@@ -177,7 +177,7 @@ class Trainer(Lifecycle):
         return folder
 
     def preflight(self) -> list[Finding]:
-        """What would stop or spoil a run, errors first. Nothing is sampled, called or written."""
+        """Return what would stop or spoil a run, errors first. Nothing is sampled, called or written."""
         return preflight(self)
 
     def check_before(self) -> None:
@@ -282,14 +282,14 @@ class Trainer(Lifecycle):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Whether an epoch or the run ends in the steps just made, or a multiple of `every` lies in them."""
+        """Return whether an epoch or the run ends in the steps just made, or a multiple of `every` lies in them."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
 
     @contextmanager
     def saved_before(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Where such an error ends the run, save the state before this step, so that the run can be resumed."""
+        """Save the state before this step if such an error ends the run, so that the run can be resumed."""
         try:
             yield
         except kinds as error:

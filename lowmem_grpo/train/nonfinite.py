@@ -99,7 +99,7 @@ class Guard:
         self.causes: list[str] = []  # of the steps skipped in a row
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
-        """Whether a reward of these groups was NaN or infinite; the step then needs no pass over them."""
+        """Return whether a reward of these groups was NaN or infinite; the step then needs no pass over them."""
         found = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
                  for group in groups for rollout in group.rollouts if rollout.invalid_rewards]
         self.bad += found
@@ -168,7 +168,7 @@ class Guard:
 
 
 def advice(causes: Iterable[str]) -> str:
-    """What to look at for these causes."""
+    """Return what to look at for these causes."""
     return "; ".join(dict.fromkeys(ADVICE[cause.partition(" ")[0]] for cause in causes))
 
 

@@ -61,8 +61,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether a step takes memory even after all states exist. torch's fused AdamW works in place, its other forms make
-    temporaries of the parameters' size. bitsandbytes works in place on a card, with torch's operations on the CPU."""
+    """Return whether a step takes memory even after all states exist. torch's fused AdamW works in place, its other
+    forms make temporaries of the parameters' size. bitsandbytes works in place on a card, with torch's operations on
+    the CPU."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")

@@ -98,7 +98,8 @@ class OverlappedTraining:
             self.collect_jobs(wait=True)
 
     def has_room(self) -> bool:
-        """Whether a micro-batch fits beside the cache without more memory than the larger phase is planned to take."""
+        """Return whether a micro-batch fits beside the cache without more memory than the larger phase is planned to
+        take."""
         device = self.policy.device
         if device.type != "cuda" or self.plan is None:
             return True
@@ -210,8 +211,9 @@ class OverlappedTraining:
 
     @contextmanager
     def gradient(self, groups: list[RolloutGroup]) -> Iterator[PartialGradient | None]:
-        """What is trained of an update on these groups, the step's, with its last micro-batches; None where nothing
-        is, or where it does not hold any more. Inside the update is made; an error there leaves no gradient behind."""
+        """Return the gradient of an update on these groups, the step's, with its last micro-batches; None where nothing
+        was trained, or where it does not hold any more. Inside the update is made; an error there leaves no gradient
+        behind."""
         try:
             self.finish(groups)
             yield self.partial

@@ -78,7 +78,7 @@ def refuse(name: str, value: Any, trainer: type) -> None:
 
 
 def only_pads(collator: Any) -> bool:
-    """Whether a collator of transformers or TRL would only pad rows, which packing makes needless."""
+    """Return whether a collator of transformers or TRL would only pad rows, which packing makes needless."""
     kind = collator if inspect.isfunction(collator) else type(collator)
     return (kind.__module__.partition(".")[0] in ("transformers", "trl") and kind.__name__ in PADDING
             and not getattr(collator, "mlm", False))

@@ -23,7 +23,7 @@ TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a call of a tool as a person types 
 
 @dataclass(frozen=True)
 class Play:
-    """What an episode is played with."""
+    """The settings with which an episode is played."""
 
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
     """As `environment_factory` of the trainer."""
@@ -73,7 +73,7 @@ class Play:
     def player(
         self, model: Any, params: SamplingParams, settings: Mapping[str, Any], parse: Callable[..., Any] | None = None
     ) -> Any:
-        """What plays with the model's engine; `parse` as in `GRPOTrainer`."""
+        """Return a player with the model's engine; `parse` as in `GRPOTrainer`."""
         config = GRPOConfig(**{**self.settings, **settings, "max_completion_length": params.max_tokens})
         context = model.loaded.max_seq_length
         players = Players(config, list(self.tools), self.environment, None, parse)

@@ -85,7 +85,8 @@ class Players:
         return with_prompts(rows_of(given, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """What makes prompts of rows; the chat template is tried with the tools, and refused where it has none."""
+        """Return the encoder of rows to prompts; the chat template is tried with the tools, and refused where it has
+        none."""
         if not self.plays:
             return inner
         template = self.config.chat_template_kwargs or {}
@@ -96,14 +97,14 @@ class Players:
 
     @property
     def turns(self) -> Turns | None:
-        """What answers the policy, for the checks before a run."""
+        """The part that answers the policy, for the checks before a run."""
         if self.kits is None:
             return None
         samples = [] if self.factories is None else list(self.factories.samples.values())
         return Turns(self.kits.schemas, any(callable(getattr(one, "step", None)) for one in samples), bool(samples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
-        """What plays with the trainer's engine; None where an engine's completion is the whole answer."""
+        """Return a player with the trainer's engine; None where an engine's completion is the whole answer."""
         if self.rollout_func is not None:
             return RolloutFunction(self.rollout_func, trainer)
         if self.kits is None:

@@ -34,7 +34,8 @@ class RankError(RuntimeError):
 
 
 class Word(NamedTuple):
-    """Where a rank is: the number of its meetings, the name of the last one, the bytes it brings, why it fails."""
+    """The position of a rank: the number of its meetings, the name of the last one, the bytes it brings, why it fails.
+    """
 
     number: int = 0
     what: str = ""

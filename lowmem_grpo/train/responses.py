@@ -120,7 +120,8 @@ def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
 
 
 def parts_of(tokenizer: Any) -> tuple[str, str]:
-    """What a chat template writes before a user's message, and before an answer. ValueError where it cannot be told."""
+    """Return what a chat template writes before a user's message, and before an answer. ValueError where it cannot be
+    told."""
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER},
             {"role": "user", "content": NEXT}]
     try:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
-    """What the planner needs to know of a run. Values that the user or a default has already set stay."""
+    """Return the planner's settings for a run. Values that the user or a default has already set stay."""
     base: Any = model.get_base_model()
     tiles = [module.tile_rows for module in base.modules() if isinstance(module, LeanMLP)]
     checkpointing = bool(base.is_gradient_checkpointing)

@@ -39,7 +39,7 @@ class Sums:
         return copied
 
     def sent(self, rollouts: list[Rollout]) -> dict[str, Any]:
-        """What `together` needs of one rank, on the host; bad rollouts by their places in all `rollouts`."""
+        """Return what `together` needs of one rank, on the host; bad rollouts by their places in all `rollouts`."""
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
         return {
             "totals": {name: total.cpu() for name, total in self.totals.items()}, "count": self.count,
@@ -86,11 +86,11 @@ class PartialGradient:
         return {each for facts in self.groups.values() for each, *_ in facts}
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Whether the group was trained early. Of a group only the rollouts with gradient may be given."""
+        """Return whether the group was trained early. Of a group only the rollouts with gradient may be given."""
         return any(id(rollout) in self.rollouts for rollout in group.rollouts)
 
     def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
-        """Whether what is known now, with all groups sampled, is what the groups were trained with."""
+        """Return whether what is known now, with all groups sampled, is what the groups were trained with."""
         now = {id(group.rollouts[0]): facts_of(group) for group in groups}
         return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
 

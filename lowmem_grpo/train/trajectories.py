@@ -203,7 +203,8 @@ class TrajectoryTrainer(GRPOTrainer):
         return self.given
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """What the policy drew as it is now, at its own temperature: the trainer computes the same for nothing else."""
+        """Return what the policy drew as it is now, at its own temperature: the trainer computes the same for nothing
+        else."""
         version = self.state.policy_version
         return [replace(group, rollouts=[one for one in group.rollouts if of_now(one, version)]) for group in groups]
 
@@ -248,10 +249,11 @@ def pay(rollout: Rollout) -> None:
 
 
 def of_now(rollout: Rollout, version: int) -> bool:
-    """Whether every turn was drawn by this version of the policy, at the run's own temperature."""
+    """Return whether every turn was drawn by this version of the policy, at the run's own temperature."""
     return all(turn.exact and turn.policy_version == version for turn in rollout.turns)
 
 
 def factors(scheduler: Any) -> list[float]:
-    """What the schedule multiplies the learning rate of each group of parameters with, as it stands."""
+    """Return the factors by which the schedule multiplies the learning rate of each group of parameters, as it stands.
+    """
     return [float(one(scheduler.last_epoch)) for one in scheduler.lr_lambdas]

@@ -14,7 +14,7 @@ BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave mor
 
 
 class Capacity:
-    """What was asked for, and what memory had room for (`bound`, which shrinks at each shortage).
+    """The sizes that were asked for, and those that memory had room for (`bound`, which shrinks at each shortage).
 
     `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
     room. `kv_bytes` sizes the cache; None takes what `utilization` of the card leaves. One sequence of `max_seq_length`
@@ -103,8 +103,8 @@ def itemsize_of(policy: Policy, cache_dtype: str) -> int:
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:
-    """What `utilization` of the card leaves beside what is in use; a fixed size on the CPU. A process that keeps to a
-    share of its card takes this part of its share, beside what it uses itself."""
+    """Return what `utilization` of the card leaves beside what is in use; a fixed size on the CPU. A process that keeps
+    to a share of its card takes this part of its share, beside what it uses itself."""
     if policy.device.type != "cuda":
         return CPU_KV_BYTES
     free, total = torch.cuda.mem_get_info(policy.device)

@@ -91,7 +91,7 @@ class VLLMEngine:
 
     @property
     def bound(self) -> RolloutBound:
-        """What memory had room for; a run sets its own."""
+        """The sizes that memory had room for; a run sets its own."""
         return self.capacity.bound
 
     @bound.setter
@@ -104,7 +104,7 @@ class VLLMEngine:
 
     @property
     def cache_dtype(self) -> str:
-        """What its keys and values are held in."""
+        """The dtype of its keys and values."""
         return self.capacity.cache_dtype
 
     def start_or_do_without(self) -> None:
@@ -118,8 +118,8 @@ class VLLMEngine:
             # again, but not in the handler: the error's traceback keeps alive what was made
 
     def does_without(self, error: Exception) -> bool:
-        """Whether vLLM did not start because of what can be left out: sleep, where the driver or this vLLM has no
-        memory pool for it, or routes."""
+        """Return whether vLLM did not start because of what can be left out: sleep, where the driver or this vLLM has
+        no memory pool for it, or routes."""
         if self.sleeps and vllm_pool.is_missing(error):
             self.sleeps = False
             self.sampling_weights = self.sampling_weights if self.eager else FOUR
@@ -188,7 +188,7 @@ class VLLMEngine:
         self.in_less_memory(lambda: self.run_surely(call), call)
 
     def sampling(self, params: SamplingParams) -> Sampling:
-        """How vLLM samples in a call."""
+        """Return vLLM's sampling parameters of a call."""
         return Sampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
                         self.vllm.SamplingParams, self.policy.routed_places)
 
@@ -245,7 +245,7 @@ class VLLMEngine:
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def run(self, call: Prompts | Turns) -> None:
-        """What is left of a call, with the policy as the trainer would compute with it now."""
+        """Run what is left of a call, with the policy as the trainer would compute with it now."""
         self.loan.check()
         self.wake()
         self.loan.fill_weights()

@@ -118,7 +118,7 @@ def fill_other(target: LoRA, source: LoRA | None) -> None:
 
 
 def form(lora: LoRA | None) -> tuple[Any, ...] | None:
-    """What may not change about an adapter while an engine samples with it: shapes and scale."""
+    """Return what may not change about an adapter while an engine samples with it: shapes and scale."""
     return None if lora is None else (lora.a.shape, lora.b.shape, lora.scale)
 
 

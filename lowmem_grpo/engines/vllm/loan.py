@@ -73,12 +73,12 @@ class Loan:
         return self.experts.setdefault(found.path, found)
 
     def is_router(self, prefix: str) -> bool:
-        """Whether the engine's linear layer `prefix` is the router of a block with experts."""
+        """Return whether the engine's linear layer `prefix` is the router of a block with experts."""
         parent, _, name = prefix.rpartition(".")
         return name == "gate" and isinstance(dict(self.base.named_modules()).get(parent), RoutedBlock)
 
     def lacks(self, path: str) -> bool:
-        """Whether the trainer has nothing at `path`."""
+        """Return whether the trainer has nothing at `path`."""
         parent, _, name = path.rpartition(".")
         return getattr(self.base.get_submodule(parent), name, None) is None
 

@@ -122,7 +122,7 @@ class BorrowedExpertsMethod(fused_moe.FusedMoEMethodBase):
         """Nothing to create: they are the trainer's."""
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
-        """Of vLLM's own kernels, which do not run here."""
+        """Return the settings of vLLM's own kernels, which do not run here."""
 
     def apply(
         self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **options: Any

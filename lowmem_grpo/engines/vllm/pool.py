@@ -41,8 +41,8 @@ MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether vLLM did not start because it lacks its pool: the build has none, the driver has no virtual memory, or
-    the pool is still in use."""
+    """Return whether vLLM did not start because it lacks its pool: the build has none, the driver has no virtual
+    memory, or the pool is still in use."""
     return any(words in str(error) for words in MISSING)
 
 
@@ -159,7 +159,7 @@ def choose_for_engine(asked: str | None, policy: Policy, capacity: Capacity, eag
 
 
 def room_for(form: str, eager: bool) -> wide.Room | None:
-    """Where dequantized weights lie. CUDA graphs need addresses that last, which vLLM's pool has."""
+    """Return the memory for dequantized weights. CUDA graphs need addresses that last, which vLLM's pool has."""
     if form == FOUR:
         return None
     return wide.PlainRoom() if eager else SleepingRoom()

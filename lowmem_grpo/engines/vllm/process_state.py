@@ -70,7 +70,7 @@ class Open(Protocol):
 
 @dataclass
 class Process:
-    """What a process has one of."""
+    """The state that a process has once."""
 
     engine: "weakref.ref[Open] | None" = None  # the one that is open
     clean: bool = True  # whether vLLM's memory pool can serve another engine as it is

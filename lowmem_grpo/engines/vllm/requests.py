@@ -32,7 +32,7 @@ COLDEST = 0.01  # vLLM raises a lower temperature to this one
 
 @dataclass(frozen=True)
 class Sampling:
-    """How vLLM samples in one call of the engine."""
+    """vLLM's sampling options in one call of the engine."""
 
     params: SamplingParams
     max_seq_length: int
@@ -76,7 +76,7 @@ class Sampling:
 
 
 class Steps:
-    """What a call does with vLLM: requests enter, and steps are made."""
+    """The part of vLLM that a call uses: requests enter, and steps are made."""
 
     def __init__(self, llm: Any, pace: Pace) -> None:
         self.llm, self.pace = llm, pace

@@ -32,7 +32,7 @@ ALIGN = 128  # numbers: each group begins at a multiple
 
 
 class Room(Protocol):
-    """Where the buffer lies."""
+    """The memory of the buffer."""
 
     def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(numbers,), uninitialised. Where CUDA graphs read it, it has the same addresses each time."""
@@ -136,7 +136,7 @@ def check_four_bit(asked: str | None, quantized: bool) -> None:
 
 
 def pays(policy: Policy, sequences: int, tokens: int) -> bool:
-    """Whether the card decodes faster with dequantized weights, as far as can be estimated."""
+    """Return whether the card decodes faster with dequantized weights, as far as can be estimated."""
     known = known_of(policy.base, policy.device)
     return known is None or faster_in_16_bit(*known[:2], sequences, tokens, known[2])
 

@@ -49,7 +49,7 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def on_card(policy: Policy) -> bool:
-    """Whether the engine is on a card, where it can sleep."""
+    """Return whether the engine is on a card, where it can sleep."""
     return policy.device.type == "cuda"
 
 
@@ -82,8 +82,8 @@ def memory_share(policy: Policy, budget: int) -> dict[str, float]:
 
 
 def has_states(policy: Policy) -> bool:
-    """Whether the model has gated delta nets. vLLM keeps their states of a prefix only where it may cut prompts, which
-    it must not on the CPU (`prefill`); on a card this was not tried."""
+    """Return whether the model has gated delta nets. vLLM keeps their states of a prefix only where it may cut prompts,
+    which it must not on the CPU (`prefill`); on a card this was not tried."""
     family = family_of(policy.base.config)
     return family is not None and bool(family.delta_net)
 
@@ -107,7 +107,7 @@ def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, An
 
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
-    """Whether vLLM decodes without CUDA graphs: what is asked for, or else on the CPU, and with a mixture, whose
+    """Return whether vLLM decodes without CUDA graphs: what is asked for, or else on the CPU, and with a mixture, whose
     operation reads on the host how many tokens each expert has. ValueError where that is asked for with graphs."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
@@ -122,7 +122,7 @@ def why_no_routes(error: BaseException) -> str:
 
 
 def explain(error: BaseException, policy: Policy) -> None:
-    """Where vLLM does not start, add to its message what was tried and what to do; our own errors say it already."""
+    """Add to the message of a failed start of vLLM what was tried and what to do; our own errors say it already."""
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
         error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')

@@ -37,7 +37,7 @@ Piece = tuple[str, str]  # a mark and "", or "" and text
 
 @dataclass
 class Reading:
-    """What a policy said, the tools that it calls, and what is wrong with calls that could not be read."""
+    """A policy's text, the tools that it calls, and what is wrong with calls that could not be read."""
 
     content: str
     calls: list[ToolCall] = field(default_factory=list)

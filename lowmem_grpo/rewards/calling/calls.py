@@ -186,5 +186,5 @@ def stop(calls: list[Call]) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException | None:
-    """What a finished call raised. A coroutine that cancelled itself counts as an error too."""
+    """Return the error of a finished call. A coroutine that cancelled itself counts as an error too."""
     return asyncio.CancelledError() if future.cancelled() else future.exception()

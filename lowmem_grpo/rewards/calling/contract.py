@@ -45,7 +45,7 @@ def check_function(func: Any) -> None:
 
 
 def is_model(func: Any) -> bool:
-    """Whether this is a torch module, or a text, which is the name of a reward model; needs no torch."""
+    """Return whether this is a torch module, or a text, which is the name of a reward model; needs no torch."""
     return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
 
 
@@ -72,7 +72,7 @@ def unique_names(names: list[str]) -> list[str]:
 
 
 def is_async(func: RewardFunction) -> bool:
-    """Whether a call returns a coroutine; for a callable object, its `__call__` decides."""
+    """Return whether a call returns a coroutine; for a callable object, its `__call__` decides."""
     func = unwrap(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
@@ -81,8 +81,8 @@ def is_async(func: RewardFunction) -> bool:
 
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
-    """Whether it may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling: False turns
-    early calls off for all functions, other values decide for functions that say nothing themselves."""
+    """Return whether it may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling: False
+    turns early calls off for all functions, other values decide for functions that say nothing themselves."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
@@ -95,7 +95,7 @@ def own_limit(func: RewardFunction) -> float | None:
 
 
 def is_required(func: RewardFunction) -> bool:
-    """Whether None from it leaves the whole group out of the step."""
+    """Return whether None from it leaves the whole group out of the step."""
     return bool(getattr(unwrap(func), "required", False))
 
 

@@ -23,8 +23,8 @@ class EarlyScoring(EarlyCalls):
         self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
         clock: Clock | None = None,
     ) -> None:
-        """Of the prompts only the rows are used. `clock` counts the seconds of the calls. RewardError, before anything
-        is sampled, if a function needs a column that no row has."""
+        """Use only the rows of the prompts. `clock` counts the seconds of the calls. RewardError, before anything is
+        sampled, if a function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
         self.now, self.clock = state, clock or Clock()  # early calls see a copy of the state as it was before sampling
         self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # completions of the groups handed in
@@ -32,7 +32,7 @@ class EarlyScoring(EarlyCalls):
 
     @property
     def on_group(self) -> OnGroup | None:
-        """What the engine is to call for each finished group; None if no function is early."""
+        """The function that the engine is to call for each finished group; None if no function is early."""
         return self.take_in if self.names else None
 
     def take_in(self, index: int, rollouts: list[Rollout]) -> None:
@@ -42,7 +42,7 @@ class EarlyScoring(EarlyCalls):
             self.add(index, lists_of(self.scorer, [RolloutGroup(self.rows[index], [], rollouts)], self.columns))
 
     def settle(self, groups: list[RolloutGroup]) -> Scores:
-        """What all functions say of the groups, once all are sampled. RewardError if one of them failed."""
+        """Return what all functions say of the groups, once all are sampled. RewardError if one of them failed."""
         with self, self.clock.phase("reward"):
             self.clock.reward_hidden += self.finish(groups)
             return self.scores(groups)
@@ -106,8 +106,8 @@ def score_rows(
 
 
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
-    """What functions get for the rollouts of groups: the columns of their rows, and those that rollouts bring, which
-    stand before them. `completion_ids` are all that followed the prompt."""
+    """Return the lists that functions get for the rollouts of groups: the columns of their rows, and those that
+    rollouts bring, which stand before them. `completion_ids` are all that followed the prompt."""
     pairs = [(group.row, rollout) for group in groups for rollout in group.rollouts]
     names = dict.fromkeys([*columns, *columns_of([rollout.columns for _, rollout in pairs])])
     values = {name: [rollout.columns.get(name, row.get(name)) for row, rollout in pairs] for name in names}

@@ -39,7 +39,7 @@ STATUSES = {  # an answer's: a short name, what the server does, and what to do 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered."""
+    """A server's answer."""
 
     text: str
     cut: bool = False  # at the limit of tokens
@@ -51,7 +51,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """What comes in place of an answer."""
+    """The error that takes the place of an answer."""
 
     trouble: Finding
     retries: int = 0
@@ -100,7 +100,7 @@ def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]
 
 
 def is_json(value: Any) -> bool:
-    """Whether a request can hold it."""
+    """Return whether a request can hold it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -142,7 +142,7 @@ def count_of(usage: Any, name: str) -> int:
 
 
 def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: list[str]) -> Failure:
-    """What failed, as a finding with what to do."""
+    """Return the failure as a finding with what to do."""
     request = getattr(error, "request", None)
     taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
     trouble = trouble_of(error, model, address(client.base_url), client.timeout, secrets)

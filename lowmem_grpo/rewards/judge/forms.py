@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """How completions are put to a judge, and what its scores are worth."""
+    """The way in which completions are put to a judge, and what its scores are worth."""
 
     rubric: str
     rubric_column: str | None  # of the dataset: holds a row's own rubric
@@ -47,7 +47,7 @@ class Form(ABC):
         return tuple(dict.fromkeys(name for name in (self.rubric_column, self.reference) if name is not None))
 
     def read(self, completion: Any) -> Any:
-        """What the judge sees of a completion: of a chat the assistant's last message."""
+        """Return what the judge sees of a completion: of a chat the assistant's last message."""
         return completion_text(completion)
 
     def questions(
@@ -131,5 +131,5 @@ def is_empty(said: str | Transcript) -> bool:
 
 
 def common(row: Row) -> tuple[str, str, str | None]:
-    """What the completions of a group share."""
+    """Return what the completions of a group share."""
     return row.prompt, row.rubric, row.reference

@@ -20,7 +20,7 @@ QUIET_SECONDS = 300.0  # between two warnings of the same kind
 
 @dataclass
 class Meter:
-    """What judging took: counts of a judge since it was made, or of one call."""
+    """The cost of judging: counts of a judge since it was made, or of one call."""
 
     calls: int = 0  # questions put to the judge; one that is asked again counts once
     cached: int = 0  # questions whose answer was known already
@@ -92,7 +92,7 @@ class Judge:
         return now
 
     def summary(self) -> str:
-        """What judging has taken so far, in one line."""
+        """Return the cost of judging so far, in one line."""
         meter = self.meter
         return (f"judge {self.name}: {meter.calls:,} calls ({meter.cached:,} more from the cache), {meter.retried:,} "
                 f"retried, {meter.failed:,} failed; {meter.prompt_tokens:,} prompt and {meter.completion_tokens:,} "

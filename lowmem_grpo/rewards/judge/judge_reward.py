@@ -36,7 +36,7 @@ class JudgeReward(Reward):
         return self.judge.meter
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """What the judge sees of each: a text, or an episode of several messages as a whole."""
+        """Return what the judge sees of each: a text, or an episode of several messages as a whole."""
         return [self.form.read(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
@@ -102,7 +102,7 @@ def questions_of(asked: list[Asked]) -> list[Any]:
 
 
 def completions_of(asked: list[Asked], holds: Callable[[Question], bool]) -> int:
-    """How many completions are behind the questions for which `holds` is true."""
+    """Return how many completions are behind the questions for which `holds` is true."""
     return sum(len(places) for one in asked if one.question and holds(one.question) for places in one.places)
 
 

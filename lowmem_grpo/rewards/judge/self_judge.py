@@ -18,7 +18,7 @@ SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
 
 
 class Sampling(Protocol):
-    """What a judge needs of a model, which is one from FastLanguageModel, with LoRA or without."""
+    """The part of a model that a judge needs; the model is one from FastLanguageModel, with LoRA or without."""
 
     loaded: Any
 

@@ -71,7 +71,7 @@ def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def keeps_softly(text: str) -> bool:
-    """Whether the blocks meet and a closing tag follows. If none follows the first meeting, none follows any."""
+    """Return whether the blocks meet and a closing tag follows. If none follows the first meeting, none follows any."""
     joint = JOINT.search(text) if text.startswith("<reasoning>") else None
     return joint is not None and text.find("</answer>", joint.end()) >= 0
 
@@ -83,5 +83,5 @@ def xmlcount_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def count_single_tags(text: str) -> int:
-    """How many of the four tags occur exactly once, 0 .. 4."""
+    """Return how many of the four tags occur exactly once, 0 .. 4."""
     return sum(text.count(tag) == 1 for tag in TAGS)

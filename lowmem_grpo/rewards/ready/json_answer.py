@@ -32,8 +32,8 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def holds(text: str, validator: Any = None) -> bool:
-    """Whether a text, or its last fenced block, is JSON that the validator accepts; without one, an object or a list.
-    What is nested too deeply, or has a number of more digits than Python reads, is not JSON here."""
+    """Return whether a text, or its last fenced block, is JSON that the validator accepts; without one, an object or a
+    list. What is nested too deeply, or has a number of more digits than Python reads, is not JSON here."""
     try:
         found = json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):

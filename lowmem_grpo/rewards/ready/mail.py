@@ -34,7 +34,7 @@ def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float |
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether a word, or a phrase, is in the text by itself. Case and the kind of white space do not matter."""
+    """Return whether a word, or a phrase, is in the text by itself. Case and the kind of white space do not matter."""
     inside, wanted = text.casefold(), " ".join(word.casefold().split())
     if " " in wanted:
         inside = " ".join(inside.split())

@@ -52,8 +52,8 @@ def last_line(text: str) -> str | None:
 
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
-    """What the last complete pair of tags holds. `in_tag("answer")` means <answer>...</answer>; you can also give both
-    tags, as in `in_tag("<SOLUTION>", "</SOLUTION>")`. Raises ValueError for an empty tag."""
+    """Return the content of the last complete pair of tags. `in_tag("answer")` means <answer>...</answer>; you can also
+    give both tags, as in `in_tag("<SOLUTION>", "</SOLUTION>")`. Raises ValueError for an empty tag."""
     if not opening or closing == "":
         raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character")
     pair = (f"<{opening}>", f"</{opening}>") if closing is None else (opening, closing)
@@ -69,14 +69,14 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def last_opening(text: str, opening: str, closing: str) -> int:
-    """Where the text of the last complete pair begins, or -1 if there is none."""
+    """Return where the text of the last complete pair begins, or -1 if there is none."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     return start + len(opening) if start >= 0 else -1
 
 
 def after(mark: str) -> Place:
-    """What follows the last `mark` in its line: `after("####")` reads GSM8K's own solutions."""
+    """Return what follows the last `mark` in its line: `after("####")` reads GSM8K's own solutions."""
     if not mark:
         raise ValueError("after got an empty mark; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)
@@ -99,7 +99,7 @@ def stated(label: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete \boxed{...} holds, with balanced braces; of nested boxes, the innermost."""
+    r"""Return the content of the last complete \boxed{...}, with balanced braces; of nested boxes, the innermost."""
     first = text.find("\\boxed")
     if first < 0:
         return None
