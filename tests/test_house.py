@@ -9,12 +9,12 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 62_409, "core lines": 47_031, "package files": 489, "files below 60 lines with one importer": 14,
-    "folders at the top": 24, "files at the top": 13, "arrows between folders": 204, "class names that stand twice": 39,
-    "uses of `found`": 1_112, "uses of `one`": 722, "uses of `given`": 635, "docstrings without a verb": 411,
-    "comments that begin with of": 228, "bench lines": 10_662, "tests lines": 65_283,
+    "package lines": 64_549, "core lines": 49_091, "package files": 496, "files below 60 lines with one importer": 14,
+    "folders at the top": 24, "files at the top": 14, "arrows between folders": 213, "class names that stand twice": 39,
+    "uses of `found`": 1_168, "uses of `one`": 793, "uses of `given`": 680, "docstrings without a verb": 0,
+    "comments that begin with of": 237, "bench lines": 9_869, "tests lines": 67_585,
 }
-FILES = {"first rollout()": 71, "second rollout()": 53, "update()": 58, "chat call": 49, "train(groups)": 116}
+FILES = {"first rollout()": 72, "second rollout()": 54, "update()": 58, "chat call": 50, "train(groups)": 116}
 MODULE = '''"""A module."""
 
 from lowmem_grpo.lower.words import Word
