@@ -59,7 +59,7 @@ def compare_logits(
     return check
 
 
-def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int) -> list[Tensor]:
+def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
     """Logits of a model in `folder`, loaded with plain transformers in `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map={"": device}, trust_remote_code=False

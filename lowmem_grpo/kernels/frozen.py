@@ -50,9 +50,14 @@ class WideWeights:
 WIDE: ContextVar[WideWeights | None] = ContextVar("wide weights", default=None)
 
 
+def wide_weights() -> WideWeights | None:
+    """Return the context's weights in 16 bits; none while torch compiles, which cannot ask for them."""
+    return None if torch.compiler.is_compiling() else WIDE.get()
+
+
 def can_decode(x: Tensor, weight: QuantizedWeight) -> bool:
     """Return whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
-    wide = WIDE.get()
+    wide = wide_weights()
     if wide is not None and len(x) > wide.few:
         return False
     return can_decode_nf4(x, weight) if isinstance(weight, NF4Weight) else can_decode_fp8(x, weight)
@@ -164,7 +169,7 @@ def project_back_each(
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like` (M, in); all
     rows at once where they are held so."""
-    wide = WIDE.get()
+    wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.of(weight, like)
         return

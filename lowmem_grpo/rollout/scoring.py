@@ -34,6 +34,7 @@ class Scoring:
         `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
+        self.said_silent = False  # that no function gave a completion a reward
 
     @property
     def names(self) -> list[str]:
@@ -60,7 +61,7 @@ class Scoring:
             self.set_rewards(groups, scores)
             unjudged = self.mark_unjudged(groups, scores)
             self.assign(groups)
-        self.warn(scores)
+        self.warn(groups, scores)
         return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
 
     def apply_early(self, group: RolloutGroup, scores: Scores) -> None:
@@ -102,8 +103,17 @@ class Scoring:
         given = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
         return AdvantageSettings(**given | {"reward_weights": self.scorer.weights})
 
-    def warn(self, scores: Scores) -> None:
-        """Say which functions gave NaN or infinity."""
+    def warn(self, groups: list[RolloutGroup], scores: Scores) -> None:
+        """Say which functions gave NaN or infinity, and once that no function gave a completion a reward."""
+        rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+        silent = [pair for pair, values in zip(rollouts, zip(*scores.returned.values(), strict=True), strict=True)
+                  if all(value is None for value in values) and not (pair[0].unjudged or pair[1].failed)]
+        if silent and not self.said_silent:
+            self.said_silent = True
+            group, rollout = silent[0]
+            logger.warning("All reward functions returned None for the following kwargs: %s. So %d of %d completions "
+                           "have no reward and are not learnt from; at least one function is to return a number",
+                           group.row | {"completion": rollout.text}, len(silent), len(rollouts))
         for name, count in scores.invalid.items():
             if count:
                 logger.warning(

@@ -280,6 +280,11 @@ class GRPOTrainer(Trainer):
         return list(self.scorer.funcs)
 
     @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """The functions that the policy may call, those of environments among them."""
+        return self.players.functions
+
+    @property
     def reward_func_names(self) -> list[str]:
         """The names of the rewards, in order."""
         return list(self.scorer.names)

@@ -68,6 +68,7 @@ class Trainer(Lifecycle):
         that prompt and completion need by the settings."""
         self.tokenizer = tokenizer_of(processing_class)
         self.args, self.optimizers, self.ranks = args, optimizers, ranks()
+        self.losses, self.samples_seen = [], 0
         check_settings(args, self.ranks.count, self.takes_prompts)
         if args.log_level != "passive":
             logging.getLogger("lowmem_grpo").setLevel(args.log_level.upper())

@@ -9,7 +9,7 @@ from lowmem_grpo.data.prompts import DataError, PromptEncoder
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.environments.episode import Bounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
-from lowmem_grpo.environments.protocol import Factories, short
+from lowmem_grpo.environments.protocol import Factories, short, tools_of
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.preflight.subject import Turns
@@ -42,6 +42,12 @@ class Players:
     def plays(self) -> bool:
         """Whether a prompt is answered in several turns."""
         return bool(self.tools) or self.factories is not None
+
+    @property
+    def functions(self) -> list[Function]:
+        """The functions that the policy may call: the tools, and the methods of environments that are tools."""
+        samples = [] if self.factories is None else self.factories.samples.values()
+        return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
 
     def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
         """The reward functions and their weights, that of the environments among them, with weight 1 as in TRL.

@@ -66,3 +66,18 @@ def test_what_is_said_of_an_episode_whose_environment_failed_changes_nothing(end
     first, second, failed = group.rollouts
     assert (first.advantage, second.advantage, failed.advantage) == (1.0, -1.0, 0.0)
     assert failed.reward is None and not failed.invalid_rewards and failed.rewards == {"broken": None, "Game": None}
+
+
+def test_a_completion_that_no_function_rewards_is_shown_once_with_its_row(caplog: pytest.LogCaptureFixture) -> None:
+    def silent(completions: list[Any], **_: Any) -> list[float | None]:
+        return [None if completion == "b" else 1.0 for completion in completions]
+
+    scoring = Scoring(RewardScorer([silent], None), GRPOConfig(), TrainerState())
+    for _ in range(2):
+        group = RolloutGroup({"prompt": "1+1=", "answer": "2"}, [1], [
+            Rollout([5], [0.0], "stop", text=text) for text in "ab"])
+        scoring.apply([group], scoring.begin([group]).settle([group]))
+        assert [one.reward for one in group.rollouts] == [1.0, None]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("All reward functions returned None for the following kwargs: {'prompt': '1+1=', "
+                           "'answer': '2', 'completion': 'b'}. So 1 of 2 completions have no reward")

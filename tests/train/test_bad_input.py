@@ -16,7 +16,6 @@ from trainer_runs import (
     same,
 )
 
-from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs.records import read_lines
@@ -91,12 +90,6 @@ def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_
         make(tmp_path, max_completion_length=128)
     with pytest.raises(ValueError, match=r"prompt of 120 tokens.*max_seq_length"):
         make(tmp_path, max_prompt_length=120)
-
-
-def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    with pytest.raises(TypeError, match="get_peft_model"):
-        make(tmp_path, model=bare)
 
 
 # Reward functions that misbehave

@@ -45,7 +45,7 @@ def test_before_the_first_update_every_ratio_is_one_and_a_run_learns(folder: Pat
     assert trainer.update(groups, 1)["sampling/routes/differing"] <= 0.001  # one model on one machine
     trainer.train()
     assert not same(before, adapter(trainer))
-    logs = [line for line in trainer.state.log_history if "sampling/routes/differing" in line]
+    logs = [line for line in trainer.state.log_history[:-1] if "sampling/routes/differing" in line]
     assert logs and all(0 < line["sampling/routes/differing"] < 0.5 for line in logs)
     assert all(line["sampling/parity/max"] <= 1e-4 for line in logs if "sampling/parity/max" in line)
     assert all(line["kl"] >= 0 and line["grad_norm"] > 0 for line in logs)

@@ -13,6 +13,7 @@ from trainer_runs import ROWS, SMALL, adapter, load, make, same
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.preflight.checks import PreflightError
+from lowmem_grpo.train.players import Players
 
 PLAY: dict[str, Any] = {"max_completion_length": 96, "max_turn_tokens": 8, "max_turns": 3, "report_to": "none"}
 
@@ -222,3 +223,11 @@ def test_an_environment_that_hangs_costs_its_groups_and_not_the_run(
     assert "Slow.step took more than 61 s" in caplog.text
     [step] = lines(tmp_path, "metrics.jsonl")
     assert step["episodes/timeout"] == 0.5
+
+
+def test_a_trainer_shows_the_tools_that_the_policy_may_call_as_trl_does() -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    players = Players(GRPOConfig(), [add], Desk, None)
+    assert [tool.__name__ for tool in players.functions] == ["add", "look"]  # get_reward and reset are no tools
