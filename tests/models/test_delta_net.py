@@ -1,5 +1,6 @@
 """Gated delta-net layers in packed micro-batches: each sequence computes what it computes alone, whatever is shared."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs
     "several": [(66, [5, 3]), (1, [4]), (2, [1, 2]), (9, [40]), (3, [65, 64])],
 }
 BOUND = 1e-5
+BY_TENSOR = 5e-6  # of the largest element of a gradient
 
 
 def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
@@ -101,6 +103,25 @@ def test_packed_sequences_that_share_prompts_learn_what_each_alone_does(
     if lean:
         make_lean(policy.base, None)
     assert_same(policy, batch, plain, exact)
+
+
+@pytest.mark.parametrize("seed", [3, 7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 4, 6, 8, 9, 10))])
+def test_each_gradient_is_as_exact_as_transformers_own_by_its_largest_element(seed: int) -> None:
+    """Adam divides each element by its own size, so a tensor of small gradients needs its digits as much."""
+    draw = random.Random(seed)
+    sizes = {"hidden_size": draw.choice([32, 48, 64]), "linear_num_key_heads": draw.choice([1, 2]),
+             "linear_num_value_heads": draw.choice([2, 4]), "linear_key_head_dim": draw.choice([8, 16, 32]),
+             "linear_value_head_dim": draw.choice([8, 16]), "initializer_range": draw.choice([0.02, 0.05])}
+    batch = batch_of([(draw.randint(1, 150), [draw.randint(1, 150) for _ in range(draw.randint(1, 3))])
+                      for _ in range(draw.randint(1, 3))])
+    plain, exact, policy = (with_adapter(random_model("Qwen3_5", **sizes)) for _ in range(3))
+    truth = Policy(exact.double()).model
+    ours = gradients(Policy(policy).model, Policy(policy).logprobs(batch, 1.0)[0])
+    theirs, true = gradients(plain, alone(plain, batch)), gradients(truth, alone(truth, batch))
+    for name, expected in true.items():
+        largest = expected.abs().max()
+        own = (theirs[name] - expected).abs().max()
+        assert (ours[name] - expected).abs().max() <= own + BY_TENSOR * largest, name
 
 
 @pytest.mark.parametrize("broken", ["no border", "nothing shared", "no gradient to the prompt"])
