@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from lowmem_grpo.config.from_trl import is_settings
 from lowmem_grpo.config.shared import TrainSettings, field_names
 
-MEASURED = ("the metrics of an evaluation are fixed; compute your own from model.fast_generate(...), in a callback's "
-            "on_evaluate")
+MEASURED = ("SFTTrainer takes it; of sampled completions compute your own from model.fast_generate(...), in a "
+            "callback's on_evaluate")
 OWN_LOSS = "the loss is that of the trainer; ARCHITECTURE.md says how to add one"
 REFUSED = {
     "reward_model": "give it in reward_funcs, as an object or by its name",

@@ -28,6 +28,7 @@ from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.parameters import either, taken_in, with_names
+from lowmem_grpo.train.predictions import Predictions
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.unsloth_names import UnsupportedError
@@ -69,7 +70,8 @@ class SFTTrainer(Trainer):
         self, model: Any, *placed: Any, train_dataset: Any = None, args: Any = None, processing_class: Any = None,
         eval_dataset: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, formatting_func: Callable[..., Any] | None = None,
-        tokenizer: Any = None, data_collator: Any = None, **others: Any,
+        tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
     ) -> None:
         """TRL's parameters. Without names they are (rows, args, processing_class, eval_dataset), or in TRL's order if
         settings come second. `tokenizer` is an older name of `processing_class`; `others` are refused, or options of
@@ -84,6 +86,7 @@ class SFTTrainer(Trainer):
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
         self.shown: dict[str, Any] = {}  # datasets as they are trained
+        self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
         self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)
         source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset)
@@ -183,7 +186,12 @@ class SFTTrainer(Trainer):
     def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
         """Loss, entropy and accuracy of each trained token of these rows, dropout off."""
         found = self.learner.measure(rows)
-        return {name: found[name] for name in OF_LOSS if name in found}
+        own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
+        return {name: found[name] for name in OF_LOSS if name in found} | own
+
+    def may_measure(self, name: str) -> bool:
+        """Return whether an evaluation may have a metric of this name: any, where the user computes some."""
+        return self.predictions is not None or super().may_measure(name)
 
     def evaluation_names(self) -> set[str]:
         return super().evaluation_names() | {"loss", "entropy", "mean_token_accuracy"}

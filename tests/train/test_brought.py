@@ -258,7 +258,7 @@ def test_settings_may_stand_second_as_in_trl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("parts", "error", "message"), [
-    ({"compute_metrics": len}, ValueError, "compute_metrics .* is not supported; the metrics of an evaluation are"),
+    ({"compute_loss_func": len}, ValueError, "compute_loss_func .* is not supported; the loss is that of the trainer"),
     ({"formatting_func": lambda row: 5}, DataError, "formatting_func returned a int for the first row"),
     ({"chat_template_path": "x"}, ValueError, "chat_template_path='x' is not supported"),
     ({"tokenizer": 1, "processing_class": 2}, TypeError, "two names of the same"),
