@@ -1,14 +1,16 @@
 """What is no number is refused; what YAML takes for text with what to write, as PyYAML itself reads it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trl
 import yaml
 from trl import TrlParser
 
-from lowmem_grpo import GRPOConfig, SFTConfig
+from lowmem_grpo import GRPOConfig, RLOOConfig, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
+from lowmem_grpo.lora_model import check_plain
 
 
 @pytest.mark.parametrize(("written", "to_write"), [
@@ -50,3 +52,17 @@ def test_settings_that_trls_parser_reads_of_such_a_file_have_the_numbers(tmp_pat
     (theirs,) = TrlParser((trl.GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
     ours = settings_of(theirs, GRPOConfig)
     assert (ours.learning_rate, ours.beta) == (1e-5, 0.04)
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, SFTConfig, RLOOConfig])
+def test_trls_scripts_read_their_command_line_into_our_settings(config: Any) -> None:
+    """As they begin: TrlParser over the script's arguments, the settings and the model's, and LoRA of the last."""
+    words = ("--dataset_name d --model_name_or_path m --use_peft --lora_r 8 --lora_target_modules all-linear "
+             "--output_dir o --learning_rate 1e-5 --max_steps 3 --report_to none --logging_steps 2")
+    given = words.split() + (["--scale_rewards", "False"] if config is GRPOConfig else [])
+    script, settings, model = trl.TrlParser((trl.ScriptArguments, config, trl.ModelConfig)).parse_args_and_config(given)
+    assert (script.dataset_name, model.model_name_or_path) == ("d", "m") and isinstance(settings, config)
+    assert (settings.learning_rate, settings.max_steps, settings.report_to) == (1e-5, 3, ["none"])
+    assert config is not GRPOConfig or settings.scale_rewards == "none"
+    lora = trl.get_peft_config(model)
+    assert lora is not None and check_plain(lora) is None  # which trainers take as it is

@@ -104,7 +104,7 @@ class TrainSettings(metaclass=CheckedCall):
     logging_first_step: bool = False
     log_level: str = "passive"
     """Of this package's log, while it is not "passive"."""
-    report_to: Any = "none"  # str | list[str]; a list once checked
+    report_to: str | list[str] = "none"  # a list once checked
     disable_tqdm: bool | None = None
     """True turns the live view off."""
     preflight: bool = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import of_trained, with_context
@@ -169,6 +169,8 @@ ESTIMATORS: dict[str, Estimator] = {
         "Pass@k training, arXiv 2508.10751; for rewards of any size as in PKPO, arXiv 2505.15201",
     ),
 }
+TRUTHS: dict[Any, str] = {True: "group", False: "none", "True": "group", "true": "group", "False": "none",
+                          "false": "none"}  # what older versions of TRL took as scale_rewards
 COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # those that compare a reward with its group's mean
 
 
@@ -178,7 +180,7 @@ class AdvantageSettings:
 
     advantage_estimator: str = "grpo"
     """Not in TRL: one of ESTIMATORS."""
-    scale_rewards: str | bool | None = None
+    scale_rewards: str | None = None  # an argument parser makes one type of it: True and False are taken too
     """What a group's centered rewards are divided by: the std of the "group" (default) or "batch", or "none"."""
     reward_weights: list[float] | None = None
     multi_objective_aggregation: str = "sum_then_normalize"
@@ -187,11 +189,11 @@ class AdvantageSettings:
     """Not in TRL: the k of advantage_estimator="passk"; None is half of the group."""
     normalize_advantages: bool = False
     """Of TRL's RLOOConfig: the advantages of a generation get the mean 0 and the std 1."""
-    reward_clip_range: Sequence[float] | None = None
+    reward_clip_range: list[float] | None = None
     """Of TRL's RLOOConfig: (lowest, highest) of a completion's reward, the weighted sum."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, True, False),
+        "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, *TRUTHS),
         "multi_objective_aggregation": one_of(*AGGREGATIONS), "reward_weights": NUMBERS,
         "normalize_advantages": TRUTH, "reward_clip_range": NUMBERS,
     }
@@ -202,8 +204,8 @@ class AdvantageSettings:
 
     def check_advantage_options(self) -> None:
         """Raise ValueError for an option that the estimator does not use."""
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        if self.scale_rewards in TRUTHS:
+            self.scale_rewards = TRUTHS[self.scale_rewards]
         name = self.advantage_estimator
         self.check_scale(ESTIMATORS[name].scales)
         self.check_rloo()

@@ -120,7 +120,8 @@ class Trainer(Lifecycle):
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
         self.view = None if self.args.disable_tqdm or not self.ranks.leads else self.view_class()
         views, say = ([self.view], self.view.say) if self.view else ([], None)
-        own = [FirstSteps(self.records, say, self.scorer), *make_sinks(self.args.report_to)] if self.ranks.leads else []
+        own = [FirstSteps(self.records, say, self.scorer)] if self.ranks.leads else []
+        own += make_sinks(list(self.args.report_to)) if self.ranks.leads else []
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         leads = self.ranks.leads
         self.journal = Journal(self.state, self.records, self.args, alarms if leads else None, leads)
