@@ -12,7 +12,7 @@ BUDGET = {
     "package lines": 64_659, "core lines": 49_201, "package files": 497, "files below 60 lines with one importer": 14,
     "folders at the top": 24, "files at the top": 14, "arrows between folders": 213, "class names that stand twice": 39,
     "uses of `found`": 1_180, "uses of `one`": 793, "uses of `given`": 682, "docstrings without a verb": 0,
-    "comments that begin with of": 237, "bench lines": 9_869, "tests lines": 67_707,
+    "comments that begin with of": 237, "bench lines": 9_869, "tests lines": 67_708,
 }
 FILES = {"first rollout()": 72, "second rollout()": 54, "update()": 58, "chat call": 50, "train(groups)": 116}
 MODULE = '''"""A module."""

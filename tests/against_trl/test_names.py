@@ -40,7 +40,8 @@ def test_every_parameter_of_trls_constructor_is_ours_too_or_refused_with_advice(
     unknown = [name for name in parameters(theirs) if name not in own and name not in REFUSED]
     assert unknown == []
     needed = {"reward_funcs": digit_sum} if ours is GRPOTrainer else {}
-    works = {"formatting_func"} if ours is SFTTrainer else set()
+    taken = {"formatting_func", "compute_metrics", "preprocess_logits_for_metrics"}
+    works = taken if ours is SFTTrainer else set()
     refused = [name for name in REFUSED if name in parameters(theirs) and name not in works]
     assert refused or ours is GRPOTrainer  # which takes all of them
     for name in refused:
