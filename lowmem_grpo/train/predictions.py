@@ -43,7 +43,7 @@ class Predictions:
         finally:
             model.train(training)
         given = self.compute(EvalPrediction(predictions=nested_numpify(predictions), label_ids=numpy.asarray(labels)))
-        return {name.removeprefix(prefix): float(value) for name, value in given.items()}
+        return {name.removeprefix(prefix): value for name, value in numbers_of(given).items()}
 
     @torch.no_grad()
     def predicted(self, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -51,6 +51,22 @@ class Predictions:
         logits = model(input_ids=ids).logits
         found = logits if self.preprocess is None else self.preprocess(logits, labels)
         return move_to_host(nested_detach(found))
+
+
+def numbers_of(given: Any) -> dict[str, float]:
+    """Return what compute_metrics returned; TypeError, with what it is, for anything but numbers by name."""
+    wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{wanted}; it returned {given!r:.80}")
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError("text is no number")
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
+    return found
 
 
 def move_to_host(found: Any) -> Any:

@@ -86,6 +86,9 @@ class SFTTrainer(Trainer):
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
         self.shown: dict[str, Any] = {}  # datasets as they are trained
+        if preprocess_logits_for_metrics is not None and compute_metrics is None:
+            raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics, which would read what it "
+                             "makes, is not; pass both or neither")
         self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
         self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)

@@ -10,6 +10,7 @@ from small_models import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowmem_grpo.train.predictions import numbers_of
 
 ROWS = [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "Start with 12. Add 30.", "completion": " 42, I think"}]
 
@@ -66,3 +67,21 @@ def test_logits_may_become_ids_first_and_the_metric_decides_which_checkpoint_is_
 def test_grpo_says_where_to_compute_metrics_of_completions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compute_metrics .* SFTTrainer takes it; of sampled completions"):
         GRPOTrainer("tiny", len, GRPOConfig(output_dir=str(tmp_path)), ROWS, compute_metrics=len)
+
+
+@pytest.mark.parametrize(("returned", "said"), [
+    (None, "it returned None"), ({"a": "0.5"}, "'a' is '0.5'"), ({"a": [1, 2]}, r"'a' is \[1, 2\]"),
+    ({"a": torch.zeros(2)}, "'a' is tensor"),
+])
+def test_what_is_no_number_by_name_is_shown(returned: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=f"compute_metrics is to return a dict of numbers by name.*; {said}"):
+        numbers_of(returned)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    assert numbers_of({"a": numpy.float32(0.5), "b": torch.tensor(2)}) == {"a": 0.5, "b": 2.0}
+
+
+def test_a_preprocessing_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="preprocess_logits_for_metrics is given, and compute_metrics"):
+        trainer_of(tmp_path, preprocess_logits_for_metrics=len)
