@@ -34,7 +34,7 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 PARTS = {"train": "A training step", "decode": "Decoding"}
 WARM_UP, TOP, GAPS = 2, 15, 10  # calls before the one that is profiled; lines of the tables
-DECODED = {"full": 64, "tiny": 8}  # tokens of each completion in the decoding call
+DECODED = {"full": 64, "3b": 64, "tiny": 8}  # tokens of each completion in the decoding call
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # a copy within the device is work of the device, like a kernel
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cuGraphLaunch", "cudaLaunchCooperativeKernel")
 Span = tuple[float, float]  # begin and end, microseconds

@@ -111,7 +111,7 @@ def compiled(variant: Variant, chip: int, hints: str) -> Weight:
 
 def build(variant: Variant, chip: int, hints: str, log: io.StringIO | None = None) -> Any:
     """Triton's compiled kernel. The compiler's output goes to `log`: on an error it prints the whole program."""
-    options = {"num_warps": variant.launch.num_warps, "num_stages": variant.launch.num_stages}
+    options = variant.launch.compiler
     with contextlib.redirect_stdout(log or io.StringIO()):
         return triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
 

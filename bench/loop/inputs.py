@@ -17,8 +17,8 @@ GIB = 2**30
 ROOM = 4 * GIB  # that a vLLM with its own weights needs beside these and the cache
 NO_CARD = 64 * GIB  # what the share refers to on the CPU
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-GENERATIONS = {"full": 8, "tiny": 4}
-TOKENS = {"full": (1024, 4096), "tiny": (24, 32)}  # of a prompt and of a completion
+GENERATIONS = {"full": 8, "3b": 8, "tiny": 4}
+TOKENS = {"full": (1024, 4096), "3b": (100, 202), "tiny": (24, 32)}  # of a prompt and of a completion
 PACKAGE = Shape({}, prompts=32, n=8, prompt_tokens=192, completion_tokens=64)  # steps of the model in the package
 
 

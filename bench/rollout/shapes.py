@@ -39,6 +39,12 @@ SHAPES = {
          "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072},
         prompts=8, n=8, prompt_tokens=128, completion_tokens=1024,
     ),
+    "3b": Shape(  # Qwen2.5 3B, but for its biases
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768,
+         "tie_word_embeddings": True},
+        prompts=8, n=8, prompt_tokens=100, completion_tokens=202,
+    ),
     "tiny": Shape(
         {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 4096},

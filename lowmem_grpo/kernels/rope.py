@@ -44,9 +44,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tens
 
 def launch_rule(half: int) -> Launch:
     """A program turns all heads of a token, 1,024 pairs at a time, eight a thread: no pair is held by two threads, so
-    in place is safe."""
+    in place is safe. Fused, the first product would not be rounded, and results not those of transformers."""
     block = max(16, next_power_of_2(half))
-    return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1)
+    return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
 
 
 @triton.jit

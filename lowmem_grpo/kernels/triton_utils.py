@@ -43,11 +43,17 @@ class Launch:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    fused: bool = True  # whether a product and a sum may be rounded once, together
+
+    @property
+    def compiler(self) -> dict[str, Any]:
+        """What the compiler is told beside the compile-time values."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property
     def options(self) -> dict[str, Any]:
         """Everything as keyword arguments of a launch."""
-        return self.constexprs | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return self.constexprs | self.compiler
 
 
 @dataclass(frozen=True)

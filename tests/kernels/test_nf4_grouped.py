@@ -86,6 +86,7 @@ def test_routed_experts_through_the_kernels_are_as_accurate_as_the_reference(
     rest = given["ids"], weights, given["gate_up"], given["down"]
     found = dict(zip(("x", "weights"), grouped_backward(grad, x, *rest), strict=True), y=grouped_forward(x, *rest))
     reference = outcome(routed_experts_ref, given)
+    epsilon = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2  # the result is rounded once more
     for name, truth in outcome(routed_experts_ref, wide(given)).items():
         assert found[name].dtype == reference[name].dtype
-        assert_as_accurate(name, found[name], reference[name], truth, 1e-6 if dtype == torch.float32 else 2**-11)
+        assert_as_accurate(name, found[name], reference[name], truth, epsilon)

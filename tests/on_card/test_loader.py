@@ -1,5 +1,6 @@
 """Loading on a card: bitsandbytes' own bits, no 16-bit copy of the model on the way, and a dtype that the card has."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_16_bit_weights_are_the_stored_ones_rounded_once(device: torch.device, d
 def test_loading_takes_little_more_of_the_card_than_the_model_does(four_bit: bool, tmp_path: Path) -> None:
     stored, largest = save_large(tmp_path)
     load(CARD)  # what is made once is made
+    gc.collect()  # the models of earlier tests
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

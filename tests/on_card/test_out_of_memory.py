@@ -132,12 +132,13 @@ def test_a_step_survives_a_shortage_of_memory_with_the_same_gradient(
         else:
             expected = gradients(trainer, copy.deepcopy(groups))
         trainer.args.max_tokens_per_micro_batch = tokens
+        failures = 1 if trainer.memory.train.spare is None else 2  # the first takes what the sampler keeps
         with short(trainer, *needed):
             found = gradients(trainer, copy.deepcopy(groups))
-            assert trainer.memory.train.failures == 1
+            assert trainer.memory.train.failures == failures
             assert trainer.memory.train.lowered == tokens // 2
             again = gradients(trainer, copy.deepcopy(groups))
-        assert trainer.memory.train.failures == 1
+        assert trainer.memory.train.failures == failures
         assert norm(expected) > 0 and same(found, expected) and same(again, expected)
     finally:
         torch.use_deterministic_algorithms(before)

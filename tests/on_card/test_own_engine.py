@@ -31,7 +31,7 @@ def test_a_second_call_records_nothing_and_draws_the_same(form: str) -> None:
     first = engine.generate(PROMPTS, params)
     recorded = engine.step.recorded
     second = engine.generate(PROMPTS, params)
-    assert recorded > 3 and engine.step.recorded == recorded and engine.step.record is not None
+    assert recorded > 0 and engine.step.recorded == recorded and engine.step.record is not None
     third = engine.generate(PROMPTS, params)
     assert [one.completion_ids for group in second for one in group] == [
         one.completion_ids for group in third for one in group]

@@ -102,7 +102,12 @@ def test_the_same_rollouts_give_the_same_bits_however_they_are_packed(
         trainer.args.max_tokens_per_micro_batch = TOKENS
         split = gradients(trainer, copy.deepcopy(sampled))
         assert same(gradients(trainer, copy.deepcopy(sampled)), split)
-    assert apart(split, whole) < 20 * ROUNDING[dtype]
+    rounding = 20 * ROUNDING[dtype]
+    if device == CARD:  # its libraries add up in another order for other sizes: then as far apart as plain transformers
+        truth, reference = (plain_gradients(plain_twin(trainer, *how), sampled, scale=256.0)
+                            for how in ((torch.float64, CPU), (dtype, device)))
+        rounding += 2 * apart(reference, truth)
+    assert apart(split, whole) < rounding
 
 
 # Numbers that are none
@@ -183,7 +188,9 @@ def test_every_optimizer_goes_where_adam_in_32_bits_goes(
     if "8bit" in optim:
         states = list(trainer.learner.optimizer.state.values())
         assert {state["state1"].dtype for state in states} == {torch.uint8}
-        assert {getattr(state["state1"], "is_paged", False) for state in states} == {optim.startswith("paged")}
+        paged = {state["state1"].numel(): getattr(state["state1"], "is_paged", False) for state in states}
+        # bitsandbytes pages no state of fewer than 100,000 numbers
+        assert paged == {size: optim.startswith("paged") and size >= 100_000 for size in paged}
 
 
 @slow

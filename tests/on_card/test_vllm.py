@@ -45,7 +45,9 @@ pytestmark = NEEDS_VLLM
 # product's kernel depends on the size of the batch, so its last bits differ, and where two tokens are nearly as likely
 # either may be chosen. A wrong adapter, prefix or position differs by tenths and more, and from the trainer too.
 TIE = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3}
-BOUND = {torch.bfloat16: 0.003, torch.float16: 0.001, torch.float32: 1e-5}  # mean |difference| of log-probabilities
+# Mean |difference| of log-probabilities from the trainer's. In bfloat16 the trainer's own are 0.002 to 0.005 from those
+# of the same weights in float32, with these prompts and four adapters; an H100 was at 0.0032.
+BOUND = {torch.bfloat16: 0.006, torch.float16: 0.001, torch.float32: 1e-5}
 WIDER = {torch.bfloat16: 0.005, torch.float16: 0.001}  # of the model REAL; on the CPU it is 0.0033 in bfloat16
 LONG = [number % 300 + 3 for number in range(300)]  # several blocks of vLLM's cache
 SEQS = 8  # decoded together: a size that vLLM records a graph of

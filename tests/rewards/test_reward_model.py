@@ -1,5 +1,6 @@
 """Reward models: their scores are those of plain transformers, and what cannot score is refused before a run."""
 
+import gc
 import json
 import logging
 import shutil
@@ -254,6 +255,7 @@ def test_it_waits_on_the_host_and_scores_on_the_card(
 ) -> None:
     how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")} if bits == 4 else {}
     judge = RewardModel(str(folder), init=how)
+    gc.collect()  # what earlier tests left
     before = torch.cuda.memory_allocated()
     with caplog.at_level(logging.INFO, logger="lowmem_grpo"):
         judge.load(torch.device("cuda"))

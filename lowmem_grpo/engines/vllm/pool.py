@@ -7,8 +7,12 @@ mapped, or none of it, and clear its error. It records a segment before it maps 
 fails, so it looks in use: we drop such records. The pool holds tagged segments. `sleep(level=1)` copies those tagged
 "weights" to the host and drops the rest, so a buffer under a tag of ours costs nothing while it sleeps.
 
-None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33; it has not been tested
-on a card. tests/engines/vllm/test_pool.py fails if it changes.
+torch keeps a workspace of its library for products (32 MiB on an H100) for each stream that one ran on, and that of a
+stream on which graphs were recorded lies in the memory of these graphs. It outlives them, and torch then refuses to
+record the graphs of another engine there ("use_count > 0 INTERNAL ASSERT FAILED"). So an engine that ends drops them.
+
+None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33 and torch 2.11 to 2.14,
+and ran it on an H100 (vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
 """
 
 import ctypes
@@ -31,6 +35,7 @@ from lowmem_grpo.models.policy import Policy
 logger = logging.getLogger(__name__)
 
 ALLOCATOR = "vllm.device_allocator.cumem"
+CLEAR = "_cuda_clearCublasWorkspaces"  # of torch._C
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 CHECKED = ((0, 26), (0, 33))  # first and last version
 TAG = "sampling_weights"  # of segments whose contents may be dropped
@@ -66,9 +71,18 @@ def woken(llm: Any) -> bool:
     return True
 
 
+def drop_workspaces() -> None:
+    """Drop torch's workspaces for products, once the card is done; the next product makes what it needs."""
+    clear = getattr(torch._C, CLEAR, None)  # builds for CPUs have none
+    if clear is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        clear()
+
+
 def reset() -> None:
     """Drop the pools that an ended engine or a failed start has left. Clear the pool's error before and after: memory
     that is freed while an error is set is lost."""
+    drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
         forget(extension)

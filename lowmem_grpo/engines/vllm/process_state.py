@@ -103,3 +103,4 @@ def end(llm: Any, loan: Loan) -> None:
     except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
         PROCESS.clean = False
         logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
+    vllm_pool.drop_workspaces()

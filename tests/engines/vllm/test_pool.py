@@ -333,6 +333,28 @@ def test_a_build_without_a_pool_can_close_an_engine(monkeypatch: pytest.MonkeyPa
     vllm_pool.reset()
 
 
+def test_an_engine_that_ends_drops_workspaces_that_would_stop_the_next_ones_graphs(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would not record another engine's graphs: "use_count > 0 INTERNAL ASSERT FAILED", seen on an H100."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(torch._C, vllm_pool.CLEAR, lambda: done.append("dropped"), raising=False)
+    engine.close()
+    assert done[:2] == ["waited", "dropped"]
+
+
+@gpu
+def test_torch_has_the_call_that_drops_workspaces() -> None:
+    assert callable(getattr(torch._C, vllm_pool.CLEAR))
+    product = torch.ones(64, 64, device=CARD) @ torch.ones(64, 64, device=CARD)
+    before = torch.cuda.memory_allocated()
+    vllm_pool.drop_workspaces()
+    assert torch.cuda.memory_allocated() < before
+    assert (torch.ones(64, 64, device=CARD) @ product).isfinite().all()
+
+
 @NEEDS_VLLM[0]
 @NEEDS_VLLM[1]
 def test_the_names_of_the_pool_are_where_they_are_used() -> None:
