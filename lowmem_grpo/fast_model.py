@@ -44,6 +44,7 @@ class Loaded:
     max_seq_length: int
     keeper: EngineKeeper  # of the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
+    mlp_tile: int | None = None  # tokens, as given to get_peft_model; None leaves them to a run's plan
     revision: str | None = None  # of the stored model
     vocabulary: int | None = None  # rows of its embedding, as it is stored
     stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens

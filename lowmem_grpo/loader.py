@@ -157,7 +157,8 @@ class FastLanguageModel:
         `layers_to_transform` are the numbers of the layers that get LoRA; `finetune_last_n_layers` counts from the end.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096), otherwise in one
+        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, and
+        on a card what the run's plan has room for), otherwise in one
         piece.
         Raises ValueError for what is not supported.
         """

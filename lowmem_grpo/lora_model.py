@@ -79,7 +79,7 @@ def with_lora(
         torch.manual_seed(seed)
         peft_model = FastPeftModel(model.inner, config)
     peft_model.loaded = model.loaded
-    peft_model.loaded.offload = mode == "offload"
+    peft_model.loaded.offload, peft_model.loaded.mlp_tile = mode == "offload", mlp_tile
     make_lean(model.inner, tile)
     enable_checkpointing(model.inner, mode)
     return peft_model

@@ -6,7 +6,7 @@ engine. On a CPU, and where a graph cannot be had, the same code runs as it is, 
 graphs by name (`enforce_eager=False`) gets an error in place of that, before weights are loaded as far as it is known
 by then.
 
-Nothing of this has run on a card. So the first run of each graph is compared with the same step done without one.
+The first run of each graph is compared with the same step done without one.
 """
 
 import logging

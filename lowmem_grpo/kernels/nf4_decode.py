@@ -3,10 +3,11 @@
 A byte holds an even and an odd column: the high nibbles are multiplied with the even columns of x, the low ones with
 the odd columns, in two products, and nothing is interleaved.
 
-What bounds it, counted in the compiled loop and not measured: a weight takes one shuffle (32 a clock and
-multiprocessor), one shift (64), one multiplication (128) and half a conversion (64), and 5 instructions in all (128).
-At 1.8 GHz the 132 multiprocessors of an H200 thus need about 10 us for 4096 x 14336 and 3 us for 4096 x 4096, against
-7 us and 2 us for the bytes. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
+What bounds it: by the compiled loop a weight takes one shuffle (32 a clock and multiprocessor), one shift (64), one
+multiplication (128) and half a conversion (64), and 5 instructions in all (128), which makes 10 us for 4096 x 14336 and
+3 us for 4096 x 4096 on an H100. Measured there, in a CUDA graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and
+26 us for 64 (dense 47 and 15). So its warps wait for something else than instructions or bytes, which is not known yet.
+Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
 """
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.few_rows import (
     VARYING,
-    decode_launch,
     decode_op,
     finish,
     finish_arguments,
     grid,
     launches,
+    narrow_launch,
+    narrow_launches,
     takes_rows,
     variant,
 )
@@ -99,7 +101,7 @@ def nf4_decode_triton(
     than the rule's, to time it."""
     rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launch = launch or decode_launch(rows, outputs, capability(x.device))
+    launch = launch or narrow_launch(rows, outputs, x.shape[1], capability(x.device))
     pointers, numbers = weight_arguments(tensors, sizes)
     nf4_decode_kernel[grid(rows, outputs, launch)](
         out, x, *pointers, sizes[0] // 2, *numbers,
@@ -119,8 +121,9 @@ nf4_decode_op = decode_op("nf4_decode", nf4_values, nf4_decode_triton)
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every launch that the rule chooses, with single and double quantization."""
+    found = launches(capability) if capability < 80 else narrow_launches(capability)
     return [
         variant(f"nf4_decode {name} nested={nested}", nf4_decode_kernel, weight_types(nested), dtype, launch,
                 NESTED=nested, SHUFFLE=True)
-        for name, launch in launches(capability).items() for nested in (False, True)
+        for name, launch in found.items() for nested in (False, True)
     ]

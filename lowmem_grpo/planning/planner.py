@@ -24,11 +24,13 @@ GROUPS = (2, 4, 8, 16, 32)  # of heads, in attention's backward pass; no more th
 MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain little speed
 MAX_PACKED_LARGE = 32_768  # the same on a card whose arithmetic is done sooner than the host has launched it
 LARGE = 40 * 10**9  # bytes of such a card that may be filled
+PLENTY = 0.5  # of it: more is not taken for fewer launches, which large steps and small cards do not wait for
 EASE = 0.9  # of what may be filled: more than that is not taken for larger micro-batches, as plans are estimates
 SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # side by side in attention, in tokens of a micro-batch
 CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens: the longest context looked for, where the config names none
 WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
+WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
 LASTING = "the cache stays while training, and with it the CUDA graphs of token steps: there is room for both"
 Step = tuple[str, Any, str]  # setting, value, what it does
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
@@ -62,7 +64,8 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
         found = widened(shape, max(found, lowered(shape, alone, device), key=worth), device)
     kept = [one for one in found.choices if one.value == getattr(found.settings, one.name)]  # not if widened again
-    return lasting(shape, dequantized(shape, replace(found, choices=(*kept, *chosen_for_rollout(shape, found, asked)))))
+    found = replace(found, choices=(*kept, *chosen_for_rollout(shape, found, asked)))
+    return lasting(shape, in_one_piece(shape, dequantized(shape, found), asked))
 
 
 def worth(found: MemoryPlan) -> tuple[Any, ...]:
@@ -98,6 +101,18 @@ def dequantized(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:
     if not wide.fits or wide.kv_bytes != found.kv_bytes:
         return found
     return replace(wide, choices=(*found.choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+
+
+def in_one_piece(shape: ModelShape, found: MemoryPlan, asked: RunSettings) -> MemoryPlan:
+    """Return the plan with a micro-batch in one tile of the MLP, where that was left open and there is room: on an H100
+    tiles of 4,096 tokens made a step wait for the host, which launches the kernels of each."""
+    settings = found.settings
+    if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
+        return found
+    whole = build(shape, replace(settings, mlp_tile=settings.max_tokens), found.device)
+    if not whole.fits or whole.train > PLENTY * found.device.budget or whole.kv_bytes != found.kv_bytes:
+        return found
+    return replace(whole, choices=(*found.choices, Choice("mlp_tile", settings.max_tokens, 0, WHOLE)))
 
 
 def lasting(shape: ModelShape, found: MemoryPlan) -> MemoryPlan:

@@ -56,10 +56,12 @@ OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
 SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
 WORTH = 0.05  # of the seconds of decoding: below, weights in 16 bits are not worth their bytes
-DECODE_SHARE = 0.82  # of its bound that the 4-bit decode kernel reaches: 60% of the bytes' rate, where 73% is the bound
+NF4_SHARE = 0.28  # of its instructions' rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096 takes
+# 34 us for 8 rows and 66 us for 64
+DECODE_SHARE = 0.82  # of its bound that a decode kernel reaches else; an assumption
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
-# card made. There are none yet. `bench/loop/calibrate_time.py` prints what the rows say.
-CALIBRATION: dict[str, dict[str, float]] = {}
+# card made. `bench/loop/calibrate_time.py` prints what the rows say.
+CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.94, "train": 1.88}}
 PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # of context and longest completion, as in GSM8K
 TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
@@ -265,11 +267,12 @@ class StepTime:
         """Return the seconds of one matrix times M rows by the kernel that reads codes."""
         instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
-        return max(
-            self.move(reads * linear.bytes_in(self.settings.form)),
-            2 * rows * linear.weights / block_outputs(linear.rows, rows) / (clocks * L2),
-            instructions * linear.weights / (clocks * LANES),
-        ) / DECODE_SHARE
+        moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
+                    2 * rows * linear.weights / block_outputs(linear.rows, rows, self.settings.form) / (clocks * L2))
+        computed = instructions * linear.weights / (clocks * LANES)
+        if self.settings.form == NF4 and self.speed.capability >= 80:
+            return max(moved, computed / NF4_SHARE)
+        return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
         """Return the seconds of reading each prompt once. Weights are dequantized for each pass, or once where token
@@ -349,8 +352,11 @@ def decode_instructions(rows: int, speed: CardSpeed, form: str = NF4) -> float |
     return next((count for most, count in table.items() if rows <= most), None)
 
 
-def block_outputs(outputs: int, rows: int) -> int:
-    """Return the outputs of a block of the decode kernel, all of which read the same x (`few_rows.decode_launch`)."""
+def block_outputs(outputs: int, rows: int, form: str) -> int:
+    """Return the outputs of a block of the decode kernel, all of which read the same x (`few_rows.narrow_launch` and
+    `decode_launch`)."""
+    if form == NF4:
+        return 16 if rows <= 32 else 32
     return 64 if outputs >= 8192 and rows <= 32 else 32
 
 

@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
     """Return the planner's settings for a run. Values that the user or a default has already set stay."""
     base: Any = model.get_base_model()
-    tiles = [module.tile_rows for module in base.modules() if isinstance(module, LeanMLP)]
-    checkpointing = bool(base.is_gradient_checkpointing)
+    tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
@@ -47,7 +46,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         trained=sum(one.numel() for one in model.parameters() if one.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
-        max_tokens=config.max_tokens_per_micro_batch, mlp_tile=(tiles[0] or 0) if tiles else 0,
+        max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
         host_embedding=bool(on_host(base)),
@@ -55,6 +54,11 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
+
+
+def tiled_mlps(base: Any) -> list[LeanMLP]:
+    """Return the MLPs that keep their input alone and compute in tiles."""
+    return [module for module in base.modules() if isinstance(module, LeanMLP) and module.tile_rows]
 
 
 def highest_rank(lora: dict[str, Any]) -> int:
@@ -122,6 +126,8 @@ def plan_training(
         if engine == TRANSFORMERS:
             memory.rollout.planned = max(1, found.concurrent_sequences)
         policy.head_groups = found.settings.head_groups or 1
+        for mlp in tiled_mlps(policy.base):
+            mlp.tile_rows = found.settings.mlp_tile
         check_room(policy, found)
     return found
 

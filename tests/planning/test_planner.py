@@ -211,7 +211,8 @@ def test_a_step_of_gsm8k_is_cut_into_at_most_two_micro_batches_on_a_card_of_24_g
     assert 12_000 < total < 13_500
     assert found.micro_batches(step) <= 2
     settings = found.settings
-    assert (settings.optim, settings.chunk_rows, settings.mlp_tile) == ("adamw_torch_fused", 1024, 4096)
+    assert (settings.optim, settings.chunk_rows, settings.mlp_tile) == (
+        "adamw_torch_fused", 1024, settings.max_tokens)
 
 
 def test_the_long_case_of_8b_holds_no_more_and_samples_no_fewer_than_before_micro_batches_grew() -> None:
@@ -290,7 +291,7 @@ def test_settings_that_were_asked_for_stay_as_they_are() -> None:
 def test_a_smaller_card_gets_slower_settings_and_is_told_what_each_bought() -> None:
     roomy, tight = (plan(named_config("llama-3.1-8b"), RunSettings(8192, engine="transformers"), device(gib))
                     for gib in ("80GiB", "9.5GiB"))
-    assert [choice.name for choice in roomy.choices] == ["kv_bytes", "sleeps"]  # which keeps cache and graphs
+    assert [choice.name for choice in roomy.choices] == ["kv_bytes", "mlp_tile", "sleeps"]  # MLPs whole, graphs kept
     bought = {choice.name: choice.saved for choice in tight.choices if choice.name != "kv_bytes"}
     assert {"optim", "host_embedding"} <= set(bought)
     assert all(saved > 0 for saved in bought.values())

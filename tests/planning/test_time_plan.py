@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tables import not_refused
 
-from lowmem_grpo.kernels.few_rows import decode_launch, taken_rows
+from lowmem_grpo.kernels.few_rows import decode_launch, narrow_launch, taken_rows
 from lowmem_grpo.memory.cards import CARDS, SPEEDS, card_of, device
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config
@@ -80,8 +80,9 @@ def test_seconds_are_flop_and_bytes_over_what_the_card_reaches() -> None:
 
 def test_the_4_bit_kernel_takes_what_its_instructions_and_cache_reads_take() -> None:
     down = replace(DOWN, rows=4096, columns=14336)  # of Llama-3.1-8B
-    assert step().product(down, 8) == pytest.approx(10e-6 / 0.82, rel=0.1)  # 10 us of instructions
-    assert step().product(down, 64) == pytest.approx(43e-6 / 0.82, rel=0.1)  # 235 MB through the L2 cache
+    assert step("h100").product(down, 8) == pytest.approx(37e-6, rel=0.1)  # measured; 10 us of instructions
+    assert step("h100").product(down, 64) == pytest.approx(66e-6, rel=0.1)  # measured for 14336 x 4096, and 76
+    assert step("t4").product(down, 8) == pytest.approx(17.6 * down.weights / (40 * 1.59 * 128e9) / 0.82, rel=0.1)
 
 
 def test_the_fp8_kernel_reads_a_byte_a_weight_at_few_rows() -> None:
@@ -96,11 +97,12 @@ def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
             assert max(table) == taken_rows(capability, form)
     for rows in (1, 8, 16, 17, 32, 33, 64):
         for outputs in (4096, 8191, 8192, 28672):
-            assert block_outputs(outputs, rows) == decode_launch(rows, outputs, 90).constexprs["BLOCK_N"]
+            assert block_outputs(outputs, rows, "fp8") == decode_launch(rows, outputs, 90).constexprs["BLOCK_N"]
+            assert block_outputs(outputs, rows, "nf4") == narrow_launch(rows, outputs, 4096, 90).constexprs["BLOCK_N"]
 
 
 def test_rows_beyond_what_the_4_bit_kernel_takes_dequantize_every_token() -> None:
-    for card, rows, times in (("h200", 64, 1.1), ("t4", 40, 1.0)):
+    for card, rows, times in (("h100", 64, 1.1), ("t4", 40, 1.0)):
         few, many = (step(card).product(DOWN, n) for n in (rows, rows + 1))
         assert many > times * few
         assert many > step(card).dequantize([DOWN])
@@ -165,10 +167,10 @@ def test_our_own_engine_computes_the_rows_of_its_graphs() -> None:
     assert [*dict.fromkeys(rows)] == [64, 56, 48, 40, 32, 24, 16, 8, 4, 2, 1]
 
 
-# Seconds of decoding 64 sequences of 202 tokens (at most 512), summed over the rows that are left by another program:
-# with codes, and with the better form of each number of rows.
+# Seconds of decoding 64 sequences of 202 tokens (at most 512): with codes, and with the better form for each number
+# of rows. Another program gave those of T4 and RTX 4090. Those of the H100 rest on its kernels as measured there.
 @pytest.mark.parametrize(("model", "card", "codes", "wide"), [
-    ("qwen2.5-3b", "h100", 1.4, 1.3), ("llama-3.1-8b", "h100", 2.4, 2.3), ("qwen2.5-3b", "t4", 14.6, 10.1),
+    ("qwen2.5-3b", "h100", 2.0, 1.7), ("llama-3.1-8b", "h100", 3.9, 3.2), ("qwen2.5-3b", "t4", 14.6, 10.1),
     ("qwen2.5-3b", "rtx4090", 2.2, 2.2),
 ])
 def test_weights_in_16_bits_are_chosen_by_the_sum_over_falling_rows(
@@ -178,12 +180,13 @@ def test_weights_in_16_bits_are_chosen_by_the_sum_over_falling_rows(
     held = step(card, work=Workload(8, 8, 100, 202, 512), shape=shape)
     assert held.decode() == pytest.approx(codes, rel=0.1)
     assert replace(held, settings=RunSettings(640, **WIDE)).decode() == pytest.approx(wide, rel=0.1)
-    assert faster_in_16_bit(shape, card, 64, 640) == (wide < 0.9 * codes)
+    assert faster_in_16_bit(shape, card, 64, 640) == (wide < 0.95 * codes)
 
 
 def test_the_form_of_weights_is_that_of_the_fewer_seconds_of_each_number_of_rows() -> None:
     few = {card: rows_of_codes(SHAPE, card) for card in ("h100", "a100-80", "rtx4090", "t4", "24GiB")}
-    assert 48 <= few["h100"] <= 52 and 48 <= few["a100-80"] <= 52 and 16 <= few["t4"] <= 20  # estimated by hand
+    assert few["h100"] == 8, "measured: 2.4 and 2.5 ms of a token at 8 rows, 2.7 and 2.5 at 16"
+    assert 16 <= few["t4"] <= 20  # estimated by hand
     assert few["rtx4090"] == 64 and few["24GiB"] == 0, "all that the kernel takes, and not known"
     both, codes = step("h100", **WIDE), step("h100")
     assert both.token_step(few["h100"], 300) == codes.token_step(few["h100"], 300)
@@ -192,7 +195,7 @@ def test_the_form_of_weights_is_that_of_the_fewer_seconds_of_each_number_of_rows
 
 def test_few_rows_or_cards_with_slow_memory_are_given_weights_in_16_bits() -> None:
     faster = {
-        ("NVIDIA H200", 256, "nf4"): True, ("NVIDIA H200", 8, "nf4"): False, ("24GiB", 8, "nf4"): True,
+        ("NVIDIA H200", 256, "nf4"): True, ("NVIDIA A100-SXM4-80GB", 8, "nf4"): False, ("24GiB", 8, "nf4"): True,
         ("NVIDIA GeForce RTX 4090", 64, "nf4"): False, ("NVIDIA H200", 8, "fp8"): False,
         ("NVIDIA GeForce RTX 4090", 64, "fp8"): False, ("Tesla T4", 8, "fp8"): False,
     }
@@ -208,7 +211,7 @@ def test_our_own_engine_launches_more_than_vllm_and_records_its_graphs_in_each_s
     assert equal.decode() - kept.decode() == pytest.approx(5 * 0.15)  # 101 to 611 places: one for each 128
     assert kept.decode() == pytest.approx(512 * own.token_step(64, 356))
     lasting = replace(own, speed=SPEEDS["h100"], settings=kept.settings)
-    assert lasting.decode() == pytest.approx(1.8, rel=0.1)  # estimated by hand
+    assert lasting.decode() == pytest.approx(2.3, rel=0.1)  # estimated by hand, with the kernel as it was measured
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-30b-a3b"])

@@ -30,7 +30,7 @@ def test_the_plan_is_made_of_what_the_run_has() -> None:
     assert (found.load_in_4bit, found.host_embedding, found.engine) == (False, False, "transformers")
 
 
-@pytest.mark.parametrize(("mode", "expected", "tile"), [(True, True, 4096), (False, False, 0)])
+@pytest.mark.parametrize(("mode", "expected", "tile"), [(True, True, None), (False, False, 0)])
 def test_checkpointing_is_seen(mode: bool, expected: bool, tile: int) -> None:
     found = settings_of(loaded(use_gradient_checkpointing=mode), GRPOConfig(), "vllm", 128)
     assert (found.checkpointing, found.mlp_tile, found.max_tokens) == (expected, tile, None)
