@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -67,9 +68,11 @@ class GRPOTrainer(Trainer):
         are refused, or options of the settings."""
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
         players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
+        overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
         self.scorer = RewardScorer(
             *players.paid(reward_funcs, reward_processing_classes), config.reward_limit, config.score_while_sampling,
             players.plays, late_columns=rollout_func is not None,
+            override=self._calculate_rewards if overridden else None,
         )
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         rows = players.rows(train_dataset)
@@ -181,6 +184,17 @@ class GRPOTrainer(Trainer):
     def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
         return self.collector.score(groups, scoring or self.scoring.begin(groups))
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
+        completion_ids_list: list[list[int]],
+    ) -> torch.Tensor:
+        """Return what each reward function pays for each completion, (N, R) in float32, NaN for None. It has TRL's name
+        and arguments (`inputs` are the rows, one for each completion) for a subclass, whose own is called in place of
+        the functions, on all completions of a step together."""
+        given = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
+        columns = [[math.nan if reward is None else reward for reward in column] for column in given]
+        return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
 
     def rollout(self) -> list[RolloutGroup]:
         """Sample and score the next prompts: groups with rewards and advantages, chosen as `Collector` says."""
