@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from lowmem_grpo.config.engine import GPU_SHARE
 from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
@@ -13,6 +14,7 @@ from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.rules import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
+TRLS_SHARE = 0.3  # the default of vllm_gpu_memory_utilization there
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
@@ -53,6 +55,11 @@ class GRPOConfig(
     """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
     use_vllm: bool = False
     """True insists that the model was loaded with vLLM as its engine; False takes whichever it was loaded with."""
+    vllm_gpu_memory_utilization: float | None = None
+    """How much of the card vLLM may fill, for a model that is given by its name; None is 0.5, the loader's own."""
+    vllm_max_model_length: int | None = None
+    """Tokens that a prompt and its completion may have together, whichever engine samples; None is the context. A model
+    that is given by its name is loaded with it."""
     parity_steps: int = 10
     """Not in TRL: recompute sampled log-probabilities every so many steps, and in the first; 0 is never."""
     parity_bound: float | None = None
@@ -102,6 +109,7 @@ class GRPOConfig(
         "num_completions_to_print": COUNT, "log_unique_prompts": TRUTH, "sync_ref_model": TRUTH,
         "ref_model_mixup_alpha": SHARE, "ref_model_sync_steps": COUNT,
         "per_device_eval_batch_size": COUNT, "num_generations_eval": COUNT, "reward_timeout": POSITIVE,
+        "vllm_gpu_memory_utilization": GPU_SHARE, "vllm_max_model_length": COUNT,
         "kl_reference": one_of("start", "base"), "score_while_sampling": TRUTH, "nothing_to_learn_steps": COUNT,
     }
 

@@ -120,6 +120,8 @@ class Brought:
         options = loading_options(self.settings.model_init_kwargs or {})
         four_bit = quantization(self.quantization_config or options.pop("quantization_config", None))
         where = {"revision": options.get("revision"), "token": options.get("token")}
+        if (share := getattr(self.settings, "vllm_gpu_memory_utilization", None)) is not None:
+            options["gpu_memory_utilization"] = share
         config = AutoConfig.from_pretrained(find(self.model, **where), trust_remote_code=False, **where)
         model, _ = FastLanguageModel.from_pretrained(
             self.model, max_seq_length=self.context(config),
@@ -128,10 +130,11 @@ class Brought:
         return model
 
     def context(self, config: Any) -> int:
-        """Tokens that prompt and completion may have: 2048, more where the run needs more, and never more than the
-        model has."""
+        """Tokens that prompt and completion may have: those of the settings, else 2048, more where the run needs more,
+        and never more than the model has."""
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
-        return int(min(longest, max(CONTEXT, self.tokens)))
+        wanted = getattr(self.settings, "vllm_max_model_length", None) or max(CONTEXT, self.tokens)
+        return int(min(longest, wanted))
 
     def wrapped(self, model: Any) -> BareModel:
         """A plain model of transformers, frozen, under what our loader puts around one."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from lowmem_grpo.config.from_trl import settings_of
-from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
+from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.difficulty import DifficultyPools
@@ -115,6 +115,10 @@ class GRPOTrainer(Trainer):
     def lengths(self, context: int) -> tuple[int, int]:
         """(tokens that a prompt may have, tokens that a prompt and what follows it may have), of a model's context."""
         config = self.args
+        if (bound := config.vllm_max_model_length or context) > context:
+            raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
+                             "tokens; lower it, or load with a larger max_seq_length")
+        context = bound
         longest = longest_prompt(config.max_prompt_length, config.max_completion_length, context)
         return longest, longest + config.max_completion_length
 
@@ -127,6 +131,10 @@ class GRPOTrainer(Trainer):
             raise ValueError(
                 f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"'
             )
+        share, loaded = self.args.vllm_gpu_memory_utilization, self.model.loaded.keeper.settings.gpu_memory_utilization
+        if engine.name == "vllm" and share not in (None, TRLS_SHARE, loaded):
+            raise ValueError(f"vllm_gpu_memory_utilization is {share}, and the model was loaded with "
+                             f"gpu_memory_utilization={loaded}; set it there, or leave it out")
         return engine
 
     def sample_with(self, first: Engine, given: bool, encoder: PromptEncoder, plan: MemoryPlan | None) -> None:

@@ -42,6 +42,7 @@ TRL_DEFAULTS = {
     "num_generations_eval": None, "data_seed": None, "disable_dropout": False, "use_cpu": False, "log_level": "passive",
     "logging_first_step": False, "eval_on_start": False, "lr_scheduler_kwargs": None, "num_completions_to_print": None,
     "log_unique_prompts": False, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+    "vllm_max_model_length": None,
 }
 OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the loss type or of the estimator
     "epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token",
@@ -49,7 +50,7 @@ OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the l
     "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "scale_rewards": "group",
 }
 OTHER_DEFAULTS = {
-    "max_tool_calling_iterations": None,
+    "max_tool_calling_iterations": None, "vllm_gpu_memory_utilization": None,
     "disable_tqdm": None, "output_dir": "outputs", "fp16": None,
     "gradient_checkpointing": None, "logging_steps": 1, "save_steps": 100, "save_total_limit": 3,
     "vllm_importance_sampling_correction": None, "vllm_importance_sampling_mode": "token_truncate",
