@@ -18,7 +18,7 @@ from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.lora_model import check_plain, plain_lora, with_factors, with_lora
-from lowmem_grpo.memory.families import has_experts
+from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
@@ -155,6 +155,7 @@ def check_base(model: Any) -> None:
     """Raise TypeError for what is no model of transformers, and ValueError for one that cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; {ADVICE}")
+    check_images(model.config, str(model.config._name_or_path))
     stored = getattr(model.config, "quantization_config", None)
     if stored is not None and not is_quantized(model):
         raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
