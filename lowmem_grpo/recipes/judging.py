@@ -17,6 +17,10 @@ SELF = "self"
 TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of an embedded model, whose replies make no sense, and of others
 
 
+class JudgeError(RuntimeError):
+    """A judge that answered none of a run's questions."""
+
+
 @dataclass
 class JudgeOptions(RecipeOptions):
     """Who judges."""
@@ -51,7 +55,8 @@ def teach_judged(
 ) -> None:
     """Teach a lesson whose first reward is a judge's, which compares the answers of a group; print what judging cost.
 
-    Raises ValueError for a judge that cannot be, before anything is loaded."""
+    Raises ValueError for a judge that cannot be, before anything is loaded, and JudgeError, once all is written, where
+    the judge answered nothing."""
     found = options.url_judge()
     judges: list[Judge] = []
 
@@ -62,3 +67,12 @@ def teach_judged(
     trainer = teach(setup, replace(lesson, rewards=rewards, facts=lesson.facts | {"judge": options.judge}))
     trainer.finish({"judging": vars(judges[0].meter)})
     print(judges[0].summary())
+    check_answers(options.judge, judges[0])
+
+
+def check_answers(judge: str, meter_of: Judge) -> None:
+    """Raise JudgeError where none of the questions put to a judge has an answer."""
+    meter = meter_of.meter
+    if meter.failed == meter.calls > 0:
+        raise JudgeError(f"the judge ({judge}) gave no usable score in {meter.calls} calls, so nothing was learned: "
+                         "take a model that can judge, or a server's with judge=http://... (docs/judge.md)")
