@@ -42,6 +42,8 @@ class GRPOConfig(
     """Not in TRL: True cuts longer prompts to their last `max_prompt_length` tokens instead, as TRL did until 0.25. The
     beginning of a chat, with its system message, is then missing."""
     steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    """Completions of one generation, as another way to say steps_per_generation, which it becomes."""
     num_iterations: int = 1
     num_generations: int = 8
 
@@ -104,6 +106,7 @@ class GRPOConfig(
         ),
         "temperature": ("above 0, as at 0 all completions of a prompt are the same (1.0 is usual)", POSITIVE[1]),
         "max_prompt_length": COUNT, "steps_per_generation": COUNT, "num_iterations": COUNT,
+        "generation_batch_size": COUNT,
         "truncate_prompts": TRUTH,
         "max_completion_length": COUNT, "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
         "num_completions_to_print": COUNT, "log_unique_prompts": TRUTH, "sync_ref_model": TRUTH,
@@ -121,6 +124,7 @@ class GRPOConfig(
     def check_combinations(self) -> None:
         """Settings that contradict each other are refused, never changed in silence."""
         super().check_combinations()
+        self.take_generation_size()
         self.check_loss_options()
         self.check_advantage_options()
         self.check_replay()
@@ -147,6 +151,16 @@ class GRPOConfig(
                 "leave one of them out"
             )
         self.check_sampling_params()
+
+    def take_generation_size(self) -> None:
+        """Turn `generation_batch_size` into `steps_per_generation`; ValueError where both are set, or it has a rest."""
+        size, batch = self.generation_batch_size, self.per_device_train_batch_size
+        if size is None:
+            return
+        if self.steps_per_generation is not None or size % batch:
+            raise ValueError(f"generation_batch_size is {size}; it must be a multiple of per_device_train_batch_size "
+                             f"({batch}), and stand without steps_per_generation, which says the same")
+        self.steps_per_generation, self.generation_batch_size = size // batch, None
 
     def check_reference(self) -> None:
         """Raise ValueError where there is no reference that could move toward the policy."""

@@ -186,7 +186,6 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
 OF_GRPO: Table = EVERY_TRAINER | {
     **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **at_default("The GRPO loss has no labels to smooth; leave it out.", "label_smoothing_factor"),
-    **only("Use steps_per_generation: it counts micro-batches that share a generation.", generation_batch_size=None),
     **only("Use temperature, top_p, top_k, min_p or vllm_sampling_params.", generation_kwargs=(None, {})),
     **only("Penalised sampling is off-policy; score repetition with a reward function.", repetition_penalty=1.0),
     **only("Reward functions get every column; drop those you do not want yourself.", remove_unused_columns=False),
