@@ -120,7 +120,7 @@ class FastGeneration(Saving):
 
     @property
     def vllm_engine(self) -> VLLMEngineHandle:
-        """What frees the sampler's cache and makes it again, under Unsloth's names."""
+        """Return the handle that frees the sampler's cache and makes it again, under Unsloth's names."""
         return VLLMEngineHandle(self.loaded.keeper)
 
     def close_engine(self) -> None:

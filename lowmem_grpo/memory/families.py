@@ -157,7 +157,7 @@ TEXT_NAMES: dict[str, dict[str, str]] = {
     "mistral3": {INSIDE + r"model\.": "model.", INSIDE + "lm_head": "lm_head", WHOLE: "model."},
     "qwen3_5": {WHOLE: "model."},
 }
-# of the other kinds with images those that load with all their parts: transformers has a causal language model of them
+# the other kinds with images that load, with all their parts: transformers has a causal language model of them
 WHOLE_KINDS = ("gemma3", "gemma3n", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama", "phi4_multimodal",
                "qwen3_5_moe", "qwen4_exp")
 IMAGES = ("{!r} is a model of images ({}), and images are not supported: only text is trained here. Take a text model, "

@@ -28,8 +28,8 @@ def resolve(model_name: str) -> str:
 def public_name(model_name: str) -> str:
     """Return the name by which programs on this machine find a model and its tokenizer: its folder, or its name on the
     hub."""
-    found = Path(resolve(model_name))
-    return str(found.resolve()) if found.is_dir() else model_name
+    folder = Path(resolve(model_name))
+    return str(folder.resolve()) if folder.is_dir() else model_name
 
 
 def find(model_name: str, **options: Any) -> str:

@@ -200,8 +200,8 @@ class GRPOTrainer(Trainer):
         """Return what each reward function pays for each completion, (N, R) in float32, NaN for None. It has TRL's name
         and arguments (`inputs` are the rows, one for each completion) for a subclass, whose own is called in place of
         the functions, on all completions of a step together."""
-        given = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
-        columns = [[math.nan if reward is None else reward for reward in column] for column in given]
+        paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
+        columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
         return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
 
     def rollout(self) -> list[RolloutGroup]:
