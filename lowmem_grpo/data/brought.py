@@ -97,12 +97,12 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
 
 def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
     """Raise DataError where a column, or a message of the first row, holds images."""
-    held = next((name for name in IMAGES if name in columns or name in first), None)
+    row = first if isinstance(first, Mapping) else {}  # another form is refused where rows are read
+    held = next((name for name in IMAGES if name in columns or name in row), None)
     if held is not None:
         raise DataError(f"{parameter} has the column {held!r}, and images are not supported: only text is trained "
                         f"here. Where the text says enough, leave it out: dataset.remove_columns([{held!r}])")
-    values = first.items() if isinstance(first, Mapping) else ()
-    parts = [(name, part.get("type")) for name, value in values if isinstance(value, list) for message in value
+    parts = [(name, part.get("type")) for name, value in row.items() if isinstance(value, list) for message in value
              if isinstance(message, Mapping) and isinstance(message.get("content"), list)
              for part in message["content"] if isinstance(part, Mapping)]
     if held := next((name for name, kind in parts if kind in IMAGE_PARTS), None):
