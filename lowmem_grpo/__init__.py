@@ -42,6 +42,8 @@ def __getattr__(name: str) -> Any:
         elsewhere = import_module("lowmem_grpo.unsloth_names")
         if name in elsewhere.ALIASES:
             return __getattr__(elsewhere.ALIASES[name])
+        if name in elsewhere.REFUSED and name.endswith(("Trainer", "Config")):
+            return elsewhere.refused_class(name)
         elsewhere.refuse_name(name)
         raise AttributeError(f"module 'lowmem_grpo' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

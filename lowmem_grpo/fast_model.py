@@ -50,6 +50,28 @@ class Loaded:
     stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens
 
 
+class VLLMEngineHandle:
+    """`model.vllm_engine`, as Unsloth's programs use it: what the sampler holds beside the weights is freed, and made
+    again. Training and sampling do both by themselves. The transformers engine holds nothing between two calls."""
+
+    def __init__(self, keeper: EngineKeeper) -> None:
+        self.keeper = keeper
+
+    def sleep(self, level: int = 1) -> None:
+        """Free vLLM's cache. The weights are the trainer's, so that every `level` means the same."""
+        if self.keeper.kept is not None:
+            self.keeper.kept.sleep()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Make the cache again, unless `tags` name the weights only, which never sleep."""
+        if self.keeper.kept is not None and (tags is None or "kv_cache" in tags):
+            self.keeper.kept.wake()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"model.vllm_engine has no {name!r} here, but sleep and wake_up; sample with "
+                             "model.fast_generate(prompts, sampling_params)")
+
+
 class FastGeneration(Saving):
     """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
 
@@ -96,6 +118,11 @@ class FastGeneration(Saving):
         vLLM's is made at the first call, and given again afterwards.
         """
         return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
+
+    @property
+    def vllm_engine(self) -> VLLMEngineHandle:
+        """Return the handle that frees the sampler's cache and makes it again, under Unsloth's names."""
+        return VLLMEngineHandle(self.loaded.keeper)
 
     def close_engine(self) -> None:
         """Free what the rollout engine holds beside the weights. The next sampling makes a new engine."""

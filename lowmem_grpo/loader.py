@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
 from lowmem_grpo.config.launcher import own_device
-from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, form_of_weights
+from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, form_of_weights, one_dtype
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
@@ -41,7 +41,8 @@ class FastLanguageModel:
         kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
         block_size: int | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
         load_in_16bit: bool = False, load_in_fp8: bool | str = False, device_map: Any = None,
-        cache_dir: str | None = None, local_files_only: bool = False, kv_cache_dtype: str = AUTO, **options: Any,
+        cache_dir: str | None = None, local_files_only: bool = False, kv_cache_dtype: str = AUTO,
+        torch_dtype: Any = None, **options: Any,
     ) -> tuple[Any, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer. The
         folder of a saved adapter loads its base and the adapter, ready to train and to sample.
@@ -52,7 +53,7 @@ class FastLanguageModel:
         bits. A checkpoint that is already in 4 bit or in FP8 loads as it is.
         `max_seq_length` None is the model's whole context. `device_map` may name one device, as `device` does. dtype
         None means bfloat16 or float16, depending on
-        the card, and float32 on the CPU.
+        the card, and float32 on the CPU; `torch_dtype` is its older name.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
         "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and
@@ -84,6 +85,7 @@ class FastLanguageModel:
 
             return with_adapter(cls, Path(model_name), given | options)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
+        dtype = one_dtype(dtype, torch_dtype)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
         nobody_chose, fast_inference = fast_inference is None, fast_inference or False
         check_engine(fast_inference)

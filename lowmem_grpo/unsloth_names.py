@@ -15,8 +15,10 @@ ALIASES = {  # Unsloth's name: ours
     ),
 }
 TEXT = "Only text is trained here: "
+IMAGES = "Images are not supported, only text is trained here: "
 REFUSED = {
-    "UnslothVisionDataCollator": TEXT + "leave the collator out, and drop the images from the dataset.",
+    "UnslothVisionDataCollator": IMAGES + "leave the collator out, and drop the images from the dataset.",
+    "process_vision_info": IMAGES + "render messages of text with tokenizer.apply_chat_template.",
     "FastSentenceTransformer": TEXT + "sentence embeddings are not; use the library sentence-transformers.",
     "FastDiffusionModel": TEXT + "images are not; use the library diffusers.",
     "SyntheticDataKit": "No data is made here; use Meta's synthetic-data-kit itself, and load what it wrote.",
@@ -55,6 +57,15 @@ def refuse_name(name: str, owner: str = "lowmem_grpo", table: Mapping[str, str] 
     """Raise UnsupportedError for a name that another library has and `owner` has not, with what to use instead."""
     if name in table:
         raise UnsupportedError(f"{owner} has no {name}. {table[name]}")
+
+
+def refused_class(name: str) -> type:
+    """Return a class of that name that can be imported, as scripts import more than they use, and refuses to be called
+    or subclassed with what to use instead."""
+    def refuse(*_: Any, **__: Any) -> None:
+        refuse_name(name)
+
+    return type(name, (), {"__doc__": REFUSED[name], "__init__": refuse, "__init_subclass__": refuse})
 
 
 def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name

@@ -68,7 +68,15 @@ def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones() -
 
 def test_a_name_of_unsloth_that_is_not_here_is_refused_with_what_to_do() -> None:
     rows = [(name, f"lowmem_grpo has no {name}. ") for name in sorted(REFUSED)]
-    assert not_refused(lambda name: getattr(lowmem_grpo, name), rows, UnsupportedError) == []
+    assert not_refused(lambda name: getattr(lowmem_grpo, name)(model=None), rows, UnsupportedError) == []
+
+
+def test_a_trainer_that_is_not_here_can_be_imported_and_refuses_to_be_made_or_subclassed() -> None:
+    from lowmem_grpo import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
+
+    for use in (DPOTrainer, lambda: DPOConfig(output_dir="out"), lambda: type("Mine", (DPOTrainer,), {})):
+        with pytest.raises(UnsupportedError, match="There is no trainer on preferences here"):
+            use()
 
 
 def test_the_calls_of_unsloth_that_change_other_trainers_do_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -425,6 +425,36 @@ def test_the_bare_model_lends_what_the_transformers_model_has(bare: BareModel) -
         _ = bare.nothing_like_this
 
 
+@dataclass
+class Slept:
+    """A kept engine that says what it was told."""
+
+    told: list[str] = field(default_factory=list)
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+    def wake(self) -> None:
+        self.told.append("wake")
+
+
+def test_the_engine_of_vllm_sleeps_and_wakes_under_unsloths_names(model: FastPeftModel, bare: BareModel) -> None:
+    bare.vllm_engine.sleep()  # nothing is kept yet
+    bare.vllm_engine.wake_up()
+    engine = Slept()
+    model.loaded.keeper.kept = engine  # type: ignore[assignment]
+    try:
+        model.vllm_engine.sleep(level=2)
+        model.vllm_engine.wake_up(tags=["weights"])
+        assert engine.told == ["sleep"]
+        model.vllm_engine.wake_up()
+    finally:
+        model.loaded.keeper.kept = None
+    assert engine.told == ["sleep", "wake"] and not hasattr(model.vllm_engine, "llm_engine")
+    with pytest.raises(AttributeError, match="no 'generate' here, but sleep and wake_up; sample with"):
+        _ = model.vllm_engine.generate
+
+
 def test_the_switches_for_inference_and_training_do_what_they_say(model: FastPeftModel) -> None:
     assert not FastLanguageModel.for_inference(model).training
     assert FastLanguageModel.for_training(model).training

@@ -150,14 +150,22 @@ REFUSALS = {  # an option, and a value that asks for what is not done here
     "int4", "rope_scaling": {"type": "linear", "factor": 2.0}, "float8_kv_cache": True, "resize_model_vocab": 999,
     "quantization_config": {"load_in_8bit": True}, "num_labels": 2, "float32_mixed_precision": True,
     "whisper_language": "English", "whisper_task": "transcribe", "auto_config": {}.__class__, "model_types":
-    ["llama"], "auto_model": AutoConfig, "tokenizer_name": "other", "tokenizer_revision": "v2", "torch_dtype":
-    "float16", "max_memory": {0: "1GiB"}, "model_patcher": AutoConfig, "target_parameters": ["experts"],
+    ["llama"], "auto_model": AutoConfig, "tokenizer_name": "other", "tokenizer_revision": "v2",
+    "max_memory": {0: "1GiB"}, "model_patcher": AutoConfig, "target_parameters": ["experts"],
     "modules_to_save": ["lm_head"], "loftq_config": {"loftq_bits": 4}, "use_dora": True,
     "task_type": "SEQ_CLS", "offload_layers": 4, "block_swap_layers": 2,
     "prefetch_depth": 2, "rope_parameters": {"rope_type": "linear"}, "max_num_batched_tokens": 4096,
     "device_map_planner_kwargs": {"a": 1}, "on_model_resolved": print,
     "trainable_token_indices": [1], "checkpoint_skip_layers": 3,
 }
+
+
+def test_the_older_name_of_dtype_says_the_same_and_only_one_of_them_is_taken() -> None:
+    for value in (torch.bfloat16, "bfloat16"):
+        model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, torch_dtype=value)
+        assert model.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="dtype and torch_dtype are two names of the same; give one"):
+        FastLanguageModel.from_pretrained("tiny", dtype="float32", torch_dtype="float32")
 
 
 @every_row("name", REFUSALS)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT")
 Thing = TypeVar("Thing")
+ADDRESS = ("inference_base_url", "inference_api_key")
 STATE = "program_state.json"  # what a program keeps for itself in the folder of its run
 
 
@@ -166,6 +167,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     def __init__(self, *, _internal_config: InternalModelConfig | None = None, **fields: Any) -> None:
         super().__init__(**fields)
         self._internal_config = _internal_config
+
+    def __getattribute__(self, name: str) -> Any:
+        """Open an address (`serve`) where it is asked for and there is none yet, as ART has one from `register` on."""
+        if name in ADDRESS and super().__getattribute__(name) is None:
+            self.serve()
+        return super().__getattribute__(name)
 
     async def register(self, backend: "LocalBackend", _openai_client_config: Any = None) -> None:
         """Load it, and go on from its last checkpoint if it has one."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from lowmem_grpo.config.launcher import one_process
+from lowmem_grpo.models.named import public_name
 from lowmem_grpo.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
@@ -86,6 +87,8 @@ def serve(
             page.closing = lambda: server.should_exit
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
                        f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")
+            if model is not None:
+                click.echo(client_name(model))
             dispatcher.start()
             try:
                 server.run(sockets=[listening])
@@ -93,6 +96,14 @@ def serve(
                 dispatcher.close()
                 if served is not None:
                     served.close()
+
+
+def client_name(model: str) -> str:
+    """Return what clients of the Tinker protocol are to be told of a model."""
+    name = public_name(model)
+    folder = (" (its name for clients of the Tinker protocol, who find its tokenizer there; recipes of tinker-cookbook "
+              "do not know it, and need renderer_name=role_colon, or that of its family)")
+    return f"model {name}{folder if Path(name).is_dir() else ''}"
 
 
 def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, model: str | None = None) -> None:

@@ -12,6 +12,7 @@ TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)
 FOUR, SIXTEEN = "4bit", "16bit"  # the forms of weights to sample with
 ANYWHERE = (None, "auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that name no device
+GPU_SHARE = number("in (0, 1]", lambda value: value is not True and 0 < value <= 1)
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -29,8 +30,8 @@ class EngineSettings:
     kv_cache_dtype: str = AUTO  # of the key-value cache: the model's, or 8-bit floats (CACHE_DTYPES)
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "gpu_memory_utilization": number("in (0, 1]", lambda value: value is not True and 0 < value <= 1),
-        "kv_cache_bytes": at_least(1, int), "max_num_seqs": at_least(1, int), "enforce_eager": TRUTH,
+        "gpu_memory_utilization": GPU_SHARE, "enforce_eager": TRUTH,
+        "kv_cache_bytes": at_least(1, int), "max_num_seqs": at_least(1, int),
         "block_size": at_least(1, int), "sampling_weights": one_of(FOUR, SIXTEEN),
         "kv_cache_dtype": one_of(*CACHE_DTYPES),
     }

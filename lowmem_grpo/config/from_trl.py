@@ -25,6 +25,7 @@ DIFFERENT = {  # fields whose default there is another one and is not taken over
     "shuffle_dataset": "each epoch has its own order", "save_total_limit": "the newest three checkpoints are kept",
     "vllm_importance_sampling_correction": "on where the sampler's log-probabilities differ",
     "vllm_importance_sampling_mode": "each token has its own weight",
+    "vllm_gpu_memory_utilization": "0.5, as the model's weights are part of it",
     "vllm_importance_sampling_clip_max": "2, as suits weights of tokens",
 }
 COMPUTED = ("use_cpu", "generation_batch_size")  # the second one says the same as steps_per_generation

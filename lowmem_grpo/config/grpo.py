@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from lowmem_grpo.config.engine import GPU_SHARE
 from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
@@ -13,6 +14,7 @@ from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.rules import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
+TRLS_SHARE = 0.3  # the default of vllm_gpu_memory_utilization there
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
@@ -40,6 +42,8 @@ class GRPOConfig(
     """Not in TRL: True cuts longer prompts to their last `max_prompt_length` tokens instead, as TRL did until 0.25. The
     beginning of a chat, with its system message, is then missing."""
     steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    """Completions of one generation, as another way to say steps_per_generation, which it becomes."""
     num_iterations: int = 1
     num_generations: int = 8
 
@@ -53,6 +57,11 @@ class GRPOConfig(
     """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
     use_vllm: bool = False
     """True insists that the model was loaded with vLLM as its engine; False takes whichever it was loaded with."""
+    vllm_gpu_memory_utilization: float | None = None
+    """How much of the card vLLM may fill, for a model that is given by its name; None is 0.5, the loader's own."""
+    vllm_max_model_length: int | None = None
+    """Tokens that a prompt and its completion may have together, whichever engine samples; None is the context. A model
+    that is given by its name is loaded with it."""
     parity_steps: int = 10
     """Not in TRL: recompute sampled log-probabilities every so many steps, and in the first; 0 is never."""
     parity_bound: float | None = None
@@ -97,11 +106,13 @@ class GRPOConfig(
         ),
         "temperature": ("above 0, as at 0 all completions of a prompt are the same (1.0 is usual)", POSITIVE[1]),
         "max_prompt_length": COUNT, "steps_per_generation": COUNT, "num_iterations": COUNT,
+        "generation_batch_size": COUNT,
         "truncate_prompts": TRUTH,
         "max_completion_length": COUNT, "parity_steps": ZERO_OR_MORE, "parity_bound": POSITIVE,
         "num_completions_to_print": COUNT, "log_unique_prompts": TRUTH, "sync_ref_model": TRUTH,
         "ref_model_mixup_alpha": SHARE, "ref_model_sync_steps": COUNT,
         "per_device_eval_batch_size": COUNT, "num_generations_eval": COUNT, "reward_timeout": POSITIVE,
+        "vllm_gpu_memory_utilization": GPU_SHARE, "vllm_max_model_length": COUNT,
         "kl_reference": one_of("start", "base"), "score_while_sampling": TRUTH, "nothing_to_learn_steps": COUNT,
     }
 
@@ -113,6 +124,7 @@ class GRPOConfig(
     def check_combinations(self) -> None:
         """Settings that contradict each other are refused, never changed in silence."""
         super().check_combinations()
+        self.take_generation_size()
         self.check_loss_options()
         self.check_advantage_options()
         self.check_replay()
@@ -139,6 +151,16 @@ class GRPOConfig(
                 "leave one of them out"
             )
         self.check_sampling_params()
+
+    def take_generation_size(self) -> None:
+        """Turn `generation_batch_size` into `steps_per_generation`; ValueError where both are set, or it has a rest."""
+        size, batch = self.generation_batch_size, self.per_device_train_batch_size
+        if size is None:
+            return
+        if self.steps_per_generation is not None or size % batch:
+            raise ValueError(f"generation_batch_size is {size}; it must be a multiple of per_device_train_batch_size "
+                             f"({batch}), and stand without steps_per_generation, which says the same")
+        self.steps_per_generation, self.generation_batch_size = size // batch, None
 
     def check_reference(self) -> None:
         """Raise ValueError where there is no reference that could move toward the policy."""

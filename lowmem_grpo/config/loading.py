@@ -1,6 +1,8 @@
 """What becomes of the options that Unsloth's loaders have and ours lack: which values change nothing here, and which
 are refused. The options that are honoured are parameters of `loader.FastLanguageModel`."""
 
+from typing import Any
+
 from lowmem_grpo.config.unsupported import Table, any_value, off, only
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
 
@@ -31,7 +33,6 @@ FROM_PRETRAINED: Table = BOTH | {
            auto_model=(None, "AutoModelForCausalLM")),
     **off("The tokenizer is the model's own: for another one pass processing_class to the trainer.", "tokenizer_name",
           "tokenizer_revision"),
-    **off("Use dtype, its newer name.", "torch_dtype"),
     **off("There is one device, and the whole model lies on it; leave it out.", "max_memory"),
     **off("Layers and vocabulary stay as they are stored; leave it out.", "model_patcher", "resize_model_vocab"),
     **any_value("max_lora_rank", "random_state"),  # an adapter has any rank, and the seed of get_peft_model
@@ -52,6 +53,13 @@ GET_PEFT_MODEL: Table = BOTH | {
     **any_value("finetune_vision_layers", "finetune_audio_layers"),  # nothing but the text layers is trained
     **any_value("temporary_location", "ensure_weight_tying"),  # nothing is put aside; embedding and head stay frozen
 }
+
+
+def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
+    """Return the one of the two names of the dtype that was given; TypeError for both."""
+    if dtype is not None and torch_dtype is not None:
+        raise TypeError("dtype and torch_dtype are two names of the same; give one of them")
+    return torch_dtype if dtype is None else dtype
 
 
 def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8: bool | str | None) -> str:

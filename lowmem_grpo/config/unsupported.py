@@ -116,6 +116,7 @@ OTHER = Fixed("transformers has it, and the trainers here do not; leave it out."
 EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     # the model, the optimizer, precision and memory
     **only("Only model classes of transformers itself can be trained.", trust_remote_code=False),
+    **only("Set it where the model is loaded, or in model_init_kwargs={'dtype': ...}.", dtype=None, torch_dtype=None),
     **only("Logits are computed in chunks; set logits_chunk, in tokens, for another size than the default.",
            unsloth_num_chunks=-1, unsloth_logit_chunk_multiplier=None),
     **only("Use per_device_train_batch_size or max_tokens_per_micro_batch.", unsloth_grpo_mini_batch=None),
@@ -185,7 +186,6 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
 OF_GRPO: Table = EVERY_TRAINER | {
     **only("Pass max_seq_length to FastLanguageModel.from_pretrained.", max_seq_length=None),
     **at_default("The GRPO loss has no labels to smooth; leave it out.", "label_smoothing_factor"),
-    **only("Use steps_per_generation: it counts micro-batches that share a generation.", generation_batch_size=None),
     **only("Use temperature, top_p, top_k, min_p or vllm_sampling_params.", generation_kwargs=(None, {})),
     **only("Penalised sampling is off-policy; score repetition with a reward function.", repetition_penalty=1.0),
     **only("Reward functions get every column; drop those you do not want yourself.", remove_unused_columns=False),
@@ -199,8 +199,8 @@ OF_GRPO: Table = EVERY_TRAINER | {
            vllm_server_timeout=240.0, vllm_group_port=51216),
     **only("Use vllm_importance_sampling_clip_max, its newer name.", vllm_importance_sampling_cap=None),
     **only("Set it where the model is loaded: from_pretrained(fast_inference=..., gpu_memory_utilization=...).",
-           vllm_model_impl="vllm", vllm_enable_sleep_mode=False, vllm_gpu_memory_utilization=0.3,
-           vllm_max_model_length=None, vllm_tensor_parallel_size=1),
+           vllm_model_impl="vllm", vllm_tensor_parallel_size=1),
+    **any_value("vllm_enable_sleep_mode", usual=False),  # vLLM sleeps while the model trains, always
     **only("Constrained decoding is not supported; reward the format instead.",
            vllm_structured_outputs_regex=None, vllm_guided_decoding_regex=None),
     **only(LEAVE_OUT, use_liger_loss=(False, None, True), cache_implementation=None,

@@ -18,6 +18,8 @@ from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.messages import joined_text, plain_message, without_none
 
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
+IMAGES = ("image", "images", "pixel_values")  # columns, of which TRL trains on what they hold
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of the parts of a message
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns that are read here
 
 
@@ -81,13 +83,31 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
         raise DataError(f"{parameter} is a list of {type(dataset[0]).__name__}; each row must be a dict of columns, "
                         "for example {'prompt': 'What is 2 + 2?', 'answer': '4'}")
     if comes_from(dataset, "datasets", "IterableDataset") or comes_from(dataset, "torch", "IterableDataset"):
+        refuse_images(getattr(dataset, "column_names", None) or [], {}, parameter)
         return Stream(dataset, partial(plain_row, arrays=comes_from(dataset, "datasets", "IterableDataset")))
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return PlainRows(dataset)
+        rows = PlainRows(dataset)
+        refuse_images(rows.column_names or [], rows[0] if len(rows) else {}, parameter)
+        return rows
     if isinstance(dataset, Iterable) or callable(dataset):
         return Stream(dataset, plain_row)
     check_dataset(dataset)
     return dataset
+
+
+def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
+    """Raise DataError where a column, or a message of the first row, holds images."""
+    row = first if isinstance(first, Mapping) else {}  # another form is refused where rows are read
+    held = next((name for name in IMAGES if name in columns or name in row), None)
+    if held is not None:
+        raise DataError(f"{parameter} has the column {held!r}, and images are not supported: only text is trained "
+                        f"here. Where the text says enough, leave it out: dataset.remove_columns([{held!r}])")
+    parts = [(name, part.get("type")) for name, value in row.items() if isinstance(value, list) for message in value
+             if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+             for part in message["content"] if isinstance(part, Mapping)]
+    if held := next((name for name, kind in parts if kind in IMAGE_PARTS), None):
+        raise DataError(f"{parameter} has images in the messages of {held!r}, and images are not supported: only text "
+                        "is trained here. Where the text says enough, leave these parts of the messages out")
 
 
 def comes_from(value: Any, library: str, name: str) -> bool:

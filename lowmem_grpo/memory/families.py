@@ -157,6 +157,11 @@ TEXT_NAMES: dict[str, dict[str, str]] = {
     "mistral3": {INSIDE + r"model\.": "model.", INSIDE + "lm_head": "lm_head", WHOLE: "model."},
     "qwen3_5": {WHOLE: "model."},
 }
+# the other kinds with images that load, with all their parts: transformers has a causal language model of them
+WHOLE_KINDS = ("gemma3", "gemma3n", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama", "phi4_multimodal",
+               "qwen3_5_moe", "qwen4_exp")
+IMAGES = ("{!r} is a model of images ({}), and images are not supported: only text is trained here. Take a text model, "
+          "such as Qwen3 instead of Qwen3-VL, or one whose text part is loaded (docs/families.md): {}")
 
 
 MULTIPLIED = ("hyperclovax",)  # families whose `logits_scaling` multiplies logits; that of others divides them
@@ -186,6 +191,7 @@ def family_of(config: Any) -> Family | None:
 def check_family(config: Any, name: str) -> str | None:
     """Return a note on a model of this config before it is loaded: one line for a family without a row, else None.
     ValueError names a family that is refused, and the reason."""
+    check_images(config, name)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:
         raise ValueError(f"{name!r} is of the family {row.name}: {row.refused}")
@@ -194,6 +200,15 @@ def check_family(config: Any, name: str) -> str | None:
     return (f"{name} is of a family that was not checked here ({kind or 'without a model_type'}): it trains on "
             "transformers' own layers, and the first pass refuses it if its sequences cannot be packed. See "
             "docs/families.md")
+
+
+def check_images(config: Any, name: str) -> None:
+    """Raise ValueError for a model of images that is no causal language model."""
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    kind = str(fields.get("model_type"))
+    if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
+        label = next(iter(fields.get("architectures") or [kind]))
+        raise ValueError(IMAGES.format(name, label, ", ".join(TEXT_NAMES)))
 
 
 def check_float16(config: Any) -> None:

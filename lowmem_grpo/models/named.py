@@ -25,6 +25,13 @@ def resolve(model_name: str) -> str:
     return str(folder)
 
 
+def public_name(model_name: str) -> str:
+    """Return the name by which programs on this machine find a model and its tokenizer: its folder, or its name on the
+    hub."""
+    folder = Path(resolve(model_name))
+    return str(folder.resolve()) if folder.is_dir() else model_name
+
+
 def find(model_name: str, **options: Any) -> str:
     """The same, and OSError for a name that is neither in the hub's cache nor to be had from the hub in seconds.
     `options` are those of `hub.find_model`."""

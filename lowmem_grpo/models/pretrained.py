@@ -29,8 +29,8 @@ from lowmem_grpo.models.text_part import read_model, text_names, text_part
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
-NO_TEXT = ("{!r} is no causal language model of text: transformers has no class of that kind for it. Only text is "
-           "trained here: take a text model, such as Qwen3 instead of Qwen3-VL")
+NO_TEXT = ("{!r} is no causal language model of text: transformers has no class of that kind for it. Images and "
+           "sounds are not supported, only text is trained here: take a text model, such as Qwen3 instead of Qwen3-VL")
 
 NO_TURNS = ("the chat template of {!r} ({}) writes {}, and its tokenizer has no such token: turns would be cut into "
             "pieces that the model never saw. Take the tokenizer of the same model's instruct version, or remove the "

@@ -7,7 +7,7 @@
 The judge values facts, and a small penalty falls on summaries that are too long. The share of facts that a summary
 keeps is logged with weight 0, as a check of the judge: `rewards/facts_kept/mean` should climb with
 `rewards/ruler/mean`. On a CPU the recipe uses the embedded tiny model, whose judgements make no sense: no group gets a
-gradient, and the run only shows that everything works. See docs/judge.md.
+gradient, and the run ends with an error that says so. See docs/judge.md.
 """
 
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Setup
+from lowmem_grpo.rewards.calling.contract import RewardError
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.rewards.judge.judge_reward import ruler
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
@@ -51,7 +52,8 @@ def teach_judged(
 ) -> None:
     """Teach a lesson whose first reward is a judge's, which compares the answers of a group; print what judging cost.
 
-    Raises ValueError for a judge that cannot be, before anything is loaded."""
+    Raises ValueError for a judge that cannot be, before anything is loaded, and RewardError, once all is written, where
+    the judge answered nothing."""
     found = options.url_judge()
     judges: list[Judge] = []
 
@@ -62,3 +64,12 @@ def teach_judged(
     trainer = teach(setup, replace(lesson, rewards=rewards, facts=lesson.facts | {"judge": options.judge}))
     trainer.finish({"judging": vars(judges[0].meter)})
     print(judges[0].summary())
+    check_answers(options.judge, judges[0])
+
+
+def check_answers(judge: str, meter_of: Judge) -> None:
+    """Raise RewardError where none of the questions put to a judge has an answer."""
+    meter = meter_of.meter
+    if meter.failed == meter.calls > 0:
+        raise RewardError(f"the judge ({judge}) gave no usable score in {meter.calls} calls, so nothing was learned: "
+                         "take a model that can judge, or a server's with judge=http://... (docs/judge.md)")

@@ -19,8 +19,8 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Collects step lines and writes one every `logging_steps`, and at the last step; completions are written at every
-    step."""
+    """Collects step lines and gives one to log every `logging_steps`, and at the last step; completions are written at
+    every step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
@@ -30,7 +30,7 @@ class Journal:
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Take one step's line; returns the logged line, or None if none is due yet. `before` is the step before.
+        """Take one step's line; returns the line to log, or None if none is due yet. `before` is the step before.
 
         `groups` are those whose completions are recorded.
         """
@@ -51,14 +51,12 @@ class Journal:
         return logged
 
     def flush(self) -> dict[str, Any] | None:
-        """Write a line of the steps since the last one; None where there are none."""
+        """Return the line to log of the steps since the last one; None where there are none."""
         if not self.state.unlogged:
             return None
         last = self.state.unlogged[-1]
         logged = mean_of(self.state.unlogged) | {name: last[name] for name in LAST if name in last}
         self.state.unlogged = []
-        self.records.metrics(logged)
-        self.state.log_history.append(logged)
         return logged
 
     def show_sample(self, group: RolloutGroup, rollout: Rollout) -> None:

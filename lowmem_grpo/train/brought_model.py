@@ -18,7 +18,7 @@ from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.lora_model import check_plain, plain_lora, with_factors, with_lora
-from lowmem_grpo.memory.families import has_experts
+from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
@@ -120,6 +120,8 @@ class Brought:
         options = loading_options(self.settings.model_init_kwargs or {})
         four_bit = quantization(self.quantization_config or options.pop("quantization_config", None))
         where = {"revision": options.get("revision"), "token": options.get("token")}
+        if (share := getattr(self.settings, "vllm_gpu_memory_utilization", None)) is not None:
+            options["gpu_memory_utilization"] = share
         config = AutoConfig.from_pretrained(find(self.model, **where), trust_remote_code=False, **where)
         model, _ = FastLanguageModel.from_pretrained(
             self.model, max_seq_length=self.context(config),
@@ -128,10 +130,11 @@ class Brought:
         return model
 
     def context(self, config: Any) -> int:
-        """Tokens that prompt and completion may have: 2048, more where the run needs more, and never more than the
-        model has."""
+        """Tokens that prompt and completion may have: those of the settings, else 2048, more where the run needs more,
+        and never more than the model has."""
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
-        return int(min(longest, max(CONTEXT, self.tokens)))
+        wanted = getattr(self.settings, "vllm_max_model_length", None) or max(CONTEXT, self.tokens)
+        return int(min(longest, wanted))
 
     def wrapped(self, model: Any) -> BareModel:
         """A plain model of transformers, frozen, under what our loader puts around one."""
@@ -152,6 +155,7 @@ def check_base(model: Any) -> None:
     """Raise TypeError for what is no model of transformers, and ValueError for one that cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; {ADVICE}")
+    check_images(model.config, str(model.config._name_or_path))
     stored = getattr(model.config, "quantization_config", None)
     if stored is not None and not is_quantized(model):
         raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "

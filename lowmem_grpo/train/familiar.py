@@ -1,6 +1,7 @@
 """What TRL's and transformers' trainers offer beside `train`, under their names: listeners, saving, the hub, figures.
 
-`NOT_HERE` lists what they offer and our trainers do not, with what to use instead.
+`NOT_HERE` lists what they offer and our trainers do not, with what to use instead; a subclass that defines one of the
+methods in `NEVER_CALLED` is refused.
 """
 
 import json
@@ -29,23 +30,51 @@ MADE = "the trainer makes its optimizer itself, or takes optimizers=(optimizer, 
 SAMPLE = ("sample with model.fast_generate(prompts, lora_request=model.current_lora()), or measure with "
           "trainer.evaluate()")
 ONE = "every process has the whole model on one device"
-NOT_HERE = {
+PLAY = "the engine samples: say otherwise with rollout_func=, tools= or environment_factory="
+INSIDE = "our loop has no such part; a callback (add_callback) is called at its events, and " + LOOP
+NEVER_CALLED = {
+    **dict.fromkeys((
+        "_build_accelerator_args", "_clip_grad_norm", "_determine_best_metric", "_evaluate", "_finalize_training",
+        "_finish_current_push", "_get_grad_norm", "_get_learning_rate", "_get_num_items_in_batch", "_get_output_dir",
+        "_has_mixed_mesh_grads", "_hp_search_setup", "_init_training_state", "_inner_training_loop",
+        "_issue_warnings_after_load", "_load_best_model", "_load_callback_state", "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate",
+        "_mixed_mesh_grad_norm", "_move_model_to_device", "_prepare_context_parallel_inputs", "_prepare_for_training",
+        "_push_from_checkpoint", "_report_to_hp_search", "_run_epoch", "_save", "_save_checkpoint",
+        "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_send_telemetry",
+        "_sync_replicated_trainable_parameters", "_track_num_input_tokens", "_tune_save_checkpoint",
+        "_update_auto_batch_size", "_validate_args", "_wrap_model",
+    ), INSIDE),
     **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
                      "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
                      "floating_point_ops", "hyperparameter_search"), LOOP),
-    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
-                     "data_collator"), ROWS),
-    **dict.fromkeys(("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
-                     "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights", "loss_is_scaled_for_ga",
-                     "compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"), LOSS),
+    **dict.fromkeys((
+        "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples", "_get_dataloader",
+        "_get_train_sampler", "_get_eval_sampler", "_get_collator_with_removed_columns", "_prepare_dataset",
+        "_prepare_input", "_prepare_inputs", "_reject_skip_prepare_without_labels", "_remove_unused_columns",
+        "_set_signature_columns_if_needed",
+    ), ROWS),
+    **dict.fromkeys((
+        "compute_loss", "_compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+        "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights", "_get_per_token_logps_and_entropies",
+    ), LOSS),
     **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_group",
                      "get_optimizer_cls_and_kwargs", "get_decay_parameter_names"), MADE),
     **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
-    **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size", "is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
+    **dict.fromkeys(("_generate", "_generate_and_score_completions", "_generate_single_turn", "_get_tool_suffix_ids",
+                     "_tokenize_prompts", "_tool_call_loop"), PLAY),
+    **dict.fromkeys(("_log_metric", "_log_completion_extra"), "a reward function that names log_metric or log_extra as "
+                    "a parameter gets it"),
+    **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), ONE),
+    "init_hf_repo": "push_to_hub makes the repository",
+}
+NOT_HERE = NEVER_CALLED | {
+    "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "loss_is_scaled_for_ga"),
+                    LOSS),
     "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",
     **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
                     "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
-    "init_hf_repo": "push_to_hub makes the repository",
 }
 SETTINGS = (  # that a trainer of TRL has as attributes, and a `rollout_func` reads
     "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
@@ -99,6 +128,18 @@ class Familiar:
     ranks: Any  # the processes of the run, as train/distributed.py has them
     given_rows: Any  # as they were passed
     given_eval_rows: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise TypeError for a subclass that defines what TRL's or transformers' loop calls and ours does not."""
+        super().__init_subclass__(**options)
+        if useless := [name for name in NEVER_CALLED if hasattr(cls, name)]:
+            raise TypeError("; ".join(f"{cls.__name__} defines {name}, which is never called here: {NOT_HERE[name]}"
+                                      for name in useless))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in NEVER_CALLED:
+            raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in SETTINGS and hasattr(self.args, name):
@@ -215,8 +256,9 @@ class Familiar:
 
     # Figures.
 
-    def log(self, logs: dict[str, float], *_: Any) -> None:
-        """Add a line of your own to the history, and tell the listeners."""
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add a line to the history, and tell the listeners. Lines of steps, of evaluations and the last one come
+        through here, so that a subclass may add to them; `start_time` is when the run began, of the lines of steps."""
         line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
         self.state.log_history.append(line)
         self.notify("on_log", logs=line)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from lowmem_grpo.config.from_trl import settings_of
-from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
+from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.difficulty import DifficultyPools
@@ -67,9 +68,11 @@ class GRPOTrainer(Trainer):
         are refused, or options of the settings."""
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
         players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
+        overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
         self.scorer = RewardScorer(
             *players.paid(reward_funcs, reward_processing_classes), config.reward_limit, config.score_while_sampling,
             players.plays, late_columns=rollout_func is not None,
+            override=self._calculate_rewards if overridden else None,
         )
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         rows = players.rows(train_dataset)
@@ -112,6 +115,10 @@ class GRPOTrainer(Trainer):
     def lengths(self, context: int) -> tuple[int, int]:
         """(tokens that a prompt may have, tokens that a prompt and what follows it may have), of a model's context."""
         config = self.args
+        if (bound := config.vllm_max_model_length or context) > context:
+            raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
+                             "tokens; lower it, or load with a larger max_seq_length")
+        context = bound
         longest = longest_prompt(config.max_prompt_length, config.max_completion_length, context)
         return longest, longest + config.max_completion_length
 
@@ -124,6 +131,10 @@ class GRPOTrainer(Trainer):
             raise ValueError(
                 f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"'
             )
+        share, loaded = self.args.vllm_gpu_memory_utilization, self.model.loaded.keeper.settings.gpu_memory_utilization
+        if engine.name == "vllm" and share not in (None, TRLS_SHARE, loaded):
+            raise ValueError(f"vllm_gpu_memory_utilization is {share}, and the model was loaded with "
+                             f"gpu_memory_utilization={loaded}; set it there, or leave it out")
         return engine
 
     def sample_with(self, first: Engine, given: bool, encoder: PromptEncoder, plan: MemoryPlan | None) -> None:
@@ -181,6 +192,17 @@ class GRPOTrainer(Trainer):
     def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
         return self.collector.score(groups, scoring or self.scoring.begin(groups))
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
+        completion_ids_list: list[list[int]],
+    ) -> torch.Tensor:
+        """Return what each reward function pays for each completion, (N, R) in float32, NaN for None. It has TRL's name
+        and arguments (`inputs` are the rows, one for each completion) for a subclass, whose own is called in place of
+        the functions, on all completions of a step together."""
+        paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
+        columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
+        return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
 
     def rollout(self) -> list[RolloutGroup]:
         """Sample and score the next prompts: groups with rewards and advantages, chosen as `Collector` says."""

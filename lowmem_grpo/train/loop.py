@@ -68,7 +68,7 @@ class Trainer(Lifecycle):
         that prompt and completion need by the settings."""
         self.tokenizer = tokenizer_of(processing_class)
         self.args, self.optimizers, self.ranks = args, optimizers, ranks()
-        self.losses, self.samples_seen = [], 0
+        self.losses, self.samples_seen, self.began_at = [], 0, time.time()
         check_settings(args, self.ranks.count, self.takes_prompts)
         if args.log_level != "passive":
             logging.getLogger("lowmem_grpo").setLevel(args.log_level.upper())
@@ -214,7 +214,7 @@ class Trainer(Lifecycle):
         """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
         with owned(self.run_dir) if self.records.writes else nullcontext(), self.failure_recorded():
             self.begin(resume)
-            started, self.losses, self.samples_seen = time.monotonic(), [], 0
+            started, self.began_at, self.losses, self.samples_seen = time.monotonic(), time.time(), [], 0
             self.notify("on_train_begin")
             self.notify("on_epoch_begin")
             try:
@@ -263,8 +263,8 @@ class Trainer(Lifecycle):
         self.agree()
         self.follow(epoch)
         asked = self.control.taken()
-        if asked.should_log and (line := self.journal.flush()) is not None:
-            self.notify("on_log", logs=line)
+        if asked.should_log:
+            self.log_line(self.journal.flush())
         if self.due(before, epoch, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
             with self.saved_before(MemoryExhaustedError):
                 metrics = self.evaluate()
@@ -320,7 +320,14 @@ class Trainer(Lifecycle):
             **metrics, **self.measured(before, groups, timing), **memory,
             **self.peaks.metrics(), **self.ranks.metrics(timing["step_time"], seconds | memory),
         }
-        logged = self.journal.write(before, line, groups if self.samples else [])
-        if logged is not None:
-            self.notify("on_log", logs=logged)
+        self.log_line(self.journal.write(before, line, groups if self.samples else []))
+
+    def log_line(self, line: dict[str, Any] | None) -> None:
+        """Log and record a line of the steps since the last one, where there is one."""
+        if line is None:
+            return
+        try:
+            self.log(line, self.began_at)
+        finally:  # with what a subclass has added, and also where a listener fails
+            self.records.metrics(line)
 

@@ -39,6 +39,7 @@ SAMPLED_HERE = "groups are sampled by the caller; leave it out"
 REFUSED = {  # settings of a trainer that samples, and what to do
     **dict.fromkeys(("dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "steps_per_generation",
                      "num_generations_eval"), SAMPLED_HERE),
+    "vllm_max_model_length": "load with a smaller max_seq_length, or bound your own calls with max_tokens",
     "eval_strategy": "evaluate with your own rollouts, and log them under the split val",
     "load_best_model_at_end": "every step has its checkpoint; take the one that you want",
 }

@@ -120,6 +120,19 @@ def test_an_address_serves_other_clients_and_litellm(model: art.TrainableModel[A
             assert asyncio.run(ask()) == "Yes."
 
 
+def test_the_address_is_opened_where_it_is_read_and_before_register_the_error_says_what_to_do(
+    model: art.TrainableModel[Any]
+) -> None:
+    unknown = model_of()
+    assert "inference_base_url=None" in repr(unknown) and unknown.model_dump()["inference_api_key"] is None
+    for name in ("inference_base_url", "inference_api_key"):
+        with pytest.raises(ValueError, match=r"has no backend yet: call `await model.register\(backend\)` first"):
+            getattr(unknown, name)
+    opened = model.inference_base_url
+    with model.serve() as endpoint:
+        assert (opened, model.inference_api_key) == (endpoint.base_url, endpoint.api_key)
+
+
 def test_the_base_model_judges_a_group_between_the_turns_of_others(
     model: art.TrainableModel[Any], backend: ScriptedBackend
 ) -> None:

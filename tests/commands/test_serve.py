@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 from programs import program
 
-from lowmem_grpo.commands.serve import serve
+import lowmem_grpo
+from lowmem_grpo.commands.serve import client_name, serve
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
@@ -60,6 +61,14 @@ def test_a_model_that_cannot_be_served_so_is_refused_before_anything_is_made(
     asked = ["--model", "no/such", "--folder", str(tmp_path / "home"), *words]
     found = CliRunner().invoke(serve, asked, terminal_width=400)
     assert found.exit_code == 1 and told in found.output and not (tmp_path / "home").exists()
+
+
+def test_clients_are_told_a_name_with_which_they_find_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for model, folder in (("tiny", Path(lowmem_grpo.__file__).parent / "assets" / "tiny"), (str(tmp_path), tmp_path)):
+        assert client_name(model).startswith(f"model {folder} (its name for clients of the Tinker protocol")
+        assert "need renderer_name=role_colon" in client_name(model)
+    assert client_name("Qwen/Qwen3-4B") == "model Qwen/Qwen3-4B"
 
 
 def test_an_adapter_is_no_model_to_serve_and_the_message_says_how_to_make_one(tmp_path: Path) -> None:

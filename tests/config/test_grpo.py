@@ -42,6 +42,7 @@ TRL_DEFAULTS = {
     "num_generations_eval": None, "data_seed": None, "disable_dropout": False, "use_cpu": False, "log_level": "passive",
     "logging_first_step": False, "eval_on_start": False, "lr_scheduler_kwargs": None, "num_completions_to_print": None,
     "log_unique_prompts": False, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+    "vllm_max_model_length": None, "generation_batch_size": None,
 }
 OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the loss type or of the estimator
     "epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token",
@@ -49,7 +50,7 @@ OF_THE_CHOICE = {  # TRL's defaults of options that are None here: that of the l
     "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "scale_rewards": "group",
 }
 OTHER_DEFAULTS = {
-    "max_tool_calling_iterations": None,
+    "max_tool_calling_iterations": None, "vllm_gpu_memory_utilization": None,
     "disable_tqdm": None, "output_dir": "outputs", "fp16": None,
     "gradient_checkpointing": None, "logging_steps": 1, "save_steps": 100, "save_total_limit": 3,
     "vllm_importance_sampling_correction": None, "vllm_importance_sampling_mode": "token_truncate",
@@ -102,6 +103,8 @@ CONTRADICTIONS = [
     ({"steps_per_generation": 6, "gradient_accumulation_steps": 4},
      "steps_per_generation is 6; it must be a multiple of gradient_accumulation_steps (4)"),
     ({"epsilon": 0.2, "loss_type": "reinforce"}, "epsilon is 0.2, and loss_type 'reinforce' does not use it"),
+    ({"generation_batch_size": 12}, "generation_batch_size is 12; it must be a multiple of per_device_train_"),
+    ({"generation_batch_size": 16, "steps_per_generation": 2}, "and stand without steps_per_generation, which"),
     ({"advantage_estimator": "passk", "pass_at_k": 8}, "pass_at_k is 8; it must be at least 1 and below num_gener"),
     ({"advantage_estimator": "passk", "pass_at_k": 0}, "pass_at_k is 0; it must be at least 1 and below"),
     ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "advantage_estimator 'rloo' with"),
@@ -112,6 +115,12 @@ CONTRADICTIONS = [
 
 def test_fields_that_trl_does_not_have_are_known() -> None:
     assert set(OWN) - set(TRL_FIELDS) == ELSEWHERE
+
+
+def test_the_completions_of_a_generation_say_its_steps() -> None:
+    config = GRPOConfig(generation_batch_size=32, gradient_accumulation_steps=2)
+    assert (config.steps_per_generation, config.optimizer_steps_per_generation) == (4, 2)
+    assert replace(config, seed=1).steps_per_generation == 4
 
 
 def test_defaults_are_trls() -> None:

@@ -15,7 +15,7 @@ from trl.trainer.utils import remove_none_values
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.brought import columns_of, rows_of
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.engines.prompt_inputs import encode
 from lowmem_grpo.rollout import assessment
@@ -158,3 +158,26 @@ def test_empty_columns_of_a_row_stay_and_a_column_that_is_no_message_too() -> No
 
 def test_the_columns_of_a_list_are_those_of_all_its_rows() -> None:
     assert columns_of(rows_of([{"prompt": "a"}, {"prompt": "b", "answer": "c"}])) == ["prompt", "answer"]
+
+
+SHOWN = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "a.png"}]}
+LINKED = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{"prompt": "What is this?", "image": "a.png"}], "the column 'image', and images are not .*remove_columns"),
+    ([{"prompt": "One.", "images": None}, {"prompt": "Two.", "images": ["a.png"]}],
+     "the column 'images', and images are not supported"),
+    ([{"prompt": [SHOWN]}], "has images in the messages of 'prompt', and images are not supported"),
+    ([{"messages": [LINKED]}], "has images in the messages of 'messages', and images are not supported"),
+])
+@pytest.mark.parametrize("held", [list, Dataset.from_list])
+def test_rows_with_images_are_refused_when_they_are_handed_in(held: Any, rows: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"^mine (has )?{message}"):
+        rows_of(held(rows), "mine")
+
+
+def test_a_stream_with_a_column_of_images_is_refused_when_it_is_handed_in() -> None:
+    stream = Dataset.from_list([{"prompt": "What is this?", "images": ["a.png"]}]).to_iterable_dataset()
+    with pytest.raises(DataError, match="the column 'images', and images are not supported"):
+        rows_of(stream)

@@ -11,18 +11,21 @@ import torch
 from families import COMPOSITES, GROUPS, batch_of, learned, learned_alone, loaded, saved_composite
 from fp8_weights import store_in_fp8
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lowmem_grpo import FastLanguageModel
+from lowmem_grpo import FastLanguageModel, FastVisionModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.export.formats import ExportSettings, export
-from lowmem_grpo.memory.families import TEXT_NAMES
+from lowmem_grpo.memory.families import TEXT_NAMES, WHOLE_KINDS, check_images
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.text_part import text_name
 from lowmem_grpo.types import RolloutGroup
 
+QWEN_VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 64,
+           "vision_config": {"depth": 2, "hidden_size": 32}}
 NEAR, SAMPLED = 1e-5, 1e-4
 each_kind = pytest.mark.parametrize("kind", COMPOSITES)
 
@@ -137,3 +140,20 @@ def test_stored_names_become_those_of_a_model_of_text() -> None:
         ("gemma4", "model.vision_tower.patch_embedder.input_proj.weight", None), ("llama", "anything", "anything"),
     ):
         assert text_name(stored, TEXT_NAMES.get(kind, {})) == name
+
+
+@pytest.mark.parametrize("loader", [FastLanguageModel, FastVisionModel])
+def test_a_model_of_images_without_a_text_part_is_refused_by_that_word_before_its_weights_are_looked_for(
+    loader: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_VL), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"model of images \(Qwen2_5_VLForConditionalGeneration\), and images are"):
+        loader.from_pretrained(str(tmp_path))
+
+
+def test_the_kinds_with_images_that_load_whole_are_those_of_which_transformers_has_a_language_model() -> None:
+    kinds = {kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+             if "vision_config" in getattr(CONFIG_MAPPING[kind], "sub_configs", {})}
+    assert kinds - set(TEXT_NAMES) == set(WHOLE_KINDS)
+    for kind in TEXT_NAMES.keys() | set(WHOLE_KINDS):
+        check_images({"model_type": kind, "vision_config": {"depth": 2}}, kind)

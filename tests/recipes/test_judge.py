@@ -69,9 +69,11 @@ def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return json.loads((folder / "summary.json").read_text()), json.loads(line)
 
 
-def test_the_recipe_finishes_on_the_embedded_model(tmp_path: Path) -> None:
+def test_a_model_that_cannot_judge_trains_to_the_end_and_then_fails_in_one_line(tmp_path: Path) -> None:
     result = run(tmp_path / "run", "seed=4")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
+    assert result.stderr.rstrip().rpartition("\n")[2].startswith(
+        "Error: the judge (self) gave no usable score in 2 calls, so nothing was learned: take a model that can judge")
     assert "can neither summarize nor judge" in result.output and "judge self: 2 calls" in result.output
     summary, line = records(tmp_path / "run")
     assert (summary["recipe"], summary["status"], summary["judge"], summary["seed"]) == ("judge", "finished", "self", 4)

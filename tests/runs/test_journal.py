@@ -37,7 +37,8 @@ def test_so_many_completions_are_printed_as_the_settings_say(
 def test_the_first_step_is_logged_where_it_is_asked_for(first: bool, logged: list[int], tmp_path: Path) -> None:
     state = TrainerState(max_steps=7)
     journal = Journal(state, RunRecords(tmp_path), GRPOConfig(logging_steps=3, logging_first_step=first))
+    lines = []
     for step in range(1, 8):
         state.global_step = step
-        journal.write(step - 1, {"step": step}, [])
-    assert [line["step"] for line in state.log_history] == logged
+        lines.append(journal.write(step - 1, {"step": step}, []))
+    assert [line["step"] for line in lines if line is not None] == logged

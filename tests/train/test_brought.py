@@ -1,8 +1,10 @@
 """What people bring to a trainer: models by name and plain ones, peft settings, datasets of every kind, callbacks."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pandas
 import pytest
@@ -98,6 +100,29 @@ def test_without_peft_config_a_run_trains_a_lora_that_plain_peft_loads(tmp_path:
 def test_a_name_is_quantized_where_the_caller_says_so(tmp_path: Path) -> None:
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     assert brought(tmp_path, quantization_config=four_bit).model.get_base_model().is_loaded_in_4bit
+
+
+def test_a_model_by_name_is_loaded_with_the_settings_of_vllm(tmp_path: Path) -> None:
+    options = {"vllm_gpu_memory_utilization": 0.7, "vllm_max_model_length": 96, "vllm_enable_sleep_mode": True}
+    loaded = brought(tmp_path, settings=options).model.loaded
+    assert (loaded.keeper.settings.gpu_memory_utilization, loaded.max_seq_length) == (0.7, 96)
+
+
+def test_a_bound_of_prompt_and_completion_leaves_out_longer_prompts_and_one_above_the_context_is_refused(
+    tmp_path: Path
+) -> None:
+    assert make(tmp_path, vllm_max_model_length=80).lengths(128) == (56, 80)
+    with pytest.raises(ValueError, match="is 256, and the model was loaded with a context of 128"):
+        make(tmp_path, vllm_max_model_length=256)
+
+
+@pytest.mark.parametrize("share", [None, 0.3, 0.5, 0.9])
+def test_a_share_of_the_card_other_than_that_of_a_loaded_engine_of_vllm_is_refused(
+    share: float | None, tmp_path: Path
+) -> None:
+    trainer = make(tmp_path, vllm_gpu_memory_utilization=share)  # the engine of transformers takes no share
+    with nullcontext() if share != 0.9 else pytest.raises(ValueError, match=r"is 0\.9, .* loaded with .*=0\.5; set"):
+        trainer.first_engine(cast(Any, SimpleNamespace(name="vllm")))
 
 
 def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> None:

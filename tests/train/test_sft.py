@@ -410,8 +410,8 @@ def test_a_dataset_of_another_shape_is_refused_with_what_it_has(rows: Any, messa
     (question("only a question"), "messages has no message of the assistant (assistant_only_loss=False trains all)"),
     ([{"role": "assistant"}], "message 1 of messages has no role, or no text"),
     ([{"role": "assistant", "content": "2"}], "messages has nothing before the assistant's answer (assistant_only"),
-    ([*question("a"), {"role": "assistant", "content": [{"type": "image", "url": "b"}]}], "message 2 of messages has a "
-     "part of type 'image', and only text is read here"),
+    ([*question("a"), {"role": "assistant", "content": [{"type": "audio", "url": "b"}]}], "message 2 of messages has a "
+     "part of type 'audio', and only text is read here"),
 ])
 def test_conversations_without_an_answer_are_refused_with_their_column_and_the_cause(
     messages: Any, reason: str, tmp_path: Path

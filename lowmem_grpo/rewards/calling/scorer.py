@@ -12,6 +12,9 @@ notebook's running loop. `early.py` calls functions sooner, in a thread.
 """
 
 import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
@@ -19,6 +22,7 @@ from lowmem_grpo.rewards.calling.calls import Call, Lists, wait_for
 from lowmem_grpo.rewards.calling.contract import (
     RewardError,
     RewardFunction,
+    as_rewards,
     check_function,
     check_lengths,
     function_name,
@@ -34,6 +38,8 @@ from lowmem_grpo.rewards.calling.scores import Scores, put_together
 __all__ = ["RewardError", "RewardScorer", "Scores"]
 
 logger = logging.getLogger(__name__)
+Override = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
+OF_COMPLETIONS = ("prompts", "completions", "completion_ids")
 
 
 class RewardScorer:
@@ -42,12 +48,13 @@ class RewardScorer:
     def __init__(
         self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
         weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
-        episodes: bool = False, late_columns: bool = False,
+        episodes: bool = False, late_columns: bool = False, override: Override | None = None,
     ) -> None:
         """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
         GRPOConfig.score_while_sampling; `score` does not use it. `episodes` says that completions are episodes:
         functions then get their `environments` and `turns` too. `late_columns` says that rollouts bring columns of
-        their own, so that nobody knows before what functions will get.
+        their own, so that nobody knows before what functions will get. `override` is called in place of the functions,
+        on all completions of a batch with their rows, and returns the rewards (N, R); `call_rows` calls the functions.
 
         A reward model may be given as an object, or by its name. Raises TypeError for what is neither, ValueError for
         no functions or a wrong number of weights."""
@@ -69,6 +76,7 @@ class RewardScorer:
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout, self.while_sampling = timeout, while_sampling
         self.episodes, self.late_columns = episodes, late_columns
+        self.override, self.called = override, dict[str, Call]()  # by `call_rows`, since `override` was called
         self.said: set[str] = set()  # functions of whose conversions a warning has told
         self.loop = BackgroundLoop("async rewards")
 
@@ -76,7 +84,7 @@ class RewardScorer:
     def early(self) -> list[str]:
         """The functions that may be called while other groups decode."""
         return [name for name, func in self.by_name.items()
-                if may_be_early(func, self.while_sampling) and not self.late_columns]
+                if may_be_early(func, self.while_sampling) and not (self.late_columns or self.override)]
 
     @property
     def required(self) -> list[str]:
@@ -102,12 +110,41 @@ class RewardScorer:
         columns: dict[str, list[Any]],
     ) -> Lists:
         """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
-        lists = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        lists = dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         lists |= passed_columns(columns, self.episodes)
         check_lengths(lists, len(completions))
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
+        """Call these functions, or what is called in their place, and return the finished calls."""
+        if self.override is None or not lists["completions"]:
+            return self.call_each(names, lists, state)
+        others = {name: values for name, values in lists.items() if name not in OF_COMPLETIONS}
+        rows = [{"prompt": prompt, **dict(zip(others, values, strict=True))}
+                for prompt, *values in zip(lists["prompts"], *others.values(), strict=True)]
+        self.called = {}
+        table = self.override(rows, *(lists[name] for name in OF_COMPLETIONS)).tolist()
+        if [len(row) for row in table] != [len(self.names)] * len(rows):
+            raise RewardError(f"_calculate_rewards returned {len(table)} rows of {len(table[0]) if table else 0} "
+                              f"rewards; expected are {len(rows)} rows, one of each completion, of {len(self.names)}")
+        calls = [self.called.get(name) or self.call(name, lists, state) for name in self.names]
+        for call, column in zip(calls, zip(*table, strict=True), strict=True):
+            call.future = Future()
+            call.future.set_result([None if math.isnan(value) else value for value in column])
+        return calls
+
+    def call_rows(
+        self, rows: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+        state: Any,
+    ) -> list[list[float | None]]:
+        """Return what each function says of N completions of these rows: a list (N,) for each function."""
+        lists = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        lists |= dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
+        check_lengths(lists, len(completions))
+        self.called = {call.name: call for call in self.call_each(self.names, lists, state)}
+        return [as_rewards(name, self.called[name].future.result(), len(completions)) for name in self.names]
+
+    def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
         """Call each of these functions, plain ones first, and wait. The arguments of all are checked before."""
         calls = [self.call(name, lists, state) for name in names]
         together = [call for call in calls if is_async(self.by_name[call.name])]

@@ -25,15 +25,16 @@ SMALL = 64 * 1024  # bytes of a body that is read in a few milliseconds
 class Served:
     """The facts about the served model that clients ask for."""
 
-    name: str  # under which clients ask for it
+    name: str  # under which clients ask for it, and find its tokenizer
+    loaded_as: str  # the name with which the server was started, which is taken too
     tokenizer: str  # a name on the hub, or a folder
     architecture: str
     context: int
 
     def check_base(self, name: Any) -> None:
         """ValueError for the name of another model."""
-        if name != self.name:
-            raise ValueError(f"base_model is {name!r}; this server has {self.name!r}")
+        if name not in (self.name, self.loaded_as):
+            raise ValueError(f"base_model is {name!r}; this server has {self.loaded_as!r}")
 
 
 @dataclass(frozen=True)

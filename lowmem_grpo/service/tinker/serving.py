@@ -12,6 +12,7 @@ from fastapi import APIRouter
 
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.cutting import Limits as Cut
+from lowmem_grpo.models.named import public_name
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.database import Database
@@ -67,7 +68,7 @@ def serve_model(
     config = policy.base.config
     bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(desk, adapters, Ledger(database), folder, bounds, allowances)
-    served = Served(name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
+    served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
     router = tinker_router(training, Sampling(desk, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
     completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event(),

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from tinker_server import API, OTHER, OWNER, Server, body
+from transformers import AutoTokenizer
 
+from lowmem_grpo.models.named import public_name
 from lowmem_grpo.service.tinker import runs
 from lowmem_grpo.service.users import Allowance
 
@@ -83,6 +85,15 @@ def test_a_model_that_is_unloaded_while_it_works_is_gone_after_it(server: Server
     assert trained(server)
 
 
+def test_a_model_is_announced_by_a_name_with_which_clients_find_its_tokenizer(server: Server) -> None:
+    (found,) = get(server, "get_server_capabilities").json()["supported_models"]
+    assert AutoTokenizer.from_pretrained(found["model_name"]).chat_template
+    session = server.post("create_session", {}).json()["session_id"]
+    for number, name in enumerate((found["model_name"], "tiny")):
+        asked = {"session_id": session, "model_seq_id": number, "base_model": name, "lora_config": {"rank": 4}}
+        assert server.post("create_model", asked).status_code == 200
+
+
 def test_models_are_listed_to_their_user_only_the_newest_first(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +104,7 @@ def test_models_are_listed_to_their_user_only_the_newest_first(
     assert [run["training_run_id"] for run in found["training_runs"]] == models[::-1]
     assert found["cursor"] == {"offset": 0, "limit": 20, "total_count": 3}
     run = get(server, f"training_runs/{models[0]}").json()
-    assert run["base_model"] == "tiny" and run["lora_rank"] == 4 and run["model_owner"] == "owner"
+    assert run["base_model"] == public_name("tiny") and run["lora_rank"] == 4 and run["model_owner"] == "owner"
     assert datetime.fromisoformat(run["last_request_time"]).timestamp() == 1.7e9
     page = get(server, "training_runs?limit=1&offset=1").json()["training_runs"]
     assert [run["training_run_id"] for run in page] == [models[1]]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tinker_server import OTHER, Server
 
+from lowmem_grpo.models.named import public_name
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import LoraSettings
@@ -110,8 +111,8 @@ def test_lists_tell_what_there_is_and_what_was_deleted_is_gone(server: Server) -
         ("weights/a", "training"), ("sampler_weights/b", "sampler")}
     assert all(one["size_bytes"] > 1000 for one in listed) and listed[0]["expires_at"] > listed[0]["time"]
     info = server.post("weights_info", {"tinker_path": f"tinker://{model}/weights/a"}).json()
-    assert info == {"base_model": "tiny", "is_lora": True, "lora_rank": 4, "train_unembed": False, "train_mlp": True,
-                    "train_attn": True}
+    assert info == {"base_model": public_name("tiny"), "is_lora": True, "lora_rank": 4, "train_unembed": False,
+                    "train_mlp": True, "train_attn": True}
     gone = server.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers=headers)
     assert gone.status_code == 204
     left = get(f"/api/v1/training_runs/{model}/checkpoints", headers=headers).json()["checkpoints"]
