@@ -41,11 +41,10 @@ class WholeLengths(TransformersEngine):
     """For a pretend card, which counts no tokens: every completion has all the tokens it may have, so there is
     something to train on."""
 
-    def rollouts(
-        self, ids: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor,
-        params: SamplingParams,
-    ) -> list[Rollout]:
-        return super().rollouts(ids, logprobs, torch.full_like(lengths, ids.shape[1]), stopped, params)
+    def generate(self, prompts: list[list[int]], params: SamplingParams, *others: Any) -> list[list[Rollout]]:
+        super().generate(prompts, params)
+        length = params.max_tokens
+        return [[Rollout([5] * length, [-1.0] * length, "length") for _ in range(params.n)] for _ in prompts]
 
 
 class Filling(TrainerCallback):
