@@ -69,7 +69,7 @@ planned to fit every recipe on every card; the figures are planned peaks of `gsm
 
 | command | {sizes} |
 |---|{rule}|"""
-NO_CARD = """**No row of this table is from a GPU.** The presets for cards are planned, not measured; each page gives the memory
+NO_CARD = """**No row here is from a GPU.** The presets for cards are planned, not measured; each page gives the memory
 that the planner expects."""
 
 

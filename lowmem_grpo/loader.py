@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
 from lowmem_grpo.config.launcher import own_device
-from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL, form_of_weights, one_dtype
+from lowmem_grpo.config.loading import (
+    FROM_PRETRAINED,
+    GET_PEFT_MODEL,
+    LORA,
+    NO_NAME,
+    PLAIN,
+    form_of_weights,
+    one_dtype,
+)
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
-from lowmem_grpo.models.named import TINY, find
-from lowmem_grpo.models.stored_form import look
+from lowmem_grpo.models.named import find
+from lowmem_grpo.models.stored_form import look, refuse_longer
+from lowmem_grpo.rules import check_given
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ class FastLanguageModel:
 
     @classmethod
     def from_pretrained(
-        cls, model_name: str = TINY, max_seq_length: int | None = 2048, dtype: "torch.dtype | str | None" = None,
+        cls, model_name: str | None = None, max_seq_length: int | None = 2048, dtype: "torch.dtype | str | None" = None,
         load_in_4bit: bool | None = None, fast_inference: bool | str | None = None, gpu_memory_utilization: float = 0.5,
         revision: str | None = None, token: str | None = None, device: str | None = None,
         kv_cache_bytes: int | None = None, max_num_seqs: int | None = None, enforce_eager: bool | None = None,
@@ -79,13 +88,16 @@ class FastLanguageModel:
         Raises ValueError for what is not supported, EngineUnavailableError if "vllm" cannot be used, and OSError if
         there is no such model.
         """
-        if (Path(model_name) / "adapter_config.json").is_file() and not (Path(model_name) / "config.json").is_file():
-            given = {name: value for name, value in locals().items() if name not in ("cls", "model_name", "options")}
+        dtype, torch_dtype = one_dtype(dtype, torch_dtype), None
+        check_given(locals(), PLAIN)
+        check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
+        place = Path(model_name or "")
+        if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
+            given = {name: value for name, value in locals().items()
+                     if name not in ("cls", "model_name", "options", "place")}
             from lowmem_grpo.lora_model import with_adapter  # not among the given
 
-            return with_adapter(cls, Path(model_name), given | options)
-        check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
-        dtype = one_dtype(dtype, torch_dtype)
+            return with_adapter(cls, place, given | options)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
         nobody_chose, fast_inference = fast_inference is None, fast_inference or False
         check_engine(fast_inference)
@@ -98,9 +110,11 @@ class FastLanguageModel:
                                   sampling_weights, kv_cache_dtype)
         settings.check_for(fast_inference)
         named = named_device(device, device_map)
+        if model_name is None:
+            raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         found = find(model_name, **where)
-        look(found, model_name, dtype)
+        look(found, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
@@ -165,6 +179,7 @@ class FastLanguageModel:
         Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
+        check_given(locals(), LORA)
         from peft import LoraConfig
 
         from lowmem_grpo.lora_model import check_bare, check_plain, with_lora
@@ -222,6 +237,5 @@ def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
     if max_seq_length is None and longest is None:
         raise ValueError("max_seq_length is None, and the model's config does not say how long its context is; give "
                          "a number")
-    if longest is not None and (max_seq_length or 0) > longest:
-        raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
+    refuse_longer(max_seq_length, longest)
     return int(max_seq_length or longest or 0)

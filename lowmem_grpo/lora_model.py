@@ -18,7 +18,6 @@ from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.runs.adapter_file import (
     PREFIX,
-    AdapterError,
     beyond_lora,
     check_for,
     layers_of,
@@ -30,6 +29,7 @@ from lowmem_grpo.runs.adapter_file import (
 )
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import base_of_adapter
+from lowmem_grpo.runs.whole_files import AdapterError
 
 logger = logging.getLogger(__name__)
 ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"

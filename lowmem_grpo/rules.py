@@ -1,12 +1,15 @@
 """Rules for the values of settings, in words and as checks: a class of settings lists those of its fields in RANGES."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from numbers import Real
-from typing import Any, get_args, get_type_hints
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+UNIONS = (UnionType, Union)
 Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
 
 
@@ -22,6 +25,11 @@ def at_least(least: int, kind: Any = Real) -> Rule:
     )
 
 
+def up_to(most: int, kind: Any = Real) -> Rule:
+    """A rule for whole numbers from 1 to `most`."""
+    return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
+
+
 def one_of(*allowed: Any) -> Rule:
     """A rule for one of these values."""
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
@@ -35,6 +43,17 @@ DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
 NUMBERS: Rule = ("a list of numbers", lambda value: all(isinstance(each, Real) for each in value))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
+PATH: Rule = ("a folder's name, which is not empty",
+              lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()))
+WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool))
+NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
+                     and all(isinstance(each, Real) for each in value.values()))
+TEXTS: Rule = ("a text, or a list of texts", lambda value: isinstance(value, str) or (
+    isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)))
+OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its own, by its annotation
+    bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
+    dict: ("a dict", lambda value: isinstance(value, Mapping)),
+}
 TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
@@ -43,6 +62,13 @@ def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
     words, holds = rule
     if not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")
+
+
+def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raise ValueError for the first of these values that breaks its rule; None is one that was not given."""
+    for name, rule in rules.items():
+        if values[name] is not None:
+            require(name, values[name], rule)
 
 
 def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
@@ -76,5 +102,14 @@ def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
     rules: dict[str, Rule] = {}
     for base in reversed(cls.__mro__):
         rules |= vars(base).get("RANGES", {})
-    optional = {name for name, hint in get_type_hints(cls).items() if type(None) in get_args(hint)}
-    return [(name, *rule, name in optional) for name, rule in rules.items()]
+    hints = get_type_hints(cls)
+    optional = {name for name, hint in hints.items() if NoneType in get_args(hint)}
+    plain = {name: OF_KINDS[kind] for name in getattr(cls, "__dataclass_fields__", ())
+             if name not in rules and (kind := kind_of(hints[name])) in OF_KINDS}
+    return [(name, *rule, name in optional) for name, rule in (rules | plain).items()]
+
+
+def kind_of(hint: Any) -> Any:
+    """Return the one class that an annotation allows beside None, without what it holds; None for several."""
+    kinds = {get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else (hint,))}
+    return (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None

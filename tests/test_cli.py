@@ -146,7 +146,7 @@ def test_a_run_comes_to_its_end_in_any_encoding_of_the_terminal(encoding: str, t
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["generate", "hi", "--model", "./nowhere"], 1, "no model './nowhere': there is no such folder"),
     (["generate", "hi", "--model", "no-such-owner/no-such-model"], 1, "no model 'no-such-owner/no-such-model'"),
-    (["generate", "hi", "--adapter", "nowhere"], 1, "nowhere is not a folder"),
+    (["generate", "hi", "--adapter", "nowhere"], 1, "there is no nowhere; give the folder of a run"),
     (["generate", "hi", "--max-tokens", "0"], 1, "max_tokens is 0; it must be a whole number, at least 1"),
     (["generate", "hi", "--temperature", "warm"], 2, "'warm' is not a valid float"),
     (["generate", "x" * 4000], 1, "leaves no room in a context of 2048"),
@@ -154,7 +154,7 @@ def test_a_run_comes_to_its_end_in_any_encoding_of_the_terminal(encoding: str, t
     (["report", "nowhere"], 2, "'nowhere' does not exist"), (["report", "."], 1, "expected the folder of a run"),
     (["run", "arithmetic", "max_stepz=1"], 2, "did you mean max_steps"),
     (["run", "arithmetic", "num_generations=1"], 1, "num_generations is 1"),
-    (["run", "arithmetic", "use_vllm=true", "engine=transformers"], 1, "load the model with fast_inference"),
+    (["run", "arithmetic", "use_vllm=true", "engine=transformers"], 1, "contradict each other"),
     (["run", "arithmetic", "engine=sglang"], 1, "allowed: auto, transformers, vllm"),
     (["run", "arithmetic", "train_size=0"], 1, "size is 0"),
     (["run", "arithmetic", "model=nowhere/at/all"], 1, "no model 'nowhere/at/all'"),

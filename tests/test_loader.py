@@ -247,7 +247,12 @@ def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
 
 
 @every_row(("options", "message"), [
-    ({"r": 0}, "r is 0; it must be at least 1"),
+    ({"r": 0}, "r is 0; it must be a whole number, from 1 to 65,536"), ({"r": 10**9}, "r is 1000000000; it must be"),
+    ({"r": 1.5}, "r is 1.5; it must be"), ({"lora_alpha": -1}, "lora_alpha is -1; it must be above 0"),
+    ({"lora_alpha": "x"}, "lora_alpha is 'x'; it must be above 0"), ({"lora_dropout": 1.5}, "lora_dropout is 1.5"),
+    ({"random_state": "x"}, "random_state is 'x'; it must be a whole number"), ({"use_rslora": "x"}, "True or False"),
+    ({"target_modules": 5}, "target_modules is 5; it must be a text, or a list of texts"),
+    ({"rank_pattern": {"x": "y"}}, "it must be a dict of numbers"),
     ({"bias": "all"}, 'only "none" is supported'), ({"max_seq_length": 64}, "loaded with 128"),
     ({"target_modules": ["q_proj", "qkv_proj"]}, r"\['qkv_proj'\], which this model does not have"),
     ({"target_modules": ["q_proj", "lm_head"]}, "the head and the embedding stay frozen"),

@@ -20,9 +20,10 @@ from lowmem_grpo.agents.rewards import OPEN, DeskJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
-from lowmem_grpo.runs.checkpoint import list_checkpoints, prune
+from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
+from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.client import client_of

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.units import size_text
+from lowmem_grpo.views.terminal import columns
 
 WIDTH = 100
 LABEL = 22  # characters of a line's name
@@ -42,7 +43,7 @@ def report(checkup: Any) -> list[str]:
     lines += section("A run will use", checkup.used)
     lines.append("Missing, or worth a change")
     for line in checkup.advice or ["nothing"]:
-        lines += textwrap.wrap(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        lines += textwrap.wrap(line, columns(WIDTH), initial_indent="  - ", subsequent_indent="    ")
     return [*lines, "", "Training is possible here." if checkup.can_train else "Training is NOT possible here."]
 
 
@@ -58,7 +59,7 @@ def section(title: str, facts: dict[str, Any]) -> list[str]:
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"
-        lines += textwrap.wrap(shown(name, value), WIDTH - len(start), initial_indent=start,
+        lines += textwrap.wrap(shown(name, value), columns(WIDTH) - len(start), initial_indent=start,
                                subsequent_indent=" " * len(start), break_on_hyphens=False) or [start.rstrip()]
     return [*lines, ""]
 

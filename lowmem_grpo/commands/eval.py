@@ -81,8 +81,10 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     with plain_errors():
         from lowmem_grpo.commands.options import check_data, check_model
         from lowmem_grpo.config.loading import form_of_weights
+        from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.rewards.by_name import refuse_unknown
 
+        SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # refuses what cannot be drawn
         if chosen["recipe"] and (problem := unknown_recipe(chosen["recipe"])):
             raise ValueError(problem)
         for name in chosen["rewards"]:
@@ -91,9 +93,9 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         check_data(None if chosen["recipe"] else chosen["dataset"])
         if not Path(target).exists():
             check_model(target)
+        subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
     quiet()
     with plain_errors():
-        subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         result = run(subject, chosen)
         from lowmem_grpo.runs.records import finite, replace_text
 

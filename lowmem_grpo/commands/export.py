@@ -40,12 +40,13 @@ def export(
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     with plain_errors():
-        if not run.exists():
-            raise OSError(f"there is no {run}; give the folder of a run, of a checkpoint or of a saved adapter")
+        from lowmem_grpo.commands.options import check_adapter
+
         if repo is not None:
             from lowmem_grpo.hub import check_repo
 
             check_repo(repo)
+        check_adapter(run, unfinished)
     quiet()
     with plain_errors():
         from lowmem_grpo.export.formats import ExportSettings, export

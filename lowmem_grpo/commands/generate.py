@@ -37,7 +37,7 @@ def generate(
     """
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
-        from lowmem_grpo.commands.options import check_folder, check_model
+        from lowmem_grpo.commands.options import check_adapter, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.recipes.recipe_file import unknown_recipe
@@ -48,7 +48,7 @@ def generate(
         if recipe and (problem := unknown_recipe(recipe)):
             raise ValueError(problem)
         check_model(model)
-        check_folder(adapter)
+        check_adapter(adapter)
         form = {"load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
         form_of_weights(load_in_16bit=False, **form)  # refuses both
     quiet()

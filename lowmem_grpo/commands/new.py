@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowmem_grpo import recipes
-from lowmem_grpo.data.kinds import is_file_name, refuse_missing
+from lowmem_grpo.data.kinds import is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.views.terminal import plain_errors
 
@@ -124,7 +124,7 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
     """Write a recipe for the user's data; return what to tell. OSError and ValueError say what is wrong with it."""
     is_file = is_file_name(data)
     if is_file:
-        refuse_missing(Path(data))
+        refuse_unreadable(Path(data))
     elif not HUB_NAME.fullmatch(data):
         raise ValueError(f"there is no file {data!r}; --data takes a jsonl, json, csv or parquet file, or a dataset of "
                          "the hub (OWNER/NAME)")

@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import recipes
-from lowmem_grpo.config.engine import EngineSettings
-from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.engine import VLLM, EngineSettings
+from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.config.loading import form_of_weights
-from lowmem_grpo.data.kinds import KINDS, refuse_missing
+from lowmem_grpo.config.strategies import LATE, MEND
+from lowmem_grpo.data.kinds import check_columns, columns_of, is_file_name, refuse_unreadable
+from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.hub import REPO, find_dataset
 from lowmem_grpo.models.named import find
 from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
 from lowmem_grpo.rules import check_value
+from lowmem_grpo.runs.files import place_fault
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.saved_adapter import find_adapter
+from lowmem_grpo.views.sinks import refuse_absent_sinks
+from lowmem_grpo.views.terminal import columns
 
 WIDTH, QUOTE = 100, "'"
 PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # arguments of a Preset
@@ -26,45 +33,73 @@ PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
 TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
-def check_recipe(name: str, arguments: Sequence[str]) -> None:
-    """Refuse what `fill` and the recipe would refuse, as the recipe's file says it: the file is read, and not run.
+def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Refuse what `fill`, the recipe and its trainer would refuse, as the recipe's file says it: the file is read, and
+    not run. Returns the settings of the run, as far as the file writes them out.
 
     Raises ValueError, OSError or click.UsageError. What the file does not say in so many words is left to the recipe.
     """
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
-    from lowmem_grpo.recipes.presets import size_of
+    from lowmem_grpo.recipes.presets import check_setup, size_of
 
     try:
         tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
     except ValueError as error:
         if isinstance(error.__cause__, SyntaxError):
-            return  # Python shows the line, when the file is loaded
+            return {}  # Python shows the line, when the file is loaded
         raise
     owner = named(tree, "OPTIONS")
     shared = {one.name for one in fields(RecipeOptions)}
     written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     if not own and owner != "RecipeOptions":
-        return
+        return {}
     made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
                           bases=(RecipeOptions,))
     asked: Any = fill(made, list(arguments))
     for option, value in asked.config.items():
         check_value(GRPOConfig, option, value)
-    sizes = sizes_of(tree)
-    if sizes and asked.gpu != "auto" and size_of(asked.gpu) not in sizes:
-        raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(sizes)}")
+    presets, defaults = written_presets(tree), literal(assigned(tree, "DEFAULTS")) or {}
+    if presets and asked.gpu != "auto" and size_of(asked.gpu) not in presets:
+        raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(presets)}")
     if asked.engine != "auto":
         asked.fast_inference  # noqa: B018  (refuses an unknown engine)
     asked.checkpointing  # noqa: B018  (refuses an unknown mode)
-    if not 0 < asked.card_share <= 1:
-        raise ValueError(f"card_share is {asked.card_share}; it must be above 0 and at most 1")
     form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # refuses both
     EngineSettings(kv_cache_dtype=asked.kv_cache_dtype).check_for(asked.engine)
+    if asked.engine == VLLM:
+        refuse_absent()
     check_model(asked.model)
     source = getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1]
     if not is_recipe_file(name) or REPO.fullmatch((source or "").partition(":")[0]):
-        check_data(source)
+        check_data(source, literal(assigned(tree, "COLUMNS")) or ())
+    check_setup(asked, defaults, presets)
+    settings = defaults | asked.config
+    check_rewards(rewards_of(tree), {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, settings)
+    refuse_absent_sinks(settings.get("report_to") or [])
+    return settings | {"resume": asked.resume}
+
+
+def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:
+    """Raise ValueError for weights of other reward functions than these, if there are some, and where some that are
+    `plain` functions are called too late for what is asked for."""
+    if names:
+        check_weights(settings.get("reward_weights"), names)
+    mode, late = settings.get("train_while_sampling"), [name for name in names if name in plain]
+    if mode and late and settings.get("score_while_sampling") is not True:
+        raise ValueError(f"train_while_sampling={mode!r}: {LATE.format(', '.join(late))}; {MEND}")
+
+
+def check_run_folder(settings: dict[str, Any]) -> None:
+    """Raise RecordError or OSError where a run with these settings would find another one in its folder, or could not
+    write there."""
+    if "output_dir" not in settings:
+        return
+    folder = Path(settings["output_dir"])
+    if fault := place_fault(folder):
+        raise OSError("; ".join(fault))
+    if not settings["resume"] and not settings.get("overwrite_output_dir"):
+        RunRecords(folder).refuse_another_run()
 
 
 def check_model(name: str | None) -> None:
@@ -73,21 +108,22 @@ def check_model(name: str | None) -> None:
         find(name)
 
 
-def check_data(source: str | None) -> None:
-    """OSError for a data file that is not there, and for a name that the hub does not give (ValueError where it says
-    that there is none)."""
+def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
+    """OSError for a data file that is missing, empty or broken, and for a name that the hub does not give (ValueError
+    where it says that there is none). ValueError for a file without these columns."""
     if source is None:
         return
-    if Path(source).suffix.lower() in KINDS:
-        refuse_missing(Path(source))
-    elif not Path(source).exists():
+    if is_file_name(source):
+        refuse_unreadable(Path(source))
+        check_columns(source, columns_of(Path(source)), columns)
+    else:
         find_dataset(source.partition(":")[0])
 
 
-def check_folder(path: Path | None) -> None:
-    """OSError for a folder that is not there."""
-    if path is not None and not path.is_dir():
-        raise OSError(f"{path} is not a folder")
+def check_adapter(path: Path | None, unfinished: bool = True) -> None:
+    """Raise RunError or CheckpointError for a path that leads to no adapter."""
+    if path is not None:
+        find_adapter(path, unfinished)
 
 
 # The options and presets of a recipe, from its file
@@ -120,8 +156,23 @@ def parsed(path: Path) -> ast.Module:
 
 def named(tree: ast.Module, name: str) -> str:
     """The source of what a file assigns to `name` at its top level; empty if it assigns nothing."""
-    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
-    return ast.unparse(values[-1]) if values else ""
+    value = assigned(tree, name)
+    return "" if value is None else ast.unparse(value)
+
+
+def assigned(tree: ast.Module, name: str) -> ast.expr | None:
+    """Return what a file assigns to `name` at its top level, with or without a type; None if it assigns nothing."""
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
+              and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name]
+    return values[-1] if values else None
+
+
+def literal(node: ast.expr | None) -> Any:
+    """Return the value that an expression writes out; None where it does not."""
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
 
 
 def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
@@ -159,7 +210,7 @@ def text_of(node: ast.stmt | None) -> str:
 def listed(title: str, options: list[Option]) -> str:
     """A title, and a paragraph for each option; empty if there are no options."""
     paragraphs = [
-        textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), WIDTH,
+        textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), columns(WIDTH),
                       initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
         for name, kind, default, text in options
     ]
@@ -168,31 +219,50 @@ def listed(title: str, options: list[Option]) -> str:
 
 def presets_of(tree: ast.Module) -> str:
     """A line for each preset that the file defines."""
-    for node in tree.body:
-        value = node.value if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PRESETS" else None
-        if isinstance(value, ast.Dict):
-            pairs = zip(value.keys, value.values, strict=True)
-            return "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *(
-                preset_line(str(key.value), made) for key, made in pairs
-                if isinstance(key, ast.Constant) and isinstance(made, ast.Call)
-            )])
-    return ""
+    lines = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
+    return "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *lines]) if lines else ""
 
 
-def sizes_of(tree: ast.Module) -> list[str]:
-    """The sizes of the presets that the file writes out; empty where it takes them from elsewhere."""
-    values = [node.value for node in tree.body if isinstance(node, ast.AnnAssign)
-              and ast.unparse(node.target) == "PRESETS" and isinstance(node.value, ast.Dict)]
-    return [str(key.value) for value in values for key in value.keys if isinstance(key, ast.Constant)]
+def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
+    """Return the arguments of each preset that the file writes out, by its size; none where it takes them from
+    elsewhere."""
+    value = assigned(tree, "PRESETS")
+    pairs = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
+    return {str(key.value): dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value
+                                                                         for word in made.keywords}
+            for key, made in pairs if isinstance(key, ast.Constant) and isinstance(made, ast.Call)}
 
 
-def preset_line(size: str, made: ast.Call) -> str:
+def written_presets(tree: ast.Module) -> dict[str, Any]:
+    """Return the presets that the file writes out, by size; none unless each is written out whole."""
+    from lowmem_grpo.recipes.presets import Preset
+
+    read = {size: {name: literal(value) for name, value in values.items()}
+            for size, values in preset_calls(tree).items()}
+    whole = all(None not in values.values() and {*PRESET[:-1]} <= {*values} <= {*PRESET} for values in read.values())
+    return {size: Preset(**values) for size, values in read.items()} if whole else {}
+
+
+def rewards_of(tree: ast.Module) -> list[str]:
+    """Return the reward functions that the file's only Lesson writes out as a list; none where it says them otherwise.
+    """
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
+    values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
+                                                                       if word.arg == "rewards"))]
+    value = values[0] if len(calls) == len(values) == 1 else None
+    value = assigned(tree, value.id) if isinstance(value, ast.Name) else value
+    if not isinstance(value, ast.List) or any(isinstance(each, ast.Starred) for each in value.elts):
+        return []
+    return [ast.unparse(each) for each in value.elts]
+
+
+def preset_line(size: str, arguments: dict[str, ast.expr]) -> str:
     """A preset's size, model, context and LoRA, and the settings that it changes."""
-    given = dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value for word in made.keywords}
-    settings = given.pop("settings", None)
+    shown = dict(arguments)
+    settings = shown.pop("settings", None)
     if isinstance(settings, ast.Dict):
         pairs = zip(settings.keys, settings.values, strict=True)
-        given |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
-    words = ", ".join(f"{name}={ast.unparse(value).strip(QUOTE)}" for name, value in given.items())
-    return textwrap.fill(f"{size:<4}{words}", WIDTH, initial_indent="  ", subsequent_indent=" " * 6,
+        shown |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
+    words = ", ".join(f"{name}={ast.unparse(value).strip(QUOTE)}" for name, value in shown.items())
+    return textwrap.fill(f"{size:<4}{words}", columns(WIDTH), initial_indent="  ", subsequent_indent=" " * 6,
                          break_on_hyphens=False)

@@ -9,8 +9,10 @@ import click
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
+from lowmem_grpo.rules import check_given, up_to
 from lowmem_grpo.views.terminal import plain_errors
 
+MOST_PROMPTS = 100_000  # in a step
 CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
 
 
@@ -68,8 +70,7 @@ def plan(
             click.echo(f"{model} is stored in FP8, in which its weights are held", err=True)
             settings["load_in_fp8"] = True
         asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
-        if prompts is not None and prompts < 1:
-            raise ValueError(f"prompts is {prompts}; it must be at least 1")
+        check_given({"prompts": prompts}, {"prompts": up_to(MOST_PROMPTS)})
         whole = PROMPTS if prompts is None else prompts
         if whole < gpus:
             raise ValueError(f"a step of {whole} prompts cannot be shared by {gpus} cards, each of which takes whole "

@@ -1,18 +1,24 @@
 """`lowmem-grpo run`: run a recipe of the package or a recipe file, list the recipes, or show the options of one."""
 
+import sys
+import textwrap
 from pathlib import Path
 
 import click
 
-from lowmem_grpo.config.launcher import leave_busy_cores, take_card, used_by_others
+from lowmem_grpo.config.launcher import leave_busy_cores, take_card, this_place, used_by_others
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
-from lowmem_grpo.views.terminal import plain_errors, quiet
+from lowmem_grpo.views.terminal import columns, fitting, plain_errors, quiet
 
-LIST = "Recipes:\n" + "\n".join(f"  {name:<12}{text}" for name, text in RECIPES.items())
+WIDTH, WIDEST = 120, max(map(len, RECIPES))
+LIST = "Recipes:\n" + "\n".join(
+    textwrap.fill(text, columns(WIDTH), initial_indent=f"  {name:<{WIDEST + 2}}", subsequent_indent=" " * (WIDEST + 4))
+    for name, text in RECIPES.items()
+)
 HOW_TO = """
 lowmem-grpo run RECIPE [key=value ...]
-lowmem-grpo new NAME [--data FILE]       writes a recipe for your own data, NAME.py
+lowmem-grpo new NAME [--data FILE]       writes a recipe for your own data
 lowmem-grpo run ./NAME.py [key=value ...]"""
 
 
@@ -42,10 +48,14 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
         return
     with plain_errors():
         before = used_by_others()
-        from lowmem_grpo.commands.options import check_recipe
+        from lowmem_grpo.commands.options import check_recipe, check_run_folder
 
         take_card()
-        check_recipe(recipe, options)
+        settings = check_recipe(recipe, options)
+        if this_place().leads:  # the first of several ranks writes, and the others may come when it has begun
+            check_run_folder(settings)
+            place = f", records in {settings['output_dir']}" if "output_dir" in settings else ""
+            click.echo(fitting(f"recipe {recipe}{place}; loading torch and other libraries ...", sys.stderr), err=True)
     quiet()
     with plain_errors():
         module = find_recipe(recipe)

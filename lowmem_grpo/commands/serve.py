@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lowmem_grpo.config.launcher import one_process
-from lowmem_grpo.models.named import public_name
+from lowmem_grpo.models.named import find, public_name
 from lowmem_grpo.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
@@ -107,7 +107,7 @@ def client_name(model: str) -> str:
 
 
 def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, model: str | None = None) -> None:
-    """ValueError for a model that is not served so. Nothing is loaded for it."""
+    """Raise ValueError for a model that is not served so, and OSError for one that there is not. Nothing is loaded."""
     if model is not None and (Path(model) / "adapter_config.json").is_file():
         raise ValueError(f"--model {model} is an adapter, and clients train adapters of their own on a whole model: "
                          f"lowmem-grpo export {model} --out FOLDER merges it with its base, then serve that FOLDER")
@@ -117,6 +117,8 @@ def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, mod
                          "`lowmem-grpo submit RECIPE engine=vllm`")
     if load_in_fp8 and load_in_4bit is not None:
         raise ValueError(f"--fp8 and --{'4bit' if load_in_4bit else '16bit'} contradict each other; give one of them")
+    if model is not None:
+        find(model)
 
 
 def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.config.engine import GPU_SHARE
 from lowmem_grpo.config.episodes import EpisodeSettings
-from lowmem_grpo.config.sampling import Draws, SamplingParams
+from lowmem_grpo.config.sampling import Draws, SamplingParams, as_sampling_params
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.rules import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
+from lowmem_grpo.units import count_text
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
 TRLS_SHARE = 0.3  # the default of vllm_gpu_memory_utilization there
@@ -119,6 +120,8 @@ class GRPOConfig(
     def __post_init__(self) -> None:
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
+        elif self.vllm_sampling_params is not None:
+            self.vllm_sampling_params = as_sampling_params(self.vllm_sampling_params, self.max_completion_length)
         TrainSettings.__post_init__(self)
 
     def check_combinations(self) -> None:
@@ -284,6 +287,25 @@ class GRPOConfig(
         given = self.vllm_sampling_params
         params = self.sampling(given.seed if given else None)
         return Draws(self.prompts_per_generation, params, self.seed)
+
+
+def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
+    """Return the most tokens that a prompt may have: `prompt`, or what the completion leaves of the context if it is
+    None. ValueError if prompt and completion do not fit the context."""
+    wanted = prompt or 1
+    if wanted + completion > context:
+        raise ValueError(
+            f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context of "
+            f"{context} tokens; lower one of them, or load with a larger max_seq_length"
+        )
+    return prompt or context - completion
+
+
+def check_weights(weights: list[float] | None, names: list[str]) -> None:
+    """Raise ValueError unless there is one weight for each of these reward functions, or no list of weights."""
+    if weights is not None and len(weights) != len(names):
+        raise ValueError(f"reward_weights has {count_text(len(weights), 'number')} for "
+                         f"{count_text(len(names), 'reward function')} ({', '.join(names)}); give one for each")
 
 
 @dataclass

@@ -1,10 +1,24 @@
 """What becomes of the options that Unsloth's loaders have and ours lack: which values change nothing here, and which
 are refused. The options that are honoured are parameters of `loader.FastLanguageModel`."""
 
+from numbers import Integral
 from typing import Any
 
 from lowmem_grpo.config.unsupported import Table, any_value, off, only
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
+from lowmem_grpo.rules import (
+    DECAY,
+    NUMBER_DICT,
+    PATH,
+    POSITIVE,
+    TEXT,
+    TEXTS,
+    TRUTH,
+    WHOLE,
+    Rule,
+    at_least,
+    up_to,
+)
 
 BOTH: Table = {  # of from_pretrained and of get_peft_model
     **off("Leave it out; weights are quantized to NF4 by load_in_4bit=True.", "qat_scheme"),
@@ -53,6 +67,22 @@ GET_PEFT_MODEL: Table = BOTH | {
     **any_value("finetune_vision_layers", "finetune_audio_layers"),  # nothing but the text layers is trained
     **any_value("temporary_location", "ensure_weight_tying"),  # nothing is put aside; embedding and head stay frozen
 }
+
+
+DTYPE: Rule = ('float32, bfloat16, float16 or "auto"', lambda value: str(value).removeprefix("torch.") in (
+    "float32", "bfloat16", "float16", "auto", "float", "half"))  # the last two are other names of torch
+MOST_RANK = 1 << 16
+PLAIN: dict[str, Rule] = {  # options of from_pretrained
+    "model_name": PATH, "max_seq_length": at_least(1, Integral), "dtype": DTYPE, "load_in_4bit": TRUTH,
+    "load_in_16bit": TRUTH, "revision": TEXT, "cache_dir": PATH, "local_files_only": TRUTH, "offload_embedding": TRUTH,
+}
+LORA: dict[str, Rule] = {  # options of get_peft_model
+    "r": up_to(MOST_RANK, Integral), "lora_alpha": POSITIVE, "lora_dropout": DECAY, "random_state": WHOLE,
+    "use_rslora": TRUTH, **dict.fromkeys(("target_modules", "exclude_modules"), TEXTS),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), NUMBER_DICT),
+}
+NO_NAME = ('from_pretrained needs model_name: a name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", a folder, or '
+           '"tiny", the embedded model that shows how things work')
 
 
 def one_dtype(dtype: Any, torch_dtype: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.config.shared import CheckedCall
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, check_ranges, number
+from lowmem_grpo.rules import COUNT, TEXTS, ZERO_OR_MORE, Rule, check_ranges, number
 
 PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
 FORMAT = "The form of the text is not constrained; reward it instead."
@@ -62,6 +62,7 @@ class SamplingParams(metaclass=CheckedCall):
         "n": COUNT, "temperature": ZERO_OR_MORE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
         "top_k": number("-1 or 0 (off), or above", lambda value: value >= -1 and value % 1 == 0),
         "min_p": number("in [0, 1]", lambda value: 0 <= value <= 1), "max_tokens": COUNT,
+        "stop": TEXTS,
         "logprobs": number("-1 (all), 0 or above", lambda value: value >= -1 and value % 1 == 0),
     }
 

@@ -2,17 +2,36 @@
 
 import difflib
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.rules import COUNT, DECAY, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_ranges, number, one_of
+from lowmem_grpo.rules import (
+    COUNT,
+    DECAY,
+    PATH,
+    POSITIVE,
+    SHARE,
+    TRUTH,
+    ZERO_OR_MORE,
+    Rule,
+    check_ranges,
+    number,
+    one_of,
+    require,
+)
+from lowmem_grpo.units import count_text
 
 OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
               "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 SINKS = ("none", "all", "wandb", "tensorboard", "trackio")
+MOST = 1_000_000  # completions of a step: more are a slip of the pen
+NAMES: Rule = ("a name, or a list of names", lambda value: value is None or isinstance(value, str | list | tuple))
+REPO_NAME: Rule = ("OWNER/NAME, or a NAME of your own",
+                   lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value)))
 STRATEGIES = ("no", "steps", "epoch")
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
@@ -138,9 +157,11 @@ class TrainSettings(metaclass=CheckedCall):
     """The space of the hub that trackio writes to; None keeps everything on this machine."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "max_steps": number("above 0, or -1 to go by num_train_epochs", lambda value: value > 0 or value == -1),
+        "output_dir": PATH,
+        "max_steps": number("a whole number above 0, or -1 to go by num_train_epochs",
+                            lambda value: value % 1 == 0 and (value > 0 or value == -1)),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
-        "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT, "seed": number("a number", lambda value: True),
+        "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
         "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": DECAY, "adam_beta2": DECAY,
         "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
@@ -148,11 +169,12 @@ class TrainSettings(metaclass=CheckedCall):
         "save_total_limit": COUNT, "eval_strategy": one_of(*STRATEGIES), "eval_steps": COUNT,
         **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "push_to_hub", "disable_dropout", "use_cpu",
                          "logging_first_step", "eval_on_start"), TRUTH),
-        "data_seed": number("a number", lambda value: True), "log_level": one_of(*LOG_LEVELS),
+        "log_level": one_of(*LOG_LEVELS), "hub_model_id": REPO_NAME,
     }
     """What a field's value must be; a subclass has its own table for the fields that it adds."""
 
     def __post_init__(self) -> None:
+        require("report_to", self.report_to, NAMES)
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         for name in ("optim", "save_strategy", "eval_strategy"):
@@ -167,6 +189,11 @@ class TrainSettings(metaclass=CheckedCall):
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
         if len(self.report_to) > 1 and "all" in self.report_to:
             raise ValueError(f"report_to is {self.report_to}; 'all' stands by itself")
+        if self.completions_per_step > MOST:
+            raise ValueError(f"per_device_train_batch_size ({self.per_device_train_batch_size}) and "
+                             f"gradient_accumulation_steps ({self.gradient_accumulation_steps}) make a step of "
+                             f"{count_text(self.completions_per_step, 'completion')}; at most {MOST:,} are allowed. "
+                             "Lower them")
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are both set; set one of them")
         if self.warmup_ratio and self.warmup_steps:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges, one_of
 
 PARALLEL = "parallel"
+LATE = "the rewards {} are computed after sampling (score_while_sampling=True computes them before)"
+MEND = "mend that, or leave train_while_sampling out"
 
 
 @dataclass(frozen=True)

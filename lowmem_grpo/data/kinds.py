@@ -1,8 +1,17 @@
-"""The kinds of data files; needs no library, so that a missing file is refused at once."""
+"""The kinds of data files; needs no library, so that a file that is missing, empty or broken is refused at once."""
 
+import codecs
+import csv
+import json
+from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+CHUNK = 1 << 20  # bytes of a file that are read at a time
+NAMED = 12  # columns that a message lists
+LOOKED = 10_000  # lines that are parsed before the library reads all of them
+PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
 
 def refuse_missing(path: Path) -> None:
@@ -14,3 +23,99 @@ def refuse_missing(path: Path) -> None:
 def is_file_name(source: str) -> bool:
     """Return whether the source is a file, and not a dataset on the hub."""
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raise OSError for a file that is missing, that has no rows, or whose first rows are broken."""
+    refuse_missing(path)
+    kind = path.suffix.lower()
+    if kind == ".parquet":
+        with path.open("rb") as file:
+            why = "" if file.read(len(PARQUET)) == PARQUET else "it is not a parquet file"
+    else:
+        check_encoding(path)
+        why = rows_fault(path, kind)
+    if why:
+        raise OSError(f"no rows from {str(path)!r}: {why}")
+    if kind == ".json":
+        check_rows(path)
+
+
+def rows_fault(path: Path, kind: str) -> str:
+    """Return why a text file has no rows, or which of its first lines is broken; empty where neither is found."""
+    with path.open(encoding="utf-8-sig") as file:
+        lines = [*islice((line for line in file if line.strip()), 2)]
+    if len(lines) < (2 if kind == ".csv" else 1) or (kind == ".json" and "".join(lines).split() in (["[]"], ["{}"])):
+        return "it has no rows; each prompt needs one"
+    return broken_line(path, LOOKED) if kind == ".jsonl" else ""
+
+
+def check_rows(path: Path) -> None:
+    """OSError for a .json file that is one object with a list of rows inside: the library would read it as one row."""
+    with path.open(encoding="utf-8") as file:
+        first, second = [*islice((line for line in file if line.strip()), 2), "", ""][:2]
+        if not first.lstrip("\ufeff \t").startswith("{") or (second and first.rstrip().endswith("}")):
+            return
+        file.seek(0)
+        try:
+            found = json.loads(file.read().lstrip("\ufeff"))
+        except ValueError:
+            return  # the library says what is wrong with it
+    for name, held in found.items():
+        if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
+            raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
+                          "expected is the list itself, or a .jsonl file with one object a line")
+
+
+def check_encoding(path: Path) -> None:
+    """OSError unless a text file is in UTF-8."""
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(CHUNK)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
+                              f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
+            if not chunk:
+                return
+            place += len(chunk)
+
+
+def broken_line(path: Path, most: int | None = None) -> str:
+    """The first line that is not a JSON object, and why; empty if all are, or the first `most`."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in islice(enumerate(file, 1), most):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number} is not a JSON object: {line.strip():.60}"
+            except ValueError as error:
+                return f"line {number} is not JSON: {error}"
+    return ""
+
+
+def columns_of(path: Path) -> list[str]:
+    """Return the columns of a file whose first lines say them; none for a file of another kind."""
+    kind = path.suffix.lower()
+    if kind not in (".jsonl", ".csv"):
+        return []
+    with path.open(encoding="utf-8-sig") as file:
+        if kind == ".csv":
+            return next(csv.reader(file), [])
+        rows = [json.loads(line) for line in islice(file, LOOKED) if line.strip()]
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) -> None:
+    """Raise ValueError where some of the wanted columns are not among those of a source, if these are known."""
+    missing = sorted({*wanted} - {*columns})
+    if columns and missing:
+        raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(columns)}. Rename one, or "
+                         f"let `lowmem-grpo new NAME --data {source}` write a recipe for these")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first few of the columns' names, and how many more there are."""
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")

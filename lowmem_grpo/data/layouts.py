@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowmem_grpo.data.conversations import ALIASES, message_of
-from lowmem_grpo.data.files import cell_text, listed
+from lowmem_grpo.data.files import cell_text
+from lowmem_grpo.data.kinds import listed
 from lowmem_grpo.engines.prompt_inputs import in_text
 from lowmem_grpo.sandbox.layouts import parsed
 

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 SHOWN = 3  # how many bad rows of a kind are named in the log
 
 
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+
+
 class DataError(ValueError):
     """The dataset cannot be trained on; the message says why and what to do."""
 
@@ -70,6 +73,8 @@ class PromptEncoder:
                 return "empty prompt"
             text, ids = prompt, text_ids(self.tokenizer, prompt)
         elif is_chat(prompt):
+            if why := odd_role(prompt, self.tokenizer):
+                return why
             text = self.render(prompt, self.options(row))
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
@@ -102,6 +107,15 @@ def is_chat(prompt: Any) -> bool:
     )
 
 
+def odd_role(messages: list[Any], tokenizer: Any) -> str:
+    """Return which role is neither a usual one nor named in the chat template, which would write it as it is; empty
+    where there is none."""
+    template = str(tokenizer.chat_template)
+    odd = [role for role in (str(message["role"]) for message in messages)
+           if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template]
+    return f"a message has the role {odd[0]!r}; the roles are {', '.join(ROLES)}" if odd else ""
+
+
 def no_chat(value: Any, name: str) -> str:
     """Return why a value that is no text is no chat either; `name` is its column."""
     if value in (None, []):
@@ -120,18 +134,6 @@ def is_message(message: Any) -> bool:
     """Return whether it is a message with a role and text; beside tool calls the text may be None or missing."""
     said = message.get("content") if isinstance(message, dict) and "role" in message else 0
     return isinstance(said, str) or (said is None and bool(message.get("tool_calls")))
-
-
-def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
-    """The most tokens that a prompt may have: `prompt`, or what the completion leaves of the context if it is None.
-    ValueError if prompt and completion do not fit the context."""
-    wanted = prompt or 1
-    if wanted + completion > context:
-        raise ValueError(
-            f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context of "
-            f"{context} tokens; lower one of them, or load with a larger max_seq_length"
-        )
-    return prompt or context - completion
 
 
 def check_dataset(dataset: Any, column: str = "prompt") -> None:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from typing import Any
 
 from lowmem_grpo.data.examples import IGNORED, Example, ExampleEncoder, Examples, shared_start
-from lowmem_grpo.data.prompts import DataError, is_chat, no_chat
+from lowmem_grpo.data.prompts import DataError, is_chat, no_chat, odd_role
 from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
@@ -53,6 +53,8 @@ class ConversationEncoder(ExampleEncoder):
         messages: Any = row.get("messages")
         if not is_chat(messages):
             return no_chat(messages, self.source.strip("`"))
+        if why := odd_role(messages, self.tokenizer):
+            return why
         text = self.whole(messages, row)
         try:
             return self.example_of(row, text, behind=behind)

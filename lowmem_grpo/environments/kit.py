@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat, odd_role
 from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
 from lowmem_grpo.environments.renderer import Renderer
@@ -110,6 +110,8 @@ class EpisodeEncoder(PromptEncoder):
         messages = messages_of(row)
         if not all(map(is_message, messages)):
             return no_chat(row.get("prompt"), "prompt")
+        if why := odd_role(messages, self.tokenizer):
+            return why
         if self.kits.factories is None and not is_chat(messages):
             return "empty prompt"
         try:

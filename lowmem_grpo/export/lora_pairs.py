@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.runs.adapter_file import PREFIX, AdapterError, rank_of, read_adapter, refuse_variants, scaling_of
+from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, read_adapter, refuse_variants, scaling_of
+from lowmem_grpo.runs.whole_files import AdapterError
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.page.sources import Listed, has_adapter
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.users import JOBS, User, Users
-from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run
+from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run, so_far
 
 PIECE = 256 * 1024  # bytes of a log that are sent at a time
 MOST_LISTED = 500
@@ -177,6 +177,6 @@ class JobsSource:
         """Return a job as the list shows it."""
         actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
         asked_by = "" if job.owner == user.name else job.owner
-        told = ", ".join(filter(None, (asked_by, " ".join(job.options), job.why)))
+        told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(self.queue.run_of(job)), job.why)))
         return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, told,
                       job.ended or job.began or job.came, actions, can_show=is_run(self.queue.run_of(job)))

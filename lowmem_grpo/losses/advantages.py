@@ -210,7 +210,8 @@ class AdvantageSettings:
         self.check_scale(ESTIMATORS[name].scales)
         self.check_rloo()
         if self.pass_at_k is not None and name != "passk":
-            raise ValueError(f"pass_at_k is {self.pass_at_k}, and advantage_estimator {name!r} does not use it")
+            raise ValueError(f"pass_at_k is {self.pass_at_k}, and advantage_estimator {name!r} does not use it; leave "
+                             "it out, or set advantage_estimator='passk'")
         if self.multi_objective_aggregation == "normalize_then_sum" and name != "grpo":
             raise ValueError(
                 f"multi_objective_aggregation is 'normalize_then_sum', which is an estimator by itself (GDPO); leave "

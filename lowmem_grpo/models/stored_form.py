@@ -21,17 +21,24 @@ LABELS = {  # transformers' name of a method, and of a format of compressed-tens
 }
 
 
-def look(folder: str, name: str, dtype: Any) -> None:
-    """ValueError for a family that is refused, for weights in a form that is not read, and for a hybrid model in
-    float16. A name on the hub is looked at when its config is there."""
+def look(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
+    """ValueError for a family that is refused, for weights in a form that is not read, for a hybrid model in float16,
+    and for a context that is longer than the model's. A name on the hub is looked at when its config is there."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         return
     fields = read_config(file)
     check_family(fields, name)
     stored_form(fields, name)
+    refuse_longer(max_seq_length, (fields.get("text_config") or fields).get("max_position_embeddings"))
     if str(dtype).removeprefix("torch.") == "float16":
         check_float16(fields)
+
+
+def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
+    """Raise ValueError for a context that is longer than the model's, in tokens; None is one that is not known."""
+    if longest is not None and (max_seq_length or 0) > longest:
+        raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
 
 
 def stored_form(config: Any, name: str) -> str | None:

@@ -1,7 +1,6 @@
 """Checks of space: on the disk for files, on the host for what is kept there, on the card for the memory plan."""
 
 import math
-import os
 from collections.abc import Iterator
 
 import torch
@@ -12,9 +11,9 @@ from lowmem_grpo.models.card_check import has_managed_memory
 from lowmem_grpo.models.dtypes import is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.runs.checkpoint import list_checkpoints
-from lowmem_grpo.runs.files import existing, free_bytes
+from lowmem_grpo.runs.files import existing, free_bytes, place_fault
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.units import size_text
 
 # Of a completion in completions.jsonl; of each reward, each token, each turn of an episode.
@@ -23,13 +22,8 @@ LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
     """Find that the folder cannot be made, or cannot be written to. Nothing is written to find out."""
-    place = existing(subject.run_dir)
-    if not place.is_dir():
-        yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} is a file",
-                      "choose another output_dir")
-    elif not os.access(place, os.W_OK | os.X_OK):
-        yield Finding("error", "", f"output_dir is {str(subject.run_dir)!r}, and {place} cannot be written to",
-                      "choose another output_dir, or change the folder's permissions")
+    if fault := place_fault(subject.run_dir):
+        yield Finding("error", "", *fault)
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:

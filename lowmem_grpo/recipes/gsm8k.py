@@ -13,7 +13,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.data.files import cell_text, listed, read_rows
+from lowmem_grpo.data.files import cell_text, read_rows
+from lowmem_grpo.data.kinds import check_columns
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
@@ -34,6 +35,7 @@ HUB = "openai/gsm8k"  # its configuration `main`
 REWARDS: list[Callable[..., Any]] = [
     xmlcount_reward_func, soft_format_reward_func, strict_format_reward_func, int_reward_func, correctness_reward_func,
 ]
+COLUMNS = ("question", "answer")  # that the rows have
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/gsm8k", "seed": 3407, "learning_rate": 5e-6, "adam_beta2": 0.99, "weight_decay": 0.1,
     "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1, "max_steps": 250, "num_generations": 8,
@@ -75,9 +77,7 @@ def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
     Rows without a label are left out and counted. Raises ValueError where none is left.
     """
     rows = read_rows(f"{source}:main" if source == HUB else source, split)
-    missing = sorted({"question", "answer"} - set(rows.column_names))
-    if missing:
-        raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(rows.column_names)}")
+    check_columns(source, rows.column_names, COLUMNS)
     made = [with_prompt(row) for row in rows]
     kept = [row for row in made if row["question"] and row["answer"]]
     lacking = f"{len(made) - len(kept)} of {len(made)} rows have no question, or no label after #### in their answer"

@@ -1,5 +1,6 @@
 """What all recipes share: one call from a lesson (data, rewards, what is right) to a trained model and its report."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.play import Play, episode_settings
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.answers import print_accuracy, print_samples
-from lowmem_grpo.views.console import any_console
+from lowmem_grpo.views.console import any_console, print_line
+
+logger = logging.getLogger(__name__)
 
 SHOWN = 6  # samples in the report
 RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of callable is no list[Callable]
@@ -73,8 +76,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
         refuse_errors(trainer.preflight())
     if setup.resume and trainer.ranks.first("whether all is done", lambda: is_done(trainer, lesson)):
         made = count_text(trainer.state.max_steps, "step")
-        console.print(f"{trainer.run_dir} is finished: {made}; raise max_steps to go on", soft_wrap=True, markup=False,
-                      highlight=False)
+        print_line(console, f"{trainer.run_dir} is finished: {made}; raise max_steps to go on")
         return trainer
     before = measured(model, setup, lesson, None)
     trainer.told = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
@@ -94,7 +96,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
             trainer.finish(compared(lesson, before, after, console))
         made, seconds = count_text(result.global_step, "step"), trainer.state.elapsed
         last = f"{made} in {seconds:.0f} s; report: {trainer.run_dir}/report.html"
-    console.print(last, soft_wrap=True, markup=False, highlight=False)  # a path stays whole
+    print_line(console, last)
     if trainer.interrupt.requested:
         raise SystemExit(trainer.interrupt.exit_status)
     return trainer
@@ -111,7 +113,7 @@ def opened(lesson: Lesson, console: Console | None) -> Console:
     """The console, with the lesson's note on it."""
     console = console or any_console()
     if lesson.note:
-        console.print(lesson.note, soft_wrap=True, markup=False, highlight=False)
+        print_line(console, lesson.note)
     return console
 
 
@@ -151,6 +153,7 @@ def in_turns(lesson: Lesson) -> dict[str, Any]:
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
     """The model with LoRA, and its tokenizer."""
     keep_to(setup.card_share)
+    logger.info("loading %s, %s weights, context %d", setup.model, setup.weights, setup.max_seq_length)
     bare, tokenizer = FastLanguageModel.from_pretrained(
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
         load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference, kv_cache_dtype=setup.kv_cache_dtype,
@@ -172,6 +175,7 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
     each samples its share of it."""
     if lesson.test is None or lesson.right is None:
         return None
+    logger.info("answering %s", count_text(len(lesson.test), "held-out problem"))
     params = SamplingParams(
         temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed
     )

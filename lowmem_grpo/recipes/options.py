@@ -2,14 +2,20 @@
 
 import difflib
 from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import click
 from pydantic import TypeAdapter, ValidationError
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
 
 NONE_IS_A_CHOICE = ("scale_rewards",)
+MOST_ROWS = 1_000_000  # that a recipe makes
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text",
+                         list: "numbers or texts with commas between them"}
+IN_A_FILE = "a value that only a recipe file can give"
 
 
 @dataclass
@@ -45,6 +51,11 @@ class RecipeOptions:
     """Continue the run in output_dir from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's settings."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "card_share": number("above 0 and at most 1", lambda value: 0 < value <= 1), "max_seq_length": at_least(2),
+        "lora_rank": COUNT, "lora_alpha": POSITIVE, **dict.fromkeys(("train_size", "eval_problems"), up_to(MOST_ROWS)),
+    }
 
     @property
     def fast_inference(self) -> bool | str:
@@ -83,7 +94,8 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
-    """The options of a recipe from the command line. Raises click.UsageError for unknown names and wrong values."""
+    """The options of a recipe from the command line. Raises click.UsageError for unknown names and values of another
+    type, and ValueError for values out of their range."""
     own = {f.name for f in fields(options)} - {"config"}
     given = parse(arguments)
     settings = {name: typed(options, name, value) for name, value in given.items() if name in own}
@@ -93,6 +105,7 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
             close = difflib.get_close_matches(name, own | known, n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise click.UsageError(f"no option {name!r}{hint}")
+    check_ranges(options, settings)
     config = {name: typed(GRPOConfig, name, value) for name, value in given.items() if name in known - own}
     return options(**settings, config=config)
 
@@ -107,10 +120,18 @@ def typed(owner: type, name: str, text: str) -> Any:
             return adapter.validate_python(None)
         except ValidationError:
             pass  # the field cannot be None: check the text itself
+    if bool in get_args(hint) and text.lower() in ("true", "false"):  # beside a text, which both would be too
+        return text.lower() == "true"
     several = "list[" in str(hint) or (hint is Any and "," in text)
     value: Any = text.split(",") if several else text
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        wanted = getattr(hint, "__name__", str(hint))
-        raise click.UsageError(f"{name}={text!r}: {error.errors()[0]['msg']} (type {wanted})") from error
+        raise click.UsageError(f"{name} is {text!r}; it must be {in_words(hint)}") from error
+
+
+def in_words(hint: Any) -> str:
+    """Return what values of a type are, in words."""
+    kinds = [hint] if get_origin(hint) in (None, list) else get_args(hint)
+    words = [KINDS.get(get_origin(kind) or kind, IN_A_FILE) for kind in kinds if kind is not NoneType]
+    return ", or ".join([*words, *(["none"] if NoneType in kinds else [])])

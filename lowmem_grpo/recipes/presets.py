@@ -5,9 +5,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.engine import TRANSFORMERS
+from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
 from lowmem_grpo.config.loading import form_of_weights
-from lowmem_grpo.models.named import EMBEDDED
+from lowmem_grpo.models.named import EMBEDDED, resolve
+from lowmem_grpo.models.stored_form import look
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.units import GIB
 
@@ -76,10 +78,8 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
 
     Raises ValueError for a card size without a preset, and for settings that GRPOConfig refuses.
     """
-    size, preset = choose(options.gpu, presets)
+    preset = preset_for(options, presets, fitting_size(presets) if options.gpu == "auto" else options.gpu)
     name = either(options.model, preset.model)
-    if size == CPU and name != preset.model:
-        preset = smallest(presets)  # the CPU's own is a short trial of the tiny model: other models get a full run
     rank = either(options.lora_rank, preset.lora_rank)
     form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # refuses both
     four_bit = either(options.load_in_4bit, name not in EMBEDDED and not options.load_in_fp8)
@@ -93,6 +93,37 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
         options.kv_cache_dtype, options.card_share, options.fast_inference, options.checkpointing, options.resume,
         GRPOConfig(**settings),
     )
+
+
+def preset_for(options: RecipeOptions, presets: Presets, gpu: str) -> Preset:
+    """Return the preset for a card, or for the CPU, and for the model that is asked for."""
+    size, preset = choose(gpu, presets)
+    if size == CPU and either(options.model, preset.model) != preset.model:
+        return smallest(presets)  # the CPU's own is a short trial of the tiny model: other models get a full run
+    return preset
+
+
+def check_setup(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> None:
+    """Raise the ValueError of `prepare`, of the loader or of the trainer where each preset that may be chosen leads to
+    one. It needs no torch, which would say what card there is."""
+    chosen = [preset_for(options, presets, gpu) for gpu in (presets if options.gpu == "auto" else [options.gpu])]
+    faults = [fault(options, defaults, preset) for preset in chosen]
+    if faults and all(faults):
+        raise ValueError(faults[0])
+
+
+def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> str:
+    """Return why there is no run with this preset; empty where nothing is known against one."""
+    model, context = either(options.model, preset.model), either(options.max_seq_length, preset.max_seq_length)
+    try:
+        config = GRPOConfig(**(defaults | preset.settings | options.config))
+        longest_prompt(config.max_prompt_length, config.max_completion_length, context)
+        look(resolve(model), model, None, context)
+        if config.use_vllm and options.engine == TRANSFORMERS:
+            return "use_vllm=true and engine=transformers contradict each other; leave one of them out"
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 def without_card(

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.config.launcher import take_card
+from lowmem_grpo.data.kinds import KINDS
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
@@ -23,7 +24,7 @@ NEEDED = (
 
 def is_recipe_file(name: str) -> bool:
     """Return whether the name means a file rather than a recipe of the package."""
-    return name.endswith(".py") or "/" in name or "\\" in name
+    return name.endswith((".py", *KINDS)) or "/" in name or "\\" in name
 
 
 def unknown_recipe(name: str) -> str:
@@ -46,6 +47,9 @@ def find_recipe(name: str) -> Any:
 def recipe_path(name: str) -> Path:
     """The recipe file of this name; ValueError where there is none."""
     path = Path(name)
+    if path.suffix in KINDS:
+        raise ValueError(f"{name} is data, and no recipe: `lowmem-grpo new NAME --data {name}` writes a recipe for it, "
+                         "and `lowmem-grpo run ./NAME.py` trains on it")
     if path.suffix != ".py" or not path.is_file():
         missing = " (no such file)" if not path.exists() else ""
         raise ValueError(f"{name} is not a recipe{missing}: give a Python file, or the name of a recipe")

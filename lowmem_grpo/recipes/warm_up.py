@@ -12,7 +12,8 @@ from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.runs.accuracy import Answers
-from lowmem_grpo.runs.checkpoint import last_good
+from lowmem_grpo.runs.whole_files import last_good
+from lowmem_grpo.views.console import print_line
 
 SFT = "sft"  # folder of the warm-up inside that of the run
 SHARED = ("seed", "optim", "bf16", "fp16", "max_tokens_per_micro_batch", "logits_chunk", "disable_tqdm")
@@ -64,10 +65,8 @@ class WarmUp:
     def told(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:
         """Print what fine-tuning changed; returns what summary.json gets."""
         shares = self.share(before), self.share(after)
-        console.print(
-            f"answers as `{self.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after {self.steps} steps of "
-            f"fine-tuning; accuracy {after.accuracy:.1%}", soft_wrap=True, markup=False,
-        )
+        print_line(console, f"answers as `{self.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after "
+                            f"{self.steps} steps of fine-tuning; accuracy {after.accuracy:.1%}")
         return {"accuracy_after_sft": after.accuracy, "taught_format_before": shares[0],
                 "taught_format_after_sft": shares[1]}
 

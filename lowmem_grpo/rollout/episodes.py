@@ -274,7 +274,9 @@ class Batch:
         return [self.results[index] for index in range(len(self.prompts))]
 
     def close(self) -> None:
-        """Close what is still open, also where the call broke off."""
+        """Close what is still open, also where the call broke off: nobody then waits for what its calls may yet say."""
+        if self.live:
+            self.workers.hurry(CLOSING)
         for episode in self.live.values():
             if episode.seat is not None and not episode.seat.closed:
                 self.workers.submit(-1, episode.close, CLOSING)

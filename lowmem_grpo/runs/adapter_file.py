@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_grpo.config.unsupported import is_off
-from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, check_adapter_folder
+from lowmem_grpo.runs.whole_files import ADAPTER_FILE, AdapterError, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,10 +31,6 @@ ANY = frozenset((  # settings that may have any value; where no reason stands be
 ))
 MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()), save "
          "that, and load it as a model")
-
-
-class AdapterError(ValueError):
-    """A saved adapter cannot be used; the message says why, and what to do."""
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:

@@ -12,10 +12,8 @@ A checkpoint is written beside its final place, flushed to disk and renamed. So 
 whole, whenever the process dies. Names that begin with `.checkpoint-` are unfinished.
 """
 
-import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,18 +41,18 @@ from lowmem_grpo.runs.checkpoint_state import (
 )
 from lowmem_grpo.runs.files import aside_of, flush, free_bytes, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
+from lowmem_grpo.runs.whole_files import (
+    ADAPTER_FILE,
+    CheckpointError,
+    MismatchError,
+    check_adapter_folder,
+    fingerprint,
+    last_good,
+    list_checkpoints,
+    verify,
+)
 
-ADAPTER_FILE = "adapter_model.safetensors"
 REFERENCE_FILE = "reference.safetensors"
-FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or trusted; the message says which file and what to do."""
-
-
-class MismatchError(CheckpointError):
-    """A good checkpoint of another adapter, optimizer or format than the run's."""
 
 
 def save_checkpoint(
@@ -156,44 +154,6 @@ def load_reference(folder: Path, model: PeftModel) -> dict[str, Tensor]:
     return kept
 
 
-def verify(folder: Path) -> None:
-    """Raise CheckpointError, naming the file, unless each file is there as it was written."""
-    try:
-        check_files(folder)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}; use an older checkpoint"
-                              ) from error
-
-
-def check_files(folder: Path) -> None:
-    """`verify` on a disk that can be read."""
-    check_adapter_folder(folder)
-    for name, expected in read_manifest(folder).items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; use an older checkpoint")
-        if path.stat().st_size < expected["size"]:
-            raise CheckpointError(
-                f"{path} is truncated: {path.stat().st_size:,} of {expected['size']:,} bytes; use an older checkpoint"
-            )
-        if fingerprint(path) != expected:
-            raise CheckpointError(f"{path} is altered: it differs from what was written; use an older checkpoint")
-
-
-def check_adapter_folder(folder: Path) -> None:
-    """Raise CheckpointError unless the folder holds an adapter in safetensors; pickled weights are never opened."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
-    if not (folder / ADAPTER_FILE).is_file() and (folder / "adapter_model.bin").exists():
-        raise CheckpointError(
-            f"{folder} holds its weights only as adapter_model.bin, a pickle file that can run code when read; save "
-            f"the adapter again as {ADAPTER_FILE} (peft's save_pretrained does so)"
-        )
-    for name in (ADAPTER_FILE, "adapter_config.json"):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter")
-
-
 def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> None:
     """Raise CheckpointError unless this version and this optimizer can take over the saved state."""
     if content["format"] != FORMAT:
@@ -212,26 +172,6 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
         there, here = (f"{list(t[name].shape)} {t[name].dtype}" if name in t else "absent" for t in (saved, held))
         if there != here:
             raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model")
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all folders checkpoint-{step} of a run, by ascending step, good or not."""
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run_dir.glob("checkpoint-*")}
-    found = [(int(match[1]), path) for path, match in steps.items() if match]
-    return [path for _, path in sorted(found)]
-
-
-def last_good(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with each newer one."""
-    problems: list[str] = []
-    for folder in reversed(list_checkpoints(run_dir)):
-        try:
-            verify(folder)
-        except CheckpointError as error:
-            problems.append(str(error))
-        else:
-            return folder, problems
-    return None, problems
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
@@ -289,25 +229,3 @@ def write_files(
     (temp / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for path in (*files, temp / "manifest.json", temp):
         flush(path)
-
-
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file."""
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The expected size and sha256 of each file; raises CheckpointError if the manifest itself is unusable."""
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {folder} is not a whole checkpoint")
-    try:
-        listed = json_object(path.read_bytes())["files"]
-        files = {name: {"size": int(entry["size"]), "sha256": entry["sha256"]} for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is truncated or altered ({error!r}); use an older checkpoint") from error
-    absent = [name for name in FILES if name not in files]
-    if absent:
-        raise CheckpointError(f"{path} is altered: it does not list {absent[0]}; use an older checkpoint")
-    return files

@@ -25,6 +25,18 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
+def place_fault(run_dir: Path) -> tuple[str, str] | None:
+    """Return what keeps a run's folder from being made or written to, and what to do. Nothing is written to find out.
+    """
+    place = existing(run_dir)
+    if not place.is_dir():
+        return f"output_dir is {str(run_dir)!r}, and {place} is a file", "choose another output_dir"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return (f"output_dir is {str(run_dir)!r}, and {place} cannot be written to",
+                "choose another output_dir, or change the folder's permissions")
+    return None
+
+
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes on the disk of a path, which need not exist yet; None where the disk does not say."""
     try:

@@ -5,9 +5,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.adapter_file import AdapterError
-from lowmem_grpo.runs.checkpoint import ADAPTER_FILE, CheckpointError, check_adapter_folder, last_good, verify
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
+from lowmem_grpo.runs.whole_files import (
+    ADAPTER_FILE,
+    AdapterError,
+    CheckpointError,
+    check_adapter_folder,
+    last_good,
+    verify,
+)
 
 MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter

@@ -11,10 +11,11 @@ import torch
 
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.runs.checkpoint import list_checkpoints, save_adapter
+from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl
 from lowmem_grpo.runs.summary import error_text, facts, summary
+from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.train.evaluator import Evaluator
 from lowmem_grpo.views.report import write_report
 

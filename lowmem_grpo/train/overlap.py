@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lowmem_grpo.config.strategies import PARALLEL
+from lowmem_grpo.config.strategies import LATE, MEND, PARALLEL
 from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import MEANWHILE, ON_GROUP, Engine, capabilities_of
 from lowmem_grpo.losses.objective import StepTotals
@@ -252,8 +252,7 @@ def check_overlap(mode: bool | str, policy: Policy, engine: Engine, scorer: Rewa
     own = beside and engine.name != "vllm"
     wrong = {
         "episodes of several turns are sampled": plays,
-        f"the rewards {', '.join(late)} are computed after sampling (score_while_sampling=True computes them before)":
-            bool(late),
+        LATE.format(", ".join(late)): bool(late),
         f"the engine {engine.name} does not say when a step of decoding is done (its capabilities lack on_group or "
         "meanwhile)": not {ON_GROUP, MEANWHILE} <= capabilities_of(engine),
         "gradient checkpointing is on, which cannot be told from decoding with the same model at the same time (use "
@@ -264,4 +263,4 @@ def check_overlap(mode: bool | str, policy: Policy, engine: Engine, scorer: Rewa
         "lora_dropout is above 0, and random masks cannot be drawn in two threads": beside and policy.drops,
     }
     if reasons := [why for why, holds in wrong.items() if holds]:
-        raise ValueError(f"train_while_sampling={mode!r}: {reasons[0]}; mend that, or leave train_while_sampling out")
+        raise ValueError(f"train_while_sampling={mode!r}: {reasons[0]}; {MEND}")

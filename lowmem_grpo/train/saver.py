@@ -14,9 +14,9 @@ from lowmem_grpo.data.prompts import DataError, PromptSource
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
-from lowmem_grpo.runs.checkpoint import CheckpointError, MismatchError
 from lowmem_grpo.runs.records import RecordError, RunRecords
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.whole_files import CheckpointError, MismatchError
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.rewind import RandomStates
 

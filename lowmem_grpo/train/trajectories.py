@@ -22,7 +22,7 @@ from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.preflight.subject import Turns
-from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.train.grpo import GRPOTrainer
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.views.live import LiveView, shown

@@ -68,6 +68,7 @@ OF_TAUGHT = (  # in place of those above, where the rows hold the answers
 
 DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # by other charts and by tiles
+ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # at 0 too
 FAMILIES = ("rewards/", "verdicts/", "episodes/")
 
 
@@ -94,7 +95,16 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
         charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
     drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows), endings_chart(rows)]
     drawn += [replace(chart, lines=lines_of(chart, rows)) for chart in charts]
-    return [chart for chart in drawn if chart.lines]
+    return [chart for chart in drawn if chart.lines and (len(chart.lines[0].points) > 1 or not chart.stacked)]
+
+
+def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
+    """Return the charts without those that are at 0 in every step, and these in words: they say no more than that. What
+    a run is about is drawn all the same."""
+    flat = [chart for chart in charts if chart.title not in ALWAYS
+            and not any(value for line in chart.lines for _, value in line.points)]
+    words = f"At 0 in every step: {', '.join(chart.title.lower() for chart in flat)}." if flat else ""
+    return [chart for chart in charts if chart not in flat], words
 
 
 def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:

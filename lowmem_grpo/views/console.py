@@ -6,6 +6,9 @@ import sys
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.text import Text
+
+from lowmem_grpo.views.terminal import between_words
 
 IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"
 
@@ -31,6 +34,14 @@ def any_console(**options: Any) -> Console:
     """Return a console of rich over standard output."""
     file: Any = AnyText()
     return Console(file=file, **options)
+
+
+def print_line(console: Console, text: str | Text) -> None:
+    """Print a paragraph: piped as one line, and on a terminal broken between words only, so that a path stays whole."""
+    line = Text(text) if isinstance(text, str) else text
+    if console.is_terminal:
+        line = Text(between_words(line.plain, console.width), spans=line.spans)  # a break stands where a space was
+    console.print(line, soft_wrap=True, highlight=False)
 
 
 class Cell:

@@ -4,12 +4,11 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
-from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.views.answers import answers_table
-from lowmem_grpo.views.console import any_console
+from lowmem_grpo.views.console import any_console, print_line
 
 MODELS = ("base", "adapter")
 OF_EPISODES = (  # metric, words, format
@@ -25,10 +24,10 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
     """Print the numbers, and the first answers to the first `shown` prompts side by side."""
     console = any_console(width=width, highlight=False)
     named = [name for name in MODELS if name in result]
-    console.print(Text(title(result, note)), soft_wrap=True)
+    print_line(console, title(result, note))
     console.print(numbers_table(result, named))
     if "difference" in result:
-        console.print(Text(change_text(result)), soft_wrap=True)
+        print_line(console, change_text(result))
     if shown:
         rows = [(prompt_text(row["prompt"]), row.get("answer"),
                  [(row[name][0]["text"], row[name][0]["right"]) for name in named])

@@ -23,7 +23,7 @@ from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text, time_text
 from lowmem_grpo.views.answers import episode_lines, plain, shortened
-from lowmem_grpo.views.console import Cell, any_console
+from lowmem_grpo.views.console import Cell, any_console, print_line
 from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -133,7 +133,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """A line above the panel, or between the plain lines."""
-        self.console.print(Text(text), soft_wrap=True)
+        print_line(self.console, text)
 
     def panel(self) -> RenderableType:
         """The whole view."""

@@ -17,7 +17,7 @@ from lowmem_grpo.units import count_text
 from lowmem_grpo.views.accuracy import deciding, threshold
 from lowmem_grpo.views.alarm_list import Warned, alarms_in_words, count_alarms
 from lowmem_grpo.views.chart import how_smoothed
-from lowmem_grpo.views.charts import Record, figures, taught
+from lowmem_grpo.views.charts import Record, figures, split_flat, taught
 from lowmem_grpo.views.headline import headline
 from lowmem_grpo.views.page_file import one_file
 from lowmem_grpo.views.samples import clipped, fitting, shown_sample
@@ -97,14 +97,14 @@ def content(
 ) -> Record:
     """Return what the report and the live page show of a run: in at most `most_bytes` as a page of one file, and with
     about `all_points` of all lines."""
-    charts, right = figures(run.rows, run.judged, summary), deciding(run.judged, summary)
+    (charts, flat), right = split_flat(figures(run.rows, run.judged, summary)), deciding(run.judged, summary)
     points = max(2, min(MOST_POINTS, all_points // max(1, sum(len(chart.lines) for chart in charts))))
     shown: Record = {
         "title": str(summary.get("recipe") or run.name),
         "top": headline(run.name, run.rows, summary, missing(run, summary), run.state),
         "alarms": alarms_in_words(run.alarms), "charts": [chart.to_dict(points) for chart in charts],
-        "note": f"{run.note} {how_smoothed(charts)}".strip(), "pairs": before_and_after_training(summary),
-        "settings": settings(summary.get("config") or {}),
+        "note": " ".join(filter(None, (run.note, how_smoothed(charts), flat))),
+        "pairs": before_and_after_training(summary), "settings": settings(summary.get("config") or {}),
     }
     played = any(sample.get("turns") for sample in run.samples)
     sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "above": threshold(summary),

@@ -8,16 +8,22 @@ logger = logging.getLogger(__name__)
 
 
 def make_sinks(names: list[str]) -> list[Any]:
-    """Listeners for `report_to`, where "all" means every library that is installed; ImportError with the pip line where
-    one that is named is missing."""
+    """Return listeners for `report_to`, where "all" means every library that is installed; ImportError as in
+    `refuse_absent_sinks`."""
+    refuse_absent_sinks(names)
     wanted = [name for name in names if name not in ("none", "all")]
-    for name in wanted:
-        if find_spec(name) is None:
-            raise ImportError(f'report_to names "{name}", which is not installed: pip install {name}')
     if "all" in names:
         wanted = [name for name in SINKS if find_spec(name) is not None]
         logger.info("report_to='all': %s", ", ".join(wanted) or "none of them is installed")
     return [SINKS[name]() for name in wanted]
+
+
+def refuse_absent_sinks(names: list[str]) -> None:
+    """Raise ImportError, with the pip line, where `report_to` names a library that is not installed."""
+    for name in names:
+        if name in SINKS and find_spec(name) is None:
+            raise ImportError(f'report_to names "{name}", which is not installed: pip install {name}, or leave '
+                              "report_to out")
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:

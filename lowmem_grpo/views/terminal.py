@@ -2,7 +2,9 @@
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import click
 
 from lowmem_grpo.config.launcher import this_place
 
+MOST_COLUMNS = 160  # longer lines are hard to read
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -26,7 +29,8 @@ class plain_errors:  # noqa: N801  (used like a function)
             raise SystemExit(130) from error
         if isinstance(error, written_for_users) and is_ours(trace):
             notes = "\n".join(getattr(error, "__notes__", []))
-            raise click.ClickException(f"{error}\n{notes}".rstrip()) from error
+            said = fitting(f"Error: {error}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
+            raise click.ClickException(said) from error
 
 
 def is_ours(trace: Any) -> bool:
@@ -34,6 +38,30 @@ def is_ours(trace: Any) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
+
+
+def columns(most: int) -> int:
+    """Return how many characters a line may have: the terminal's width, and at most so many."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
+def fitting(text: str, stream: Any) -> str:
+    """Return a text as it goes to this stream: a terminal would break its lines anywhere, so they are broken between
+    words."""
+    return between_words(text, columns(MOST_COLUMNS)) if stream.isatty() else text
+
+
+def between_words(text: str, width: int) -> str:
+    """Return a text whose lines have at most so many characters, but for words that are longer."""
+    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+                     for line in text.splitlines())
+
+
+class BetweenWords(logging.Formatter):
+    """Breaks what is logged to a terminal between words."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return fitting(super().format(record), sys.stderr)
 
 
 class CurrentStderr(logging.StreamHandler):
@@ -52,7 +80,9 @@ def quiet() -> None:
     have in common, and the others only their warnings, with their number."""
     place = this_place()
     form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
-    logging.basicConfig(format=form, level=logging.ERROR, handlers=[CurrentStderr()])
+    handler = CurrentStderr()
+    handler.setFormatter(BetweenWords(form))
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])
     logging.getLogger("lowmem_grpo").setLevel(logging.INFO if place.leads else logging.WARNING)
     if not place.leads:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends

@@ -21,9 +21,9 @@ from typing import Any
 import click
 import torch
 
-from lowmem_grpo.runs.checkpoint import FILES, fingerprint
 from lowmem_grpo.runs.lock import FILE as OWNER
 from lowmem_grpo.runs.records import COMPLETIONS, FINAL, METRICS, NONFINITE, REPORT, SUMMARY
+from lowmem_grpo.runs.whole_files import FILES, fingerprint
 from lowmem_grpo.views.terminal import quiet
 from tests.attacks.attack import Verdict, report
 from tests.attacks.kills import LONGEST, Scenario, ended, prepare

@@ -33,9 +33,9 @@ import click
 import torch
 from safetensors.torch import load_file
 
-from lowmem_grpo.runs.checkpoint import last_good
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS
 from lowmem_grpo.runs.saved_adapter import read_summary
+from lowmem_grpo.runs.whole_files import last_good
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.views.terminal import quiet
 from tests.attacks.attack import Verdict, report

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.runs.checkpoint import last_good, list_checkpoints
+from lowmem_grpo.runs.whole_files import last_good, list_checkpoints
 from tests.attacks.attack import Verdict, report
 from tests.attacks.ranked_run import Ranked, train
 from tests.attacks.small_run import differences

@@ -321,7 +321,7 @@ def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
 
 
 BAD: dict[str, tuple[bytes, str]] = {
-    "empty.jsonl": (b"", "it is empty"),
+    "empty.jsonl": (b"", "it has no rows"),
     "empty.csv": (b"", "no rows from 'empty.csv'"),
     "header.csv": (b"question,answer\n", "it has no rows"),
     "broken.jsonl": (b'{"question": "a", "answer": 1}\n{"question": "b", "ans', "line 2 is not JSON"),

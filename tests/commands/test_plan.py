@@ -143,7 +143,7 @@ def test_a_size_in_place_of_a_card_has_no_time_and_says_why() -> None:
 
 
 @every_row(("words", "message"), [
-    (["--model", "qwen3-8b", "--gpu", "t4", "--prompts", "0"], "prompts is 0; it must be at least 1"),
+    (["--model", "qwen3-8b", "--gpu", "t4", "--prompts", "0"], "prompts is 0; it must be a whole number, from 1 to"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--prompt-length", "2048"], "do not fit a context of 2048"),
     (["--model", "qwen3-8b", "--gpu", "t4", "--completion-length", "1900"], "give a mean of at most"),
     (["--model", "lama-3.1-8b", "--gpu", "t4"], "did you mean llama-3.1-8b"),

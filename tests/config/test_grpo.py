@@ -232,3 +232,22 @@ def test_records_hold_every_field_and_make_the_same_settings() -> None:
 def test_settings_can_be_changed_with_replace() -> None:
     config = replace(GRPOConfig(**NOTEBOOK), seed=1)
     assert config.seed == 1 and config.report_to == ["none"]
+
+
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_setting() -> None:
+    whole, truth, words = "a whole number", "True or False", "a dict"
+    wrong = [
+        ("output_dir", "", "a folder's name"), ("output_dir", 5, "a folder's name"), ("max_steps", "10", whole),
+        ("max_steps", 1.5, whole), ("seed", 1.5, whole), ("seed", "abc", whole), ("run_name", 5, "a text"),
+        *((name, "x", words) for name in ("chat_template_kwargs", "lr_scheduler_kwargs", "model_init_kwargs")),
+        *((name, "yes", truth) for name in ("bf16", "use_vllm", "log_completions", "shuffle_dataset", "preflight",
+                                            "overwrite_output_dir", "gradient_checkpointing", "disable_tqdm")),
+        ("mask_truncated_completions", 3, truth), ("report_to", 5, "a name, or a list of names"),
+        ("hub_model_id", "a/b/c", "OWNER/NAME"),
+    ]
+    assert not_refused(lambda given: GRPOConfig(**given), [
+        ({name: value}, f"{name} is {value!r}; it must be {words}") for name, value, words in wrong]) == []
+    with pytest.raises(TypeError, match=r"sampling_params is a .*str.*; pass a lowmem_grpo\.SamplingParams"):
+        GRPOConfig(vllm_sampling_params="abc")
+    with pytest.raises(ValueError, match="a step of 100,000,000 completions; at most 1,000,000 are allowed"):
+        GRPOConfig(per_device_train_batch_size=100_000_000)

@@ -7,8 +7,9 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import TEMPLATE
 from tables import every_row
-from template_tokenizers import CharTokenizer, rows
+from template_tokenizers import CharTokenizer, rows, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.difficulty import DifficultyPools
@@ -20,6 +21,17 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def source(dataset: Any, seed: int = 0, max_prompt_length: int = 20, **options: Any) -> PromptSource:
     return PromptSource(dataset, PromptEncoder(CharTokenizer(), max_prompt_length), seed,
                         **options)  # type: ignore[arg-type]
+
+
+def test_a_role_that_nobody_knows_is_left_out_and_one_of_the_template_is_taken() -> None:
+    tokenizer = tokenizer_of(TEMPLATE)
+    odd, own = ([{"role": role, "content": "2 + 2?"}] for role in ("usr", "critic"))
+    encoder = PromptEncoder(tokenizer, 200)
+    assert encoder.encode({"prompt": odd}) == (
+        "a message has the role 'usr'; the roles are system, user, assistant, tool, developer, function")
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# 'critic' #}}"
+    assert isinstance(encoder.encode({"prompt": own}), Prompt)
+    assert isinstance(encoder.encode({"prompt": odd}), str)
 
 
 def drawn(prompts: PromptSource, count: int) -> list[int]:

@@ -15,8 +15,9 @@ from lowmem_grpo.export.folder import ExportError
 from lowmem_grpo.export.formats import ExportSettings, export
 from lowmem_grpo.export.merge import MergeError
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.runs.checkpoint import CheckpointError, save_checkpoint
+from lowmem_grpo.runs.checkpoint import save_checkpoint
 from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
+from lowmem_grpo.runs.whole_files import CheckpointError
 
 
 def run_of(folder: Path, model: FastPeftModel, status: str, steps: tuple[int, ...] = (2, 4)) -> Path:
@@ -70,7 +71,7 @@ def test_a_run_without_a_whole_checkpoint_says_so(tmp_path: Path) -> None:
     (["empty"], 2, "Missing option '--out'"), (["empty", "--out", "o", "--dtype", "float32"], 2, "is not one of"),
     (["empty", "--out", "o", "--public"], 2, "--public is about the repository of --push"),
     (["empty", "--out", "o", "--push", "name"], 1, "is named OWNER/NAME"),
-    (["empty", "--out", "o", "--format", "gguf", "--llama-cpp", "empty"], 1, "there is no convert_hf_to_gguf.py in"),
+    (["empty", "--out", "o", "--format", "gguf", "--llama-cpp", "empty"], 1, "empty is neither a run nor an adapter"),
 ])
 def test_a_mistake_is_answered_in_words(
     words: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

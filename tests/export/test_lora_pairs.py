@@ -9,7 +9,7 @@ from export_tools import edit, names_beside, spoil
 
 from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import read_pairs
-from lowmem_grpo.runs.adapter_file import AdapterError
+from lowmem_grpo.runs.whole_files import AdapterError
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -24,7 +24,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.fp8 import fp8_dequantize
 from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.runs.adapter_file import AdapterError
+from lowmem_grpo.runs.whole_files import AdapterError
 from lowmem_grpo.unsloth_names import UnsupportedError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

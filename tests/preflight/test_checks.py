@@ -1,5 +1,6 @@
 """Each check finds its own mistake, and nothing in a healthy run."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -308,7 +309,7 @@ def a_file(make: Any, tokenizer: Any, patch: Any) -> Any:
 
 @case("output_dir", "error", r"cannot be written to\. What to do: choose another output_dir, or change")
 def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
-    patch.setattr(room.os, "access", lambda path, mode: False)
+    patch.setattr(os, "access", lambda path, mode: False)
     return make()
 
 

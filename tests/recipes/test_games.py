@@ -78,7 +78,7 @@ def test_eval_plays_the_same_games(name: str, tmp_path: Path) -> None:
     ("tictactoe", "strengths=half", "strengths is 'half'; give numbers with commas between them"),
     ("tictactoe", "strengths=0,2", "from 0 (random) to 1 (perfect)"),
     ("tictactoe", "test_strength=-1", "test_strength is -1.0; it must be from 0"),
-    ("calculator", "eval_problems=0", "size is 0; it must be at least 1"),
+    ("calculator", "eval_problems=0", "eval_problems is 0; it must be a whole number"),
     ("game2048", "side=5", "side is 5; it must be 3 or 4"),
     ("game2048", "goal=33", "goal is 33; it must be 8, 16, 32, or another power of two above"),
     ("twenty_questions", "world=animals", "world is 'animals'; it must be numbers or things"),

@@ -103,7 +103,7 @@ def test_eval_asks_the_questions_of_the_small_mailbox(tmp_path: Path) -> None:
     (["reward=ruler", "judge=http://127.0.0.1/v1"], "judge_model is missing"),
     (["calls=6"], "max_turns is 6, but an episode has 6 calls; give max_turns=7 or more, or fewer calls"),
     (["eval_problems=1000"], "the mailbox 'small' of seed 0 has 67 questions to test, and 1000 are asked for"),
-    (["train_size=0"], "size is 0; it must be at least 1"),
+    (["train_size=0"], "train_size is 0; it must be a whole number"),
 ])
 def test_a_wrong_option_is_found_before_the_model_is_loaded(words: list[str], message: str, tmp_path: Path) -> None:
     result = run(tmp_path / "run", *words)

@@ -51,7 +51,8 @@ def test_a_recipe_finishes_on_the_embedded_model(
     ("code", "seconds=0", "seconds is 0.0; it must be a finite number, at least 0.05"),
     pytest.param("code", "workers=0", "workers is 0", marks=needs_isolation),
     ("countdown", "max_numbers=9", "they must be 2 to 6"), ("countdown", "operators=^", "operators is '^'"),
-    ("countdown", "eval_problems=0", "size is 0"), ("countdown", "engine=llama", "allowed: auto, transformers, vllm"),
+    ("countdown", "eval_problems=0", "eval_problems is 0; it must be"),
+    ("countdown", "engine=llama", "allowed: auto, transformers, vllm"),
     ("email", "longest_words=-1", "longest is -1"), ("proximity", "sft_steps=-1", "sft_steps is -1; it must be"),
 ])
 def test_a_wrong_option_is_found_before_the_model_is_loaded(

@@ -13,6 +13,7 @@ from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.environments.tools.results import FinalResult
 from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.rollout import episodes
 
 ROW = {"prompt": [{"role": "user", "content": ""}], "size": 3}
 open_now: Counter[str] = Counter()
@@ -198,6 +199,37 @@ def test_an_error_of_the_engine_or_ctrl_c_closes_every_environment() -> None:
 
         with pytest.raises((KeyboardInterrupt, RuntimeError)):
             played(says, [ROW], Game, n=4)
+
+
+def test_ctrl_c_does_not_wait_for_an_environment_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call may take an hour by the settings; it is left behind after the seconds that closing may take."""
+    monkeypatch.setattr(episodes, "CLOSING", 0.1)
+    hangs, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Game):
+        def step(self, reply: str) -> Any:
+            if not hangs.is_set():
+                hangs.set()
+                release.wait(60)
+                ended.set()
+            return super().step(reply)
+
+    collect, pressed = Workers.collect, list[bool]()
+
+    def interrupted(workers: Workers, wait: bool) -> list[Job]:
+        if hangs.is_set() and not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        return collect(workers, wait)
+
+    monkeypatch.setattr(Workers, "collect", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            played(lambda prompt: "on", [ROW], Slow, n=2, call_seconds=3600.0)
+        assert not ended.is_set(), "it was waited for"
+    finally:
+        release.set()
+        open_now.clear()  # the one that hung may be open
 
 
 # Tools

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.runs.adapter_file import AdapterError
 from lowmem_grpo.runs.saved_adapter import same_model
+from lowmem_grpo.runs.whole_files import AdapterError
 
 Tensors = dict[str, Tensor]
 LAYER = "base_model.model.model.layers.2.self_attn.q_proj"

@@ -11,7 +11,7 @@ from trainer_runs import ROWS, adapter, digit_sum, load, make, moved, naive_logp
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.runs.checkpoint import list_checkpoints
+from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.train import evaluator
 from lowmem_grpo.types import RolloutGroup
 

@@ -25,8 +25,8 @@ from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.preflight.checks import PreflightError
-from lowmem_grpo.runs.checkpoint import list_checkpoints
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.train.nonfinite import NonFiniteError
 from lowmem_grpo.train.sft import as_groups, token_losses
 from lowmem_grpo.types import RolloutGroup

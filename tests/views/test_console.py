@@ -1,13 +1,19 @@
 """Views print any text in any encoding of the terminal."""
 
 import io
+import logging
 import sys
 from types import SimpleNamespace
 
+import click
 import pytest
+from rich.console import Console
 
-from lowmem_grpo.views.console import any_console
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.rules import check_value
+from lowmem_grpo.views.console import any_console, print_line
 from lowmem_grpo.views.live import LiveView
+from lowmem_grpo.views.terminal import BetweenWords, CurrentStderr, plain_errors
 
 ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1"]
 TEXT = "é あ 你 ✓ ▁█"
@@ -27,6 +33,38 @@ class Terminal(io.TextIOWrapper):
     def shown(self) -> str:
         content = self.buffer.getvalue()  # type: ignore[attr-defined]
         return str(content.decode(self.encoding))
+
+
+PARAGRAPH = "other programs keep the cores busy, and " * 4 + "/a/path/that/is/longer/than/the/width/of/a/terminal/" * 2
+
+
+def is_broken_between_words(shown: str) -> bool:
+    """Return whether each line fits 80 columns or is one word, and the words are those of the paragraph."""
+    lines = [line.rstrip() for line in shown.splitlines()]
+    return shown.split() == PARAGRAPH.split() and all(len(line) <= 80 or " " not in line for line in lines)
+
+
+def test_a_terminal_of_80_columns_breaks_no_word_and_a_pipe_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for tty in (False, True):
+        printed, logged = (Terminal("utf-8", tty) for _ in range(2))
+        print_line(Console(file=printed, width=80, force_terminal=tty, color_system=None), PARAGRAPH)
+        monkeypatch.setattr(sys, "stderr", logged)
+        logger, handler = logging.Logger("one"), CurrentStderr()
+        handler.setFormatter(BetweenWords("%(message)s"))
+        logger.addHandler(handler)
+        logger.warning(PARAGRAPH)
+        for shown in (printed.shown, logged.shown):
+            assert is_broken_between_words(shown) if tty else shown.rstrip("\n") == PARAGRAPH, shown
+
+
+def test_a_refusal_on_a_terminal_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", Terminal("utf-8", tty=True))
+    with pytest.raises(click.ClickException) as refused, plain_errors():
+        check_value(GRPOConfig, "lr_scheduler_type", "cos")
+    lines = f"Error: {refused.value.message}".splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("tty", [False, True])

@@ -359,12 +359,22 @@ def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
 def test_parts_stand_on_top_of_each_other_and_only_shares_are_cut_at_one(tmp_path: Path) -> None:
     measured = {"time/sampling/prefill_s": 0.5, "time/sampling/full_s": 4.0, "time/sampling/tail_s": 2.0,
                 "tokens_per_second/tail": 150.0, "time/generate": 0.75, "time/train": 0.5}
-    page = page_of(tmp_path, [metric(1, **measured)])
+    page = page_of(tmp_path, [metric(1, **measured), metric(2, **measured)])
     for title, edges in (("Where the time of sampling goes", [(0.0, 0.5), (0.5, 4.5), (4.5, 6.5)]),
                          ("Where the time goes", [(0.0, 0.75), (0.75, 1.0)])):
         assert [(line["low"][0], line["high"][0]) for line in page.chart(title)["lines"]] == edges
-    assert page.lines("Tokens per second") == {"in the tail": {1: 150.0}}
+    assert page.lines("Tokens per second") == {"in the tail": {1: 150.0, 2: 150.0}}
     assert "Where the time of sampling goes" not in page_of(tmp_path, [metric(1)]).titles()
+
+
+def test_what_is_at_zero_in_every_step_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
+    flat = {"completions/clipped_ratio": 0.0, "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "kl": 0.0}
+    page = page_of(tmp_path, [metric(step, **flat) | {"reward": 0.0, "reward_std": 0.0} for step in (1, 2)])
+    assert not {"Completions cut off", "Clip ratio", "KL divergence"} & {*page.titles()}
+    assert "At 0 in every step: completions cut off, kl divergence, clip ratio." in page.data["note"]
+    assert "Reward" in page.titles(), "a reward of 0 is what a run is about"
+    page = page_of(tmp_path, [metric(1, **flat), metric(2, **flat | {"kl": 0.1})])
+    assert "KL divergence" in page.titles()
 
 
 def test_while_a_run_goes_on_the_training_time_is_that_of_its_last_step(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ function showLog(log) {
 
 // Curves: uPlot draws each when it comes into view
 
-const HEIGHT = 210, FEW = 30;  // pixels; points of a line that are marked one by one
+const HEIGHT = 222, FEW = 30;  // pixels; points of a line that are marked one by one
 let curves = [];  // { chart, figure, output, columns, plot, isSeen }
 const colour = (name, alpha = "") => getComputedStyle(ROOT).getPropertyValue("--" + name).trim() + alpha;
 const ink = (place, alpha) => () => colour("line" + place % 6, alpha);
@@ -85,14 +85,26 @@ const width = new ResizeObserver(entries => entries.forEach(({ target }) => {
   if (plot && inner(target) > 0 && inner(target) !== plot.width) plot.setSize({ width: inner(target), height: HEIGHT });
 }));
 const inner = figure => figure.clientWidth - 28;
+const look = { smooth: true, log: false };  // what the boxes above the curves say
+const isLog = ({ share, lines }) => look.log && !share
+  && lines.every(({ kind, values }) => kind !== "area" && values.every(value => value > 0));
+function box(name, words) {
+  const onchange = ({ target }) => {
+    look[name] = target.checked;
+    curves.forEach(curve => { curve.plot?.destroy(); curve.plot = null; if (curve.isSeen) draw(curve); });
+  };
+  return make("label", "quiet", set(make("input"), { type: "checkbox", id: name, checked: look[name], onchange }), " " + words);
+}
 
 function showCurves(charts = [], note = "") {
   const names = charts.map(({ title, note, lines }) => [title, note, lines.map(({ name }) => name)]);
-  show("curves", names, () => {
+  const isBold = charts.some(({ lines }) => lines.some(({ bold }) => bold));
+  show("curves", [names, isBold], () => {
     curves.forEach(({ plot, figure }) => { plot?.destroy(); sight.unobserve(figure); width.unobserve(figure); });
     curves = charts.map(framed);
     if (!charts.length) return section("Curves", make("p", "card", "No steps logged yet."));
-    return section("Curves by step", set(make("p", "quiet"), { id: "note" }),
+    return section("Curves by step", make("div", "controls", isBold && box("smooth", "smoothed"),
+      box("log", "logarithmic, where all values are above 0")), set(make("p", "quiet"), { id: "note" }),
       make("div", "charts", curves.map(({ figure }) => figure)));
   });
   if (element("note")) element("note").textContent = note;
@@ -117,7 +129,8 @@ function columnsOf(chart) {  // what uPlot draws: values by steps, how each line
     return series.push({ width: 0, spanGaps: true, points: { show: false }, ...how }) - 1;
   };
   chart.lines.forEach((line, place) => {
-    const { kind, values, bold, low, high } = line, isDots = kind === "dots";
+    const { kind, values } = line, isDots = kind === "dots", bold = look.smooth && line.bold;
+    const [low, high] = [line.low, line.high].map(ends => isLog(chart) ? ends?.map(end => end > 0 ? end : null) : ends);
     const few = { show: isDots || line.steps.length < FEW && !bold && kind === "curve", size: isDots ? 8 : 4, width: 0,
       fill: ink(place), stroke: ink(place) };
     const fill = ink(place, kind === "area" ? "c0" : "2a");
@@ -139,24 +152,28 @@ function draw(curve) {
 function drawn(curve) {
   const { figure, columns: { data, series, bands } } = curve, font = "11px system-ui, sans-serif";
   const grid = { stroke: () => colour("edge"), width: 1 };
-  const axis = { stroke: () => colour("quiet"), grid, ticks: { show: false }, font };
+  const axis = { stroke: () => colour("quiet"), grid, ticks: { show: false }, font, labelFont: font, labelGap: 2 };
+  const log = isLog(curve.chart), logarithmic = (plot, low, high) => low == null ? [1, 10] : [low / 1.2, high * 1.2];
   return new uPlot({
     width: inner(figure), height: HEIGHT, padding: [8, 12, 0, 0], legend: { show: false }, series, bands,
     scales: { x: { time: false, range: (plot, low, high) => low === high ? [low - 0.5, high + 0.5] : [low, high] },
-      y: { range: (plot, low, high) => range(curve.chart, low, high) } },
-    axes: [{ ...axis, size: 26, incrs: ticks(0),
+      y: log ? { distr: 3, range: logarithmic } : { range: (plot, low, high) => range(curve.chart, low, high) } },
+    axes: [{ ...axis, size: 22, incrs: ticks(0), label: "step", labelSize: 16,
       values: (plot, steps) => steps.map(step => step.toLocaleString("en")) },
-      { ...axis, incrs: ticks(-9), label: curve.chart.axis, labelFont: font, labelSize: 18, labelGap: 2,
+      { ...axis, ...log ? {} : { incrs: ticks(-9) }, label: curve.chart.axis, labelSize: 18,
         size: (plot, texts) => 10 + 6.4 * Math.max(2, ...(texts || []).map(text => text.length)),
-        values: (plot, values, place, space, step) => values.map(value => label(curve.chart, value, step)) }],
+        values: (plot, values, place, space, step) => values.map(value => value == null ? ""
+          : log ? (+value.toPrecision(2)).toLocaleString("en", { maximumSignificantDigits: 2 }) : label(curve.chart, value, step)) }],
     cursor: { sync: { key: "steps" }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
     hooks: { setCursor: [() => tell(curve)], draw: [plot => bars(plot, curve.chart)] },
   }, data, figure.querySelector(".plot"));
 }
 const ticks = low => Array.from({ length: 75 }, (_, place) =>
   +([1, 2, 5][place % 3] + "e" + (Math.floor(place / 3) + low)));
-function range({ zero, share }, low, high) {
+function range({ zero, share, lines }, low, high) {
   if (low == null) return [0, 1];
+  const ends = lines.flatMap(({ kind, low, high }) => kind === "dots" && low ? [...low, ...high] : []);
+  [low, high] = [Math.min(low, ...ends), Math.max(high, ...ends)];  // intervals are drawn whole
   if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
   if (low === high) return low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
   const room = (high - low) * 0.06;

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from lowmem_grpo.config.grpo import check_weights
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rewards.calling.calls import Call, Lists, wait_for
 from lowmem_grpo.rewards.calling.contract import (
@@ -69,9 +70,8 @@ class RewardScorer:
         for func in self.funcs:
             check_function(func)
         self.names = unique_names([function_name(func) for func in self.funcs])
+        check_weights(weights, self.names)
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
-        if len(self.weights) != len(self.funcs):
-            raise ValueError(f"got {len(self.weights)} reward weights for {len(self.funcs)} reward functions")
         if not any(self.weights):
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout, self.while_sampling = timeout, while_sampling

@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
 from lowmem_grpo.data.brought import rows_of
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group, longest_prompt
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages
 from lowmem_grpo.rewards.calling.scorer import RewardScorer

@@ -12,7 +12,7 @@ from rich.text import Text
 from lowmem_grpo.rewards.checking.trials import Trial
 from lowmem_grpo.runs.findings import Finding, has_error
 from lowmem_grpo.views.answers import plain, shortened
-from lowmem_grpo.views.console import any_console
+from lowmem_grpo.views.console import any_console, print_line
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # whose best and worst completions are shown
@@ -60,13 +60,13 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
     console.print(fitting_table(result, console))
     console.print(samples_table(result, console.width))
     low, high = result.signal_interval
-    console.print(Text(
+    print_line(console, (
         f"groups with signal: {result.groups_with_signal} of {result.groups}, {result.signal_share:.0%} (95% interval "
         f"{low:.0%} to {high:.0%}); {len(result.completions)} completions checked in {result.seconds:.1f} s"
-    ), soft_wrap=True)
+    ))
     for finding in result.findings:
         severity = (finding.severity, COLORS[finding.severity])
-        console.print(Text.assemble(severity, " ", plain(str(finding))), soft_wrap=True)
+        print_line(console, Text.assemble(severity, " ", plain(str(finding))))
     if not result.findings:
         console.print(Text("no problems found"))
 

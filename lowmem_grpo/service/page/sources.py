@@ -15,7 +15,7 @@ from starlette.responses import FileResponse
 from lowmem_grpo.runs.records import FINAL
 from lowmem_grpo.service.users import User
 from lowmem_grpo.views.dashboard.plain_file import LOG, open_plain
-from lowmem_grpo.views.dashboard.runs_folder import WORDS, Run, one_run, runs_below, stop
+from lowmem_grpo.views.dashboard.runs_folder import WORDS, Run, one_run, runs_below, so_far, stop
 
 KEEP = 1.0  # seconds for which the list of runs is taken as it was
 SHARE = 0.1  # of the time that may be spent with looking for runs, where there are very many
@@ -37,7 +37,7 @@ class Listed:
     words: str
     """Its state in a word."""
     why: str = ""
-    """Why it waits or has ended, and which process writes it."""
+    """How far it is, why it waits or has ended, and which process writes it."""
     written: float = 0.0
     """Seconds since 1970: when it came, or when its newest record was written; 0.0 where nobody knows."""
     actions: tuple[str, ...] = ()
@@ -110,7 +110,8 @@ def listed(run: Run, user: User) -> Listed:
     stops = ("stop",) if user.is_owner and run.can_stop else ()
     exports = ("export",) if has_adapter(run.path) else ()
     title = run.path.resolve().name if run.name == "." else run.name
-    return Listed(run.name, title, COLOURS.get(run.state, run.state), WORDS[run.state], run.where, run.written,
+    told = " \u00b7 ".join(filter(None, (so_far(run.path), run.where)))
+    return Listed(run.name, title, COLOURS.get(run.state, run.state), WORDS[run.state], told, run.written,
                   stops + exports, run.state)
 
 

@@ -69,7 +69,7 @@ class RunFollower:
     def version(self) -> tuple[Any, ...]:
         """Return what changes whenever the page would."""
         files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log_path)
-        return *map(stamp, files), self.metrics.place, self.completions.place
+        return *map(stamp, files), self.metrics.place, self.completions.place, self.reading
 
     def charts(self) -> list[Chart]:
         """Return the curves, as far as they were read."""

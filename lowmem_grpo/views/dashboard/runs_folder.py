@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.lock import FILE, OWNER_BYTES, boot, is_alive
-from lowmem_grpo.runs.records import EARLIER, METRICS, SUMMARY
+from lowmem_grpo.runs.records import EARLIER, METRICS, SUMMARY, json_object
+from lowmem_grpo.units import time_text
 from lowmem_grpo.views.dashboard.plain_file import end_of, json_file
 
 DEPTH = 4  # folders below the watched one in which runs are looked for
 MOST_FOLDERS, MOST_RUNS = 20_000, 500  # that are looked at, and that are shown
+LAST_BYTES = 64 * 1024  # at the end of metrics.jsonl, in which the last line of a step is looked for
 SILENT = 3600.0  # seconds after which a run of another machine that writes nothing is no longer taken for running
 LOCKS = Path("/proc/locks")
 WORDS = {state: state for state in ("running", "finished", "failed", "interrupted", "killed", "silent")} | {
@@ -134,6 +136,16 @@ def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
     held = [line.split() for line in lines if "FLOCK" in line]
     return any(words[4] == str(owner.get("pid")) and words[5].rpartition(":")[2] == wanted for words in held
                if len(words) > 5)
+
+
+def so_far(path: Path) -> str:
+    """Return a run's last step, its reward (or loss) and time there, in words; empty before its first step."""
+    for line in reversed(end_of(path / METRICS, LAST_BYTES).splitlines()):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            row = json_object(line)
+            measured = next((f"{name} {row[name]:.3g}" for name in ("reward", "loss") if row.get(name) is not None), "")
+            return " \u00b7 ".join(filter(None, (f"step {int(row['step']):,}", measured, time_text(row["elapsed"]))))
+    return ""
 
 
 def stop(run: Run) -> None:

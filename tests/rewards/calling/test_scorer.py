@@ -77,7 +77,7 @@ def test_names_are_readable_and_no_two_functions_share_one() -> None:
 
 @every_row(("funcs", "weights", "error", "message"), [
     ([3], None, TypeError, "int, which cannot be called"), ([], None, ValueError, "empty"),
-    ([int_reward_func], [1.0, 2.0], ValueError, "2 reward weights for 1 reward functions"),
+    ([int_reward_func], [1.0, 2.0], ValueError, "reward_weights has 2 numbers for 1 reward function"),
     ([int_reward_func] * 2, [0, 0.0], ValueError, r"\[0\.0, 0\.0\]: nothing pays; weight 0 only logs"),
 ])
 def test_what_cannot_be_called_or_pays_nothing_is_refused_before_training(

@@ -178,7 +178,7 @@ def test_completions_that_are_cut_off_and_rows_that_are_skipped_are_found(model:
 def test_the_check_refuses_what_a_trainer_would_refuse_at_once(model: FastPeftModel) -> None:
     with pytest.raises(TypeError, match="the verifier number_match"):
         check(model, rewards.number_match())
-    with pytest.raises(ValueError, match="2 reward weights for 1"):
+    with pytest.raises(ValueError, match="reward_weights has 2 numbers for 1"):
         check(model, length, reward_weights=[1.0, 2.0])
     with pytest.raises(ValueError, match="groups is 0"):
         check(model, length, groups=0)

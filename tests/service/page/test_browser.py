@@ -132,6 +132,38 @@ def test_colours_follow_the_system_and_paper_is_light_with_every_curve(browser: 
     browser.look()
 
 
+def test_intervals_are_drawn_whole_and_axes_have_titles_at_every_width(browser: Browser, folder: Path) -> None:
+    write_run(folder / "measured", 3, {"status": "finished", "accuracy_before": 0.5, "accuracy_after": 0.9,
+                                       "eval_problems": 8})
+    for width in (1280, 400):
+        browser.look(width=width)
+        browser.open("/?run=measured")
+        browser.until(DRAWN)
+        assert browser.run("return curves.filter(({ plot }) => plot).every(({ plot, chart }) => "
+                           "plot.axes[0].label === 'step' && plot.axes[1].label === chart.axis && chart.axis)")
+        assert browser.until("""const { plot, chart } = curves.find(({ chart }) => chart.title === 'Accuracy');
+            return plot && chart.lines.some(({ kind, low }) => kind === 'dots' && low)""")
+    browser.look()
+    low, high = browser.run("return range({ lines: [{ kind: 'dots', low: [0.3], high: [0.8] }] }, 0.5, 0.6)")
+    assert low <= 0.3 and high >= 0.8
+
+
+def test_boxes_turn_smoothing_off_and_axes_logarithmic_where_values_allow_it(browser: Browser) -> None:
+    browser.open("/?run=short")
+    browser.until(REWARD)
+    series = "return curves.find(({ chart }) => chart.title === 'Reward').plot?.series.length"
+    before = browser.until(series)
+    browser.run("element('smooth').click()")
+    assert browser.until(series) < before
+    browser.run("element('log').click()")
+    scales = browser.until("return curves.filter(({ plot }) => plot).map(({ chart, plot }) => "
+                           "[isLog(chart), plot.scales.y.distr === 3])")
+    assert all(wanted == logarithmic for wanted, logarithmic in scales)
+    assert {wanted for wanted, _ in scales} == {True, False}
+    browser.run("element('log').click()")
+    assert browser.errors() == []
+
+
 def test_no_two_ticks_of_an_axis_read_the_same(browser: Browser) -> None:
     browser.open("/?run=short")
     for share in ("false", "true"):

@@ -28,6 +28,22 @@ def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -
     assert shown["top"]["tiles"][0] == ("steps", "6") and not run.reading
 
 
+def test_a_page_is_told_that_all_is_read_though_the_last_look_found_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", 5)
+    monkeypatch.setattr(jsonl_tail, "PIECE", (folder / "metrics.jsonl").stat().st_size)  # it ends with a piece
+    run = RunFollower(folder)
+    run.read_news()
+    assert "still being read" in run.content()["note"]
+    while run.completions.more:
+        run.read_news()
+    before, was_reading = run.version(), run.reading
+    run.read_news()
+    assert not run.reading and "still being read" not in run.content()["note"]
+    assert not was_reading or run.version() != before
+
+
 def test_a_run_that_was_resumed_is_read_anew(tmp_path: Path) -> None:
     run = RunFollower(write_run(tmp_path / "run", 5))
     run.read_news()

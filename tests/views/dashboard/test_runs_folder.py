@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from lowmem_grpo.runs.lock import boot, is_alive
+from lowmem_grpo.units import time_text
 from lowmem_grpo.views.dashboard import runs_folder
-from lowmem_grpo.views.dashboard.runs_folder import one_run, runs_below, stop
+from lowmem_grpo.views.dashboard.runs_folder import one_run, runs_below, so_far, stop
 from tests.support.programs import owner_of
 from tests.support.written_runs import write_run
 
@@ -35,6 +36,18 @@ def test_the_state_is_that_of_the_summary_or_of_who_writes(tmp_path: Path) -> No
     assert state(tmp_path / "again") == "killed"
     owned_by(write_run(tmp_path / "lives", 3, {"status": "finished"}), pid=os.getppid(), **HERE)
     assert state(tmp_path / "lives") == "running"
+
+
+def test_how_far_a_run_is_comes_from_its_last_whole_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 12)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "elap')
+    assert so_far(folder) == f"step 12 \u00b7 reward {last['reward']:.3g} \u00b7 {time_text(last['elapsed'])}"
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/metrics.jsonl").write_text('{"step": 3, "elapsed": 70.0, "loss": 1.25}\n{"step": 3, "x": [\n')
+    assert so_far(tmp_path / "sft") == "step 3 \u00b7 loss 1.25 \u00b7 1 min 10 s"
+    assert so_far(tmp_path) == ""
 
 
 @pytest.mark.parametrize("pid", [10**40, -1, 0, "x", None, [1], 1e300])
