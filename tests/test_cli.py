@@ -71,9 +71,9 @@ def test_help_lists_every_command(word: str) -> None:
 def test_run_lists_every_recipe_with_what_it_does(words: list[str]) -> None:
     result = invoke(*words)
     assert result.exit_code == 0
+    told = " ".join(result.output.split())  # long lines are broken between words
     for name, about in RECIPES.items():
-        assert name in result.output
-        assert about in result.output
+        assert name in told and about in told
 
 
 @pytest.mark.parametrize(("recipe", "closest"), [("arithmetik", "arithmetic"), ("gsm-8k", "gsm8k"), ("zzz", None)])

@@ -76,7 +76,7 @@ def test_16_bit_weights_have_the_wanted_dtype_and_are_frozen(dtype: Any) -> None
 
 @pytest.mark.parametrize("dtype", ["int8", "half-ish", torch.int32])
 def test_a_dtype_that_cannot_train_is_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="allowed are float32, bfloat16"):
+    with pytest.raises(ValueError, match="must be float32, bfloat16"):
         load(dtype=dtype)
 
 

@@ -35,7 +35,7 @@ from lowmem_grpo.kernels.triton_utils import (
 )
 
 MAX_MATRICES = 3  # that lie adjacent in a weight
-WARPS, LEAST_STEPS = 1024, 6  # of a product by `narrow_launch`; and steps of a warp, a block of 64 weights each
+WARPS, LEAST_STEPS = 1024, 6  # that `narrow_launch` aims at: warps in all, and steps of a warp (64 weights each)
 WIDE = 8192  # outputs from which on there are enough blocks for larger ones
 # Rows up to which the kernels are better than a product with the weight dequantized first, by form and by the compute
 # capability from which on it holds. Below 80 these are estimates, from data sheets (memory/cards.py) and from the

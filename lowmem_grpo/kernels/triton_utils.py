@@ -47,7 +47,7 @@ class Launch:
 
     @property
     def compiler(self) -> dict[str, Any]:
-        """What the compiler is told beside the compile-time values."""
+        """Return what the compiler is told beside the compile-time values."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property

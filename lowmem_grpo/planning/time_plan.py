@@ -56,9 +56,9 @@ OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
 SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
 WORTH = 0.05  # of the seconds of decoding: below, weights in 16 bits are not worth their bytes
-NF4_SHARE = 0.28  # of its instructions' rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096 takes
-# 34 us for 8 rows and 66 us for 64
-DECODE_SHARE = 0.82  # of its bound that a decode kernel reaches else; an assumption
+NF4_SHARE = 0.28  # the NF4 kernel reaches it from sm_80 on, as a share of its instructions' rate: on an H100, 14336 x
+# 4096 takes 34 us for 8 rows and 66 us for 64
+DECODE_SHARE = 0.82  # the same for others, as a share of their bound; an assumption
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
 # card made. `bench/loop/calibrate_time.py` prints what the rows say.
 CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.94, "train": 1.88}}

@@ -35,7 +35,7 @@ from lowmem_grpo.models.policy import Policy
 logger = logging.getLogger(__name__)
 
 ALLOCATOR = "vllm.device_allocator.cumem"
-CLEAR = "_cuda_clearCublasWorkspaces"  # of torch._C
+CLEAR = "_cuda_clearCublasWorkspaces"  # torch._C has it
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 CHECKED = ((0, 26), (0, 33))  # first and last version
 TAG = "sampling_weights"  # of segments whose contents may be dropped
