@@ -76,6 +76,18 @@ def test_the_groups_of_heads_that_a_plan_chose_are_those_of_the_runs_attention(m
     assert policy.head_groups == 2
 
 
+@pytest.mark.parametrize(("given", "wanted"), [(None, 24_000), (16, 16)])
+def test_mlps_take_a_micro_batch_at_once_where_there_is_room_unless_the_user_said_otherwise(
+    given: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 the host launched the kernels of each tile more slowly than the card computed them."""
+    model, config = loaded(mlp_tile=given), GRPOConfig(max_tokens_per_micro_batch=24_000)
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device("80GiB"))
+    found = plan_training(RunMemory(), model, config, Policy(model), "transformers", 128)
+    assert found is not None and found.settings.mlp_tile == wanted
+    assert {mlp.tile_rows for mlp in run_memory.tiled_mlps(model.get_base_model())} == {wanted}
+
+
 @pytest.mark.parametrize(("gib", "engine", "rows"), [(16, "transformers", 64), (16, "vllm", None)])
 def test_the_rows_of_our_own_engine_are_bounded_by_the_plan_before_memory_runs_out(
     gib: int, engine: str, rows: int | None, monkeypatch: pytest.MonkeyPatch
