@@ -292,7 +292,7 @@ def test_a_model_that_is_not_in_4_bits_is_refused_by_name(tmp_path: Path) -> Non
 ])
 def test_the_loader_refuses_the_option_where_it_has_nothing_to_act_on(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FastLanguageModel.from_pretrained(sampling_weights="16bit", **options)
+        FastLanguageModel.from_pretrained("tiny", sampling_weights="16bit", **options)
 
 
 # in vLLM's engine
