@@ -208,16 +208,20 @@ def test_ctrl_c_does_not_wait_for_an_environment_that_hangs(monkeypatch: pytest.
 
     class Slow(Game):
         def step(self, reply: str) -> Any:
-            if not hangs.is_set():
+            if next(first, False):
                 hangs.set()
                 release.wait(60)
                 ended.set()
             return super().step(reply)
 
-    collect, pressed = Workers.collect, list[bool]()
+    collect, pressed, first, asked = Workers.collect, list[bool](), iter([True]), threading.Event()
+
+    def says(prompt: str) -> str:
+        asked.set()
+        return "on"
 
     def interrupted(workers: Workers, wait: bool) -> list[Job]:
-        if hangs.is_set() and not pressed:
+        if not pressed and hangs.wait(5.0 if asked.is_set() else 0.0):  # else it would wait for the one that hangs
             pressed.append(True)
             raise KeyboardInterrupt
         return collect(workers, wait)
@@ -225,7 +229,7 @@ def test_ctrl_c_does_not_wait_for_an_environment_that_hangs(monkeypatch: pytest.
     monkeypatch.setattr(Workers, "collect", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
-            played(lambda prompt: "on", [ROW], Slow, n=2, call_seconds=3600.0)
+            played(says, [ROW], Slow, n=2, call_seconds=3600.0)
         assert not ended.is_set(), "it was waited for"
     finally:
         release.set()
