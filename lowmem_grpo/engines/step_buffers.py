@@ -4,6 +4,7 @@ Rows that a call of `generate` decodes lie in buffers that stay for as long as t
 one call serve the next. Rows of turns, and all where nothing is recorded, have buffers of their own.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowmem_grpo.engines.kv_cache import LastingStorage
 from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.cards import GRAPH_PLACES
 
+LIVING: "weakref.WeakSet[StepBuffers]" = weakref.WeakSet()
 MOST_GRAPHS = 64  # of some MiB each; beyond, the first of them goes
 
 Run = Callable[[], Tensor]
@@ -55,6 +57,7 @@ class StepBuffers:
         self.adapters: object = None  # that they compute with
         self.factors: Kept = {}  # the adapters in the dtype of products
         self.steps = 0  # without a graph
+        LIVING.add(self)
 
     def hold(self, state: DecodeState, rows: int) -> None:
         """Take over B rows, and give them a cache and positions that stay; up to `rows` nothing is asked of others."""
@@ -95,3 +98,9 @@ def up_to_multiple(width: int, step: int = GRAPH_PLACES) -> int:
 def addresses(weights: Iterable[Tensor]) -> list[int]:
     """Return where weights and adapters are."""
     return [part.data_ptr() for part in weights]
+
+
+def forget_all_graphs() -> None:
+    """Let go of the graphs of every engine, which are recorded anew: memory that they read is about to go."""
+    for buffers in list(LIVING):
+        buffers.forget_graphs()

@@ -11,8 +11,8 @@ torch keeps a workspace of its library for products (32 MiB on an H100) for each
 stream on which graphs were recorded lies in the memory of these graphs. It outlives them, and torch then refuses to
 record the graphs of another engine there ("use_count > 0 INTERNAL ASSERT FAILED"). So an engine that ends drops them.
 
-None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33 and torch 2.11 to 2.14,
-and ran it on an H100 (vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
+None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33, and ran it on an H100
+(vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from lowmem_grpo.config.engine import FOUR
+from lowmem_grpo.engines.step_buffers import forget_all_graphs
 from lowmem_grpo.engines.vllm import sampling_weights as wide
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed
@@ -72,10 +73,12 @@ def woken(llm: Any) -> bool:
 
 
 def drop_workspaces() -> None:
-    """Drop torch's workspaces for products, once the card is done; the next product makes what it needs."""
+    """Drop torch's workspaces for products, once the card is done, and graphs of our own engine that read them. The
+    next product makes what it needs."""
     clear = getattr(torch._C, CLEAR, None)  # builds for CPUs have none
     if clear is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        forget_all_graphs()
         clear()
 
 

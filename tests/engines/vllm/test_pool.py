@@ -22,6 +22,7 @@ from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
+from lowmem_grpo.engines.step_buffers import StepBuffers
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import engine as vllm_engine
 from lowmem_grpo.engines.vllm import pool as vllm_pool
@@ -341,8 +342,10 @@ def test_an_engine_that_ends_drops_workspaces_that_would_stop_the_next_ones_grap
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
     monkeypatch.setattr(torch._C, vllm_pool.CLEAR, lambda: done.append("dropped"), raising=False)
+    of_our_own = StepBuffers(1, 8, torch.device("cpu"))  # of another model, whose graphs may read such a workspace
+    of_our_own.add_graph((1, 8), lambda: torch.zeros(1))
     engine.close()
-    assert done[:2] == ["waited", "dropped"]
+    assert done[:2] == ["waited", "dropped"] and not of_our_own.graphs
 
 
 @gpu
