@@ -83,7 +83,7 @@ def plan(
         found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
         work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,
                                completion_length, max_completion_length)
-        time = plan_time(found, ModelShape.of(config), work)
+        time = plan_time(found, ModelShape.from_config(config), work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
             click.echo(json.dumps(found.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))

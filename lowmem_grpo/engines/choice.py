@@ -24,8 +24,8 @@ from lowmem_grpo.engines.vllm.installed import (
 )
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
 from lowmem_grpo.engines.vllm.settings import is_of_start
-from lowmem_grpo.memory.bounds import RolloutBound
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
+from lowmem_grpo.memory.oom import RolloutLimit
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class EngineKeeper:
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
-    bound: RolloutBound | None = None  # what memory had room for when the last engine was used
+    bound: RolloutLimit | None = None  # what memory had room for when the last engine was used
     sampled: int | None = None  # completions that a run samples in each call; None before a run
     holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last keeper that made a vLLM engine
 

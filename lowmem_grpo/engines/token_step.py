@@ -24,9 +24,9 @@ from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers, addresses, up_to_multiple
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.kernels.lora_factors import Kept
-from lowmem_grpo.memory.bounds import is_out_of_memory
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.lora_layers import adapter_state
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import on_host

@@ -30,8 +30,8 @@ from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
 from lowmem_grpo.kernels.frozen import WideWeights
-from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cards import graph_rows, prefill_piece
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -59,7 +59,7 @@ class TransformersEngine:
         self.policy_version = 0
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
-        self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
+        self.bound: BatchLimit = RunMemory().rollout  # on the rows that are decoded together
         self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
@@ -171,7 +171,7 @@ class TransformersEngine:
             self.decoding = True
             try:
                 with self.passes.evaluating(self.step.factors()):
-                    failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
+                    failed = catch_oom(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
                                    device, self.step.drop)
             except BaseException:
                 self.step.drop()  # it may hold NaN
@@ -179,7 +179,7 @@ class TransformersEngine:
             finally:
                 self.decoding = False
             self.step.release()
-            if isinstance(failed, Shortage):
+            if isinstance(failed, OutOfMemory):
                 waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
                 most = self.smaller(generation, size, batch.running, failed)
 
@@ -191,7 +191,7 @@ class TransformersEngine:
             return list(range(rows))
         return [prompt * n + row for prompt in self.expected.order(generation.prompts) for row in range(n)]
 
-    def smaller(self, generation: GenerationState, size: int, left: int, shortage: Shortage) -> int:
+    def smaller(self, generation: GenerationState, size: int, left: int, shortage: OutOfMemory) -> int:
         """Return how many rows to decode at once after a shortage, with `left` of `size` unfinished: as before, where
         memory could be had by dropping rows that were only kept, else half of those."""
         if generation.finished.failed_outside is not None:

@@ -30,7 +30,7 @@ from lowmem_grpo.export.merged import (
     write_live,
 )
 from lowmem_grpo.hub import check_repo, model_folder, push
-from lowmem_grpo.memory.bounds import freed_memory_returned
+from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside

@@ -14,7 +14,7 @@ from lowmem_grpo.export.check import LARGEST, Logits, check_loads, compare_logit
 from lowmem_grpo.export.folder import Exported, ExportError, check_disk, finish, new_folder
 from lowmem_grpo.export.lora_pairs import LoraPair, live_pairs
 from lowmem_grpo.export.merge import check_merged, size_of, write_merged
-from lowmem_grpo.memory.bounds import freed_memory_returned
+from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models.policy import end_ids
 
 logger = logging.getLogger(__name__)

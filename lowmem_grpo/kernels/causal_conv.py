@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_grpo.kernels import field_kernels
-from lowmem_grpo.kernels.runs import Runs
+from lowmem_grpo.kernels import fla
+from lowmem_grpo.kernels.varlen import VarlenSequences
 
 
-def causal_conv(x: Tensor, weight: Tensor, runs: Runs, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def causal_conv(
+    x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
     check(x, weight, runs, initial)
     before = weight.shape[1] - 1
@@ -26,7 +28,7 @@ def causal_conv(x: Tensor, weight: Tensor, runs: Runs, initial: Tensor | None = 
         return x, initial
     stream = torch.cat([part for run in zip(initial, x.split(runs.lengths), strict=True) for part in run])
     ends = list(accumulate(length + before for length in runs.lengths))
-    wide = field_kernels.causal_conv(stream, weight) if field_kernels.serve(x) else convolved(stream, weight)
+    wide = fla.causal_conv(stream, weight) if fla.serve(x) else convolved(stream, weight)
     result = torch.cat([wide[end - length : end] for end, length in zip(ends, runs.lengths, strict=True)])
     return result, torch.stack([stream[end - before : end] for end in ends])
 
@@ -37,7 +39,7 @@ def convolved(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(wide[0, :, : len(x)].T)
 
 
-def check(x: Tensor, weight: Tensor, runs: Runs, initial: Tensor | None) -> None:
+def check(x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None) -> None:
     """ValueError where shapes do not fit."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or len(x) != runs.tokens:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (T, C) and (C, W) with the "

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_grpo.kernels import field_kernels
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.runs import CHUNK, Runs
+from lowmem_grpo.kernels import fla
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 NORM_EPSILON = 1e-6
 AGREEMENT = 0.02  # of the norm; rounding to 16 bits takes about 0.005
@@ -41,7 +41,8 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, val
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(T, H, V) in the dtype of value, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
     check(query, key, value, g, beta, runs, initial)
@@ -49,13 +50,13 @@ def delta_rule(
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
         return value, initial
-    if field_kernels.serve(value) and field_kernels_agree(value.device, value.dtype):
-        return field_kernels.delta_rule(query, key, value, g, beta, runs, initial)
+    if fla.serve(value) and fla_agrees(value.device, value.dtype):
+        return fla.delta_rule(query, key, value, g, beta, runs, initial)
     return DeltaRuleFunction.apply(query, key, value, g, beta, initial, runs)
 
 
 def delta_rule_ref(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same, token by token as the formula says, by autograd's own backward."""
     results, finals, start = [], [], 0
@@ -71,25 +72,25 @@ def delta_rule_ref(
 
 
 @cache
-def field_kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
+def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the field's kernels give what the rule token by token gives, with all gradients; tried once on
     each card. Where they do not, one line says so, and plain torch computes."""
-    runs, found = Runs((70, 3, 0, 60), device), []
+    runs, found = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         given = example(runs, device, dtype)
         query, key, value, g, beta, initial = given
-        for rule in (field_kernels.delta_rule, delta_rule_ref):
+        for rule in (fla.delta_rule, delta_rule_ref):
             result, final = rule(query, key, value, g, beta, runs, initial)
             grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), given)
             found.append([one.detach().float() for one in (result, final, *grads)])
     worst = max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
     if not worst < AGREEMENT:
         logger.warning("%s and the gated delta rule differ by %.3f of its size: plain torch computes it. Install "
-                       "another version of it, or none", field_kernels.said(value), worst)
+                       "another version of it, or none", fla.describe(value), worst)
     return worst < AGREEMENT
 
 
-def example(runs: Runs, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Random inputs of 2 key heads and 4 value heads."""
     draw, count = torch.Generator().manual_seed(0), runs.tokens
     made = [torch.randn(count, heads, 64, generator=draw) for heads in (2, 2, 4)]
@@ -124,7 +125,8 @@ class DeltaRuleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor, runs: Runs
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor,
+        runs: VarlenSequences,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value, g, beta, initial)
         ctx.runs = runs
@@ -135,7 +137,7 @@ class DeltaRuleFunction(torch.autograd.Function):
         return result, final
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad_result: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         parts: Parts = ctx.saved_tensors
         grads = tuple(torch.empty_like(one) for one in parts)
@@ -160,13 +162,13 @@ def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[Parts, slice]]:
         yield (query[:, few], key[:, few], value[:, heads], g[:, heads], beta[:, heads], initial[:, heads]), heads
 
 
-def without_autocast(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
+def without_autocast(parts: Parts, runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     """`chunked` in float32, whatever mixed precision says about matrix products."""
     with torch.autocast(parts[0].device.type, enabled=False):
         return chunked(parts, runs)
 
 
-def chunked(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
+def chunked(parts: Parts, runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     """The rule chunk by chunk; what does not need the state is computed for all chunks at once."""
     query, key, value, g, beta, initial = parts
     chunks, dtype, groups = runs.chunks, initial.dtype, value.shape[1] // key.shape[1]
@@ -222,7 +224,7 @@ def scan(
 
 
 def check(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor | None
 ) -> None:
     """ValueError where shapes do not fit."""
     tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.triton_utils import (
     SHARED_MEMORY,
     Launch,
@@ -157,7 +157,7 @@ def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Te
     def fake(x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], *others: Any) -> Tensor:
         return x.new_empty(x.shape[0], sum(features))
 
-    return opaque(name, decode_cpu, kernel, fake=fake)
+    return custom_op(name, decode_cpu, kernel, fake=fake)
 
 
 def given_adapters(

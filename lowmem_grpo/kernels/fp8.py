@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.nf4 import dequantized
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ class FP8Weight:
     row_unit = 1  # rows can be dequantized from any on
 
     @classmethod
-    def of(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
+    def from_codes(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
         """Borrows codes (out, in), uint8 or float8_e4m3fn, and their scales. ValueError where they do not fit."""
         if codes.ndim != 2 or codes.dtype not in (torch.uint8, E4M3) or not codes.is_contiguous():
             raise ValueError(f"expected contiguous codes (out, in) in uint8 or {E4M3}; got {tuple(codes.shape)}, "
@@ -216,7 +216,7 @@ def fp8_dequantize_triton(
         )
 
 
-fp8_dequantize_op = opaque("fp8_dequantize", fp8_dequantize_cpu, fp8_dequantize_triton, mutates=("out",))
+fp8_dequantize_op = custom_op("fp8_dequantize", fp8_dequantize_cpu, fp8_dequantize_triton, mutates=("out",))
 
 
 def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:

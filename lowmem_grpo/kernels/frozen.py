@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.few_rows import given_adapters
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.fp8 import FP8Weight
 from lowmem_grpo.kernels.fp8_decode import can_decode_fp8, fp8_decode_op
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
 
@@ -37,7 +37,7 @@ class WideWeights:
     few: int
     held: dict[tuple[int, tuple[int, int]], tuple[QuantizedWeight, Tensor]] = field(default_factory=dict)
 
-    def of(self, weight: QuantizedWeight, like: Tensor) -> Tensor:
+    def dequantized(self, weight: QuantizedWeight, like: Tensor) -> Tensor:
         """Return the dequantized weight (out, in), in the dtype of `like`."""
         key = weight.tensors[0].data_ptr(), weight.shape
         if key not in self.held:
@@ -171,7 +171,7 @@ def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tens
     rows at once where they are held so."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
-        yield 0, wide.of(weight, like)
+        yield 0, wide.dequantized(weight, like)
         return
     rows, columns = weight.shape
     step = even_step(rows, columns * like.element_size(), weight.row_unit)
@@ -219,7 +219,7 @@ class FrozenLinearFunction(torch.autograd.Function):
             return project(x, weight, bias)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         needs_x, _, needs_bias = ctx.needs_input_grad
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None

@@ -33,7 +33,7 @@ class FrozenStack:
                              "such experts in 16 bits")
 
     @classmethod
-    def of(cls, weights: Tensor) -> "FrozenStack":
+    def from_weights(cls, weights: Tensor) -> "FrozenStack":
         """Borrows weights (E, out, in) of a floating dtype."""
         if weights.ndim != 3 or not weights.is_contiguous():
             raise ValueError(f"expected contiguous weights (E, out, in); got {tuple(weights.shape)}, strides "
@@ -61,7 +61,7 @@ class FrozenStack:
                 *(() if isinstance(self.weight, Tensor) else self.weight.sizes)]
 
     @classmethod
-    def again(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
+    def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
         """From `tensors` and `sizes`; NF4 gives weights in `dtype`."""
         experts, rows, *others = sizes
         if not others:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
@@ -193,12 +193,12 @@ def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
         target.copy_(values)
 
 
-glu_fwd = opaque("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
-glu_bwd = opaque(
+glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
+glu_bwd = custom_op(
     "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
 )
-glu_bwd_reuse = opaque("glu_bwd_reuse", glu_bwd_reuse_cpu, glu_bwd_reuse_triton, mutates=("gate", "up"))
-glu_bwd_all = opaque("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, mutates=("grad", "gate", "up"))
+glu_bwd_reuse = custom_op("glu_bwd_reuse", glu_bwd_reuse_cpu, glu_bwd_reuse_triton, mutates=("gate", "up"))
+glu_bwd_all = custom_op("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, mutates=("grad", "gate", "up"))
 
 
 class GLUFunction(torch.autograd.Function):
@@ -211,7 +211,7 @@ class GLUFunction(torch.autograd.Function):
         return glu_fwd(*halves(gate, up), activation)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if ctx.reuse:

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.logits import NONE_IGNORED, LogitShape
 from lowmem_grpo.kernels.logprob_rows import Rows, forward_rows
 from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 CPU_CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
@@ -114,7 +114,7 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
         return results[0], results[1], results[3]
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_logprobs, _grad_entropy, _grad_log_sum):
         (gradient,) = ctx.saved_tensors
         # the product is taken in fp32 and rounded once, straight into place
@@ -137,7 +137,7 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         return results[0], results[1], results[3]
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_log_sum):
         hidden, weight, bias, low, lora_b, targets, entropy, *sums = ctx.saved_tensors
         shape, chunk_rows, needed = ctx.settings
@@ -227,8 +227,8 @@ def backward_fake(*arguments: Any) -> list[Tensor]:
     ]
 
 
-forward_op = opaque("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
-backward_op = opaque("linear_logprobs_bwd", backward_compiled, fake=backward_fake)
+forward_op = custom_op("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
+backward_op = custom_op("linear_logprobs_bwd", backward_compiled, fake=backward_fake)
 
 
 def check_arguments(

@@ -11,6 +11,7 @@ gradient fills the first half of each row's bytes, so a chunk costs 4 R V bytes 
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.logits import (
     LogitShape,
@@ -22,7 +23,6 @@ from lowmem_grpo.kernels.logits import (
     shape_logits,
     types_of_logits,
 )
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, entropy, m and log s: log sum exp(z) = m + log s
@@ -141,7 +141,7 @@ def logprob_rows_triton(
     return results
 
 
-logprob_rows = opaque(
+logprob_rows = custom_op(
     "logprob_rows", finish_rows_ref, logprob_rows_triton, mutates=("logits",),
     fake=lambda logits, *_: logits.new_empty(4, logits.shape[0]),
 )

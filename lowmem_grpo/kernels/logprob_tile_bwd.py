@@ -9,8 +9,8 @@ rows, T columns, the vocabulary entries first ... first + T - 1. A 16-bit result
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.logits import LogitShape, floor_, floored, packed_gradient, shape_logits, types_of_logits
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
@@ -88,7 +88,7 @@ def logprob_tile_bwd_triton(
         )
 
 
-logprob_tile_bwd = opaque("logprob_tile_bwd", differentiate_ref, logprob_tile_bwd_triton, mutates=("logits",))
+logprob_tile_bwd = custom_op("logprob_tile_bwd", differentiate_ref, logprob_tile_bwd_triton, mutates=("logits",))
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

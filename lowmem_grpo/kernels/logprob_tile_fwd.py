@@ -11,6 +11,7 @@ each row's bytes.
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.logits import (
     FLOOR,
     LogitShape,
@@ -21,7 +22,6 @@ from lowmem_grpo.kernels.logits import (
     shape_logits,
     types_of_logits,
 )
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 MAXIMUM, SUM, WEIGHTED, TARGET, SLOPE, DECAY = range(6)  # rows of the state (6, N)
@@ -123,7 +123,7 @@ def logprob_tile_fwd_triton(
         )
 
 
-logprob_tile_fwd = opaque(
+logprob_tile_fwd = custom_op(
     "logprob_tile_fwd", update_state_ref, logprob_tile_fwd_triton, mutates=("logits", "state")
 )
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.frozen import FrozenWeight, project, project_back, project_back_each, project_each
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -62,7 +62,7 @@ class LoRALinearFunction(torch.autograd.Function):
         return tuple(forward_linears(x, weights, factors, biases))
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, *grads):
         x, *tensors = ctx.saved_tensors
         (factors,) = factors_of([pairs_of(tensors, ctx.scales)], x.dtype)

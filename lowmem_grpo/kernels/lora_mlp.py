@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora import (
@@ -37,6 +36,7 @@ from lowmem_grpo.kernels.lora import (
     tensors_of,
 )
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"), "gelu": F.gelu,
@@ -124,7 +124,7 @@ class LoRAMLPFunction(torch.autograd.Function):
         return weights.output(inner, factors[1])
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, saved = ctx.saved_tensors[0], ctx.saved_tensors[1:]
         tensors, inner = saved[: ctx.count], saved[ctx.count :]
@@ -143,7 +143,7 @@ class TileBackward(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, *tensors = ctx.saved_tensors
         factors = ctx.weights.factors(tensors, x.dtype)
@@ -177,7 +177,7 @@ class TileForward(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None, None, None
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
 
 MIN_BAND = 64  # columns upcast at a time on the CPU, at least
 
@@ -39,7 +39,7 @@ def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.mm(wide, right[:, columns].to(out.dtype), out=out[:, columns])
 
 
-upcast_matmul = opaque("upcast_matmul", matmul_in_bands, mutates=("out",))
+upcast_matmul = custom_op("upcast_matmul", matmul_in_bands, mutates=("out",))
 
 
 def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
@@ -268,7 +268,7 @@ def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], 
         )
 
 
-nf4_dequantize_op = opaque("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
+nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
 
 
 def dequantized(weight: Any, out: Tensor | None) -> Tensor:

@@ -36,7 +36,7 @@ class Places:
     block: int  # places of a tile
 
     @classmethod
-    def of(cls, ids: Tensor, experts: int) -> "Places":
+    def from_ids(cls, ids: Tensor, experts: int) -> "Places":
         """Return the places of the flattened ids (S,), without waiting for the device."""
         chosen, order = ids.sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 Adapter = Tensor | Sequence[Tensor | None] | None
 
@@ -134,7 +134,7 @@ class NF4LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, xa, lora_a, lora_b, scale = ctx.saved_tensors
         scale = ctx.scale if scale is None else scale

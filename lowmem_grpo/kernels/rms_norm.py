@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
 
 MAX_WIDTH = 65536
@@ -225,11 +225,11 @@ def rms_norm_bwd_cpu(
     return grad_h.to(h.dtype).contiguous(), sums
 
 
-rms_norm_fwd = opaque(
+rms_norm_fwd = custom_op(
     "rms_norm_fwd", rms_norm_fwd_cpu, rms_norm_fwd_triton,
     fake=lambda x, weight, residual, _, offset, round_once=False: new_results(x, weight, residual, offset, round_once),
 )
-rms_norm_bwd = opaque(
+rms_norm_bwd = custom_op(
     "rms_norm_bwd", rms_norm_bwd_cpu, rms_norm_bwd_triton,
     fake=lambda grad, _sum, h, weight, _rstd, _offset, needed: (
         h.new_empty(h.shape), weight.new_empty(weight.shape if needed else 0)),
@@ -250,7 +250,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y, total if ctx.has_residual else None
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         h, weight, rstd = ctx.saved_tensors
         if grad is None:  # y was not used

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, tl, triton, types_of
 
 MAX_WIDTH = 1024  # of cos and sin
@@ -177,8 +177,8 @@ def rope_in_place_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_firs
         x.copy_(rotated(x, cos[:, :, None], sin[:, :, None], backward))
 
 
-rope_new = opaque("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k, *_: (new_like(q), new_like(k)))
-rope_in_place = opaque("rope_in_place", rope_in_place_cpu, rope_in_place_triton, mutates=("q", "k"))
+rope_new = custom_op("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k, *_: (new_like(q), new_like(k)))
+rope_in_place = custom_op("rope_in_place", rope_in_place_cpu, rope_in_place_triton, mutates=("q", "k"))
 
 
 class RopeFunction(torch.autograd.Function):
@@ -193,7 +193,7 @@ class RopeFunction(torch.autograd.Function):
         return rope_new(q, k, cos, sin, heads_first, False)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # new tensors: autograd may have given these gradients to others as well
@@ -212,7 +212,7 @@ class RopeInPlaceFunction(torch.autograd.Function):
         return x
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad_x, _ = rope_new(grad, without_heads(grad, ctx.heads_first), cos, sin, ctx.heads_first, True)

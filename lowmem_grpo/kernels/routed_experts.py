@@ -20,12 +20,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # an expert, on average: one large tile each (not measured yet)
@@ -89,7 +89,7 @@ class RoutedBackward(torch.autograd.Function):
         return x.detach(), weights.detach()
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad, _):
         x, weights, ids = ctx.saved_tensors
         needs_x, needs_weights, *_ = ctx.needs_input_grad
@@ -108,7 +108,7 @@ class RoutedForward(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None, None, None, None
 
@@ -123,7 +123,7 @@ def routed_forward(
     down_sizes: list[int],
 ) -> Tensor:
     """y (T, D) in the dtype of x."""
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_forward(x, ids, weights, *stacks)
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -139,7 +139,7 @@ def routed_backward(
     down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
     """(dx (T, D) in the dtype of x, dw (T, k) in that of weights) of dy (T, D)."""
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_backward(grad, x, ids, weights, *stacks)
     grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -162,7 +162,7 @@ def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bo
 
 def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
     """y (T, D) through the grouped kernels."""
-    places = Places.of(ids.flatten(), gate_up.experts)
+    places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     parts = nf4_grouped(glu_forward(*halves(both), "silu"), down, places, scale=weights.flatten())
     return parts.view(*ids.shape, -1).sum(1)
@@ -172,7 +172,7 @@ def grouped_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> tuple[Tensor, Tensor]:
     """(dx (T, D), dw (T, k)) through the grouped kernels."""
-    places = Places.of(ids.flatten(), gate_up.experts)
+    places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     back = nf4_grouped(grad, down, places, ids.shape[1], back=True).to(weights.dtype)
     product = (back * weights.flatten()[:, None]).to(x.dtype)
@@ -200,8 +200,8 @@ def by_expert(
         start += count
 
 
-routed_forward_op = opaque("routed_forward", routed_forward, fake=lambda x, *_: torch.empty_like(x))
-routed_backward_op = opaque(
+routed_forward_op = custom_op("routed_forward", routed_forward, fake=lambda x, *_: torch.empty_like(x))
+routed_backward_op = custom_op(
     "routed_backward", routed_backward,
     fake=lambda _grad, x, _ids, weights, *_: (torch.empty_like(x), torch.empty_like(weights)),
 )

@@ -45,7 +45,7 @@ def assign_credit(
         return
     for episode, (_, rollout) in enumerate(episodes):
         places = [(episode, turn) for turn in range(len(rollout.turns))]
-        give(rollout, [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
+        set_turn_advantages(rollout, [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
                        for place in places])
 
 
@@ -88,7 +88,7 @@ def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Pl
             for place, value in zip(found, row, strict=False)}
 
 
-def give(rollout: Rollout, advantages: list[float]) -> None:
+def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:
     """Give each token that the policy drew the advantage of its turn."""
     lengths = [len(turn.completion_ids) for turn in rollout.turns]
     assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)

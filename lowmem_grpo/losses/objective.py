@@ -26,12 +26,12 @@ class Reducer:
         """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
         for name, value in metrics.items():
             if name.endswith(("min", "max")):
-                self.take(name, value, 1.0)
+                self.add_value(name, value, 1.0)
             else:
                 share = (counts or {}).get(name, weight)
-                self.take(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
+                self.add_value(name, value * share if share else torch.zeros_like(value), share)  # no mean: NaN
 
-    def take(self, name: str, value: Tensor, weight: float) -> None:
+    def add_value(self, name: str, value: Tensor, weight: float) -> None:
         """Take in an extreme, or a sum over `weight` things."""
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
@@ -46,7 +46,7 @@ class Reducer:
     ) -> None:
         """Take in what another reducer has."""
         for name, value in sums.items():
-            self.take(name, value, weights[name])
+            self.add_value(name, value, weights[name])
         for name, parts in samples.items():
             self.samples.setdefault(name, []).extend(parts)
 
@@ -91,7 +91,7 @@ class Objective:
         """The fields of a rollout to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
         return ()
 
-    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+    def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """An update begins on all these rollouts, with the policy of this version."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
@@ -111,7 +111,7 @@ class Objective:
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """The decisions of `begin`, and all else that changes the loss from one update to the next."""
+        """The decisions of `start_update`, and all else that changes the loss from one update to the next."""
         return ()
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:

@@ -72,7 +72,7 @@ class DeltaForm:
     width: int  # W, of the convolution
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "DeltaForm":
+    def from_config(cls, fields: Mapping[str, Any]) -> "DeltaForm":
         """From a config's fields; without `layer_types` every `full_attention_interval`th layer has attention."""
         total, every = fields["num_hidden_layers"], fields.get("full_attention_interval") or 4
         kinds = fields.get("layer_types")
@@ -111,7 +111,7 @@ class ExpertForm:
     inner: int  # I
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "ExpertForm":
+    def from_config(cls, fields: Mapping[str, Any]) -> "ExpertForm":
         """From a config's fields: of Qwen3-MoE, every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
         every, without = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
         layers = [one for one in range(fields["num_hidden_layers"]) if one not in without and (one + 1) % every == 0]

@@ -63,7 +63,7 @@ class ModelShape:
     delta: DeltaForm | None = None  # of the layers without attention, where there are such; in `each`, of these only
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
+    def from_config(cls, config: Any) -> "ModelShape":
         """From a config.json's fields, or a transformers config; ValueError for what has no plan."""
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         tied = bool(fields.get("tie_word_embeddings", False))
@@ -85,8 +85,8 @@ class ModelShape:
             fields.get("sliding_window") if fields.get("use_sliding_window", True) else None, forms=forms,
             per_layer=fields.get("hidden_size_per_layer_input") or 0,
             per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
-            turned=turned_share(fields, row), delta=DeltaForm.of(fields) if row.delta_net else None,
-            experts=ExpertForm.of(fields) if mixed else None,
+            turned=turned_share(fields, row), delta=DeltaForm.from_config(fields) if row.delta_net else None,
+            experts=ExpertForm.from_config(fields) if mixed else None,
         )
         if not forms:
             return found

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels import field_kernels
+from lowmem_grpo.kernels import fla
 from lowmem_grpo.kernels.causal_conv import causal_conv
 from lowmem_grpo.kernels.delta_rule import delta_rule, delta_step
-from lowmem_grpo.kernels.runs import Runs
+from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.models.lean_attention import take_place
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
@@ -49,8 +49,8 @@ class Given:
 class Stages:
     """Packed tokens in two stages: prompts, which begin from zeros, and completions, which go on from a prompt."""
 
-    prompts: Runs
-    completions: Runs
+    prompts: VarlenSequences
+    completions: VarlenSequences
     counts: tuple[int, ...]  # completions of each prompt
     order: Tensor | None  # (T,) int64, the packed tokens by stage; None where they lie so
     back: Tensor | None
@@ -65,8 +65,8 @@ class Stages:
         order = torch.cat([tokens[place] for place in (*first, *later)])
         same = stages == sorted(stages)
         return cls(
-            Runs(tuple(lengths[place] for place in first), device),
-            Runs(tuple(lengths[place] for place in later), device),
+            VarlenSequences(tuple(lengths[place] for place in first), device),
+            VarlenSequences(tuple(lengths[place] for place in later), device),
             tuple(len(prompt) - 1 for prompt in layout.prompts),
             None if same else order.to(device), None if same else order.argsort().to(device),
         )
@@ -131,7 +131,7 @@ class DeltaNet(nn.Module):
             shown = real.reshape(-1, 1)
             given = Given(torch.where(shown, given.mixed, 0), torch.where(shown, given.g, 0),
                           torch.where(shown, given.beta, 0))
-        runs = Runs((count,) * rows, given.g.device)
+        runs = VarlenSequences((count,) * rows, given.g.device)
         result, _, state = self.run(given, runs, *(before or (None, None)))
         if cache is not None:
             cache.update_conv_state(given.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
@@ -145,7 +145,7 @@ class DeltaNet(nn.Module):
         return layer.conv_states[0][..., 1 - self.conv_width :].mT, layer.recurrent_states[0]
 
     def run(
-        self, given: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None
+        self, given: Given, runs: VarlenSequences, conv: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
         mixed, conv = causal_conv(given.mixed, self.conv_weight, runs, conv)
@@ -195,5 +195,5 @@ def use_delta_nets(model: nn.Module) -> list[str]:
             replaced.append(path)
     if replaced:
         first: Any = model.get_submodule(replaced[0])
-        logger.info("%d gated delta-net layers compute with %s", len(replaced), field_kernels.said(first.conv_weight))
+        logger.info("%d gated delta-net layers compute with %s", len(replaced), fla.describe(first.conv_weight))
     return replaced

@@ -53,7 +53,7 @@ class FP8Linear(nn.Linear):
     @property
     def frozen(self) -> FP8Weight:
         """The weight as the kernels take it, in `compute_dtype`; ValueError where codes or scales were cast."""
-        return FP8Weight.of(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
+        return FP8Weight.from_codes(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out) in the dtype of x, or in that of autocast where it is on."""
@@ -83,7 +83,7 @@ def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: 
     rows, columns = codes.shape
     if scales.numel() == 1 or tuple(scales.shape) in ((rows,), (rows, 1)):
         scales, block = scales.reshape(-1, 1).expand(rows, 1), (1, columns)
-    return FP8Weight.of(codes.contiguous(), scales.contiguous(), block, dtype)
+    return FP8Weight.from_codes(codes.contiguous(), scales.contiguous(), block, dtype)
 
 
 def form_in_fp8(model: nn.Module) -> bool | str:

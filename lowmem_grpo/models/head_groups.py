@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -53,7 +53,7 @@ class HeadGroupsFunction(torch.autograd.Function):
         return result
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads = ctx.held.saved_tensors
         grads = [laid_by_tokens(one) for one in heads]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.spread import gather, spread
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.memory.token_rows import ALIGNED, prompts_once, window_block, window_reach
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.types import MicroBatch
@@ -53,13 +53,14 @@ class PackedLayout:
             return packed
         rows = [one[0].transpose(0, 1) for one in packed]
         alike = [rows] if len({one.shape[2] for one in rows}) == 1 else [[one] for one in rows]
-        return tuple(one for some in alike for one in spread(some, self.sources, self.places, self.copies, self.width))
+        tables = self.sources, self.places, self.copies, self.width
+        return tuple(one for some in alike for one in packed_to_padded(some, *tables))
 
     def gather(self, side_by_side: Tensor) -> Tensor:
         """(S, H, W, K) to (1, T, H, K)."""
         if self.num_sequences == 1:
             return side_by_side.transpose(1, 2)
-        return gather(side_by_side, self.sources, self.places)[None]
+        return padded_to_packed(side_by_side, self.sources, self.places)[None]
 
 
 def packed_attention(
@@ -192,7 +193,7 @@ class PartsFunction(torch.autograd.Function):
         return tuple(whole[:, :, start:end] for start, end in ranges)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         given = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
         if not given:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_grpo.memory.bounds import Bound, Shortage, smaller, tried
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, smaller
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Packer:
     """Packs groups for a device, within limits and under a bound on tokens that shrinks when memory runs out."""
 
-    def __init__(self, device: torch.device, bound: Bound) -> None:
+    def __init__(self, device: torch.device, bound: BatchLimit) -> None:
         self.device, self.bound = device, bound
         self.size = 0  # tokens of the micro-batch in progress
 
@@ -37,8 +37,8 @@ class Packer:
         while True:
             tokens = self.bound.under(limits.tokens)
             batches = pack(groups, tokens, limits.sequences, limits.spread)
-            done = tried(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
-            if not isinstance(done, Shortage):
+            done = catch_oom(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
+            if not isinstance(done, OutOfMemory):
                 return done
             divisible = [len(batch.input_ids) for batch in batches if len(batch.rollouts) > 1]
             self.bound.lower(self.describe(what), done, smaller(tokens or self.size, divisible))

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 
-from lowmem_grpo.memory.bounds import freed_memory_returned
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
+from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.dtypes import check_dtype
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config

@@ -126,7 +126,7 @@ class ActivationOffload:
     def __enter__(self) -> "ActivationOffload":
         if self.store is not None:
             self.weights = storage_ids(self.model)
-            self.store.begin()
+            self.store.start_backward()
             self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
             self.entered[-1].__enter__()
         return self

@@ -108,9 +108,9 @@ class StreamCopies:
 
 
 class PagePool:
-    """Pages that `take` hands out and `give` takes back.
+    """Pages that `take_pages` hands out and `return_pages` takes back.
 
-    `give` may be called at any moment and from any thread, by the collector of garbage too: it does one append.
+    `return_pages` may be called at any moment and from any thread, by the collector of garbage too: it does one append.
     """
 
     def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
@@ -128,7 +128,7 @@ class PagePool:
         """Return how many pages hold so many bytes."""
         return -(-num_bytes // self.page_bytes)
 
-    def take(self, num_bytes: int) -> list[Tensor]:
+    def take_pages(self, num_bytes: int) -> list[Tensor]:
         """Pages for `num_bytes`: free ones first, new ones where those do not suffice."""
         missing = self.pages_for(num_bytes) - len(self.free)
         self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # where one fails, none is taken
@@ -137,7 +137,7 @@ class PagePool:
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return pages
 
-    def give(self, pages: Sequence[Tensor]) -> None:
+    def return_pages(self, pages: Sequence[Tensor]) -> None:
         """These pages are free again; copies that were started from or to them come before those of their next use."""
         for page in pages:
             del self.in_use[id(page)]

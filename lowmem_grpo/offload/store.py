@@ -64,9 +64,9 @@ class HostStore:
         self.seen: weakref.WeakValueDictionary[tuple, Offloaded] = weakref.WeakValueDictionary()  # by content
         self.residents: dict[int, Resident] = {}  # by index
         self.ahead = True  # the one that is wanted next comes back before it is
-        self.begin()
+        self.start_backward()
 
-    def begin(self) -> None:
+    def start_backward(self) -> None:
         """A new backward is to come, and it goes downwards."""
         self.asked: set[int] = set()  # indices that this backward was given
         self.edge: int | None = None  # the one given last that was not given before
@@ -97,7 +97,7 @@ class HostStore:
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.retire(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
-        pages = self.pool.take(flat.numel() * flat.element_size())
+        pages = self.pool.take_pages(flat.numel() * flat.element_size())
         index = next(self.indices)
         packed = Offloaded(index, pages, flat.numel(), tensor.size(), tensor.stride(), tensor.dtype, storage)
         weakref.finalize(packed, self.forget, index, pages)
@@ -129,7 +129,7 @@ class HostStore:
         """Return the tensor that backward probably wants after `index`: the next one in its direction that it had not
         yet."""
         if index in self.asked and self.asked.issuperset(self.live):
-            self.begin()  # all over again, on a graph that was kept
+            self.start_backward()  # all over again, on a graph that was kept
         if index not in self.asked:
             self.upwards = self.edge is not None and index > self.edge
             self.edge = index
@@ -166,7 +166,7 @@ class HostStore:
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
         """The graph has dropped this tensor."""
-        self.pool.give(pages)
+        self.pool.return_pages(pages)
         self.drop(index)
 
 

@@ -42,7 +42,7 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
     `model_config` holds a config.json's fields, or is a transformers config. A plan that does not fit (`fits`) says in
     `advice` what would. ValueError where the context is longer than the model's.
     """
-    shape = ModelShape.of(model_config)
+    shape = ModelShape.from_config(model_config)
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
     found = replace(choose(shape, run_config, device), model=model or shape.model_type)
@@ -54,7 +54,7 @@ def max_context(model_config: Any, run_config: RunSettings, device: Device) -> i
 
     `run_config.context` is not looked at.
     """
-    return longest(ModelShape.of(model_config), run_config, device)
+    return longest(ModelShape.from_config(model_config), run_config, device)
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
@@ -269,7 +269,7 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """The shapes that ship with the package and fit, smallest first."""
-    shapes = {name: ModelShape.of(named_config(name)) for name in named_shapes()}
+    shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
     fitting = {name: shape for name, shape in shapes.items()
                if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
     return sorted(fitting, key=lambda name: fitting[name].linear_weights)

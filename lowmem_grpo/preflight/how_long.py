@@ -18,7 +18,7 @@ class PlannedTime:
 
     def __init__(self, plan: MemoryPlan | None, model_config: Any) -> None:
         self.plan = plan
-        self.shape = None if plan is None else ModelShape.of(model_config)
+        self.shape = None if plan is None else ModelShape.from_config(model_config)
 
     def metrics(
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,

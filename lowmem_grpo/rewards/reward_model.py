@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lowmem_grpo.data.prompts import is_chat
-from lowmem_grpo.memory.bounds import Bound, Shortage, free, is_out_of_memory, smaller, tried
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, free, is_out_of_memory, smaller
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import Pretrained, keep_layout
 from lowmem_grpo.rewards.calling.contract import is_model
@@ -60,7 +60,7 @@ class RewardModel(Reward):
         self.check_kind(config)
         self.tokenizer = self.fitting_tokenizer(tokenizer, config)
         self.home = self.device = torch.device("cpu") if named else model.device
-        self.bound = Bound("rollout", "rows that a reward model scores at once")
+        self.bound = BatchLimit("rollout", "rows that a reward model scores at once")
         if not named:
             self.freeze()
 
@@ -190,8 +190,8 @@ class RewardModel(Reward):
         done: dict[int, float] = {}
         while waiting:
             batch = self.first(waiting, lengths)
-            scores = tried(partial(self.forward, [texts[row] for row in batch]), self.device)
-            if isinstance(scores, Shortage):
+            scores = catch_oom(partial(self.forward, [texts[row] for row in batch]), self.device)
+            if isinstance(scores, OutOfMemory):
                 limit = smaller(len(batch), [len(batch)] if len(batch) > 1 else [])
                 self.bound.lower(f"the reward model {self.__name__}", scores, limit)
                 continue

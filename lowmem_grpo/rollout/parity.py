@@ -17,9 +17,9 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.losses.off_policy import MismatchWatch, k3_of
 from lowmem_grpo.losses.sequences import with_context
-from lowmem_grpo.memory.bounds import Bound, RunMemory
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import BatchLimit, RunMemory
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout import eight_bit_cache
@@ -56,8 +56,8 @@ class ParityGate:
 
     def __init__(
         self, policy: Policy, params: SamplingParams, every: int, bound: float | None, *, state: TrainerState,
-        stride: int = 1, memory: Bound | None = None, mismatch: MismatchWatch | None = None, clock: Clock | None = None,
-        cache_dtype: str = AUTO, correction: bool | None = None,
+        stride: int = 1, memory: BatchLimit | None = None, mismatch: MismatchWatch | None = None,
+        clock: Clock | None = None, cache_dtype: str = AUTO, correction: bool | None = None,
     ) -> None:
         """`params` are those of the rollouts. `every` counts optimizer steps between checks; 0 means no checks.
 

@@ -11,7 +11,7 @@ from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import ON_GROUP, Engine, OnGroup, capabilities_of
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.runs.clock import Clock

@@ -24,7 +24,7 @@ from lowmem_grpo.engines.decoding import budget_of
 from lowmem_grpo.engines.request_output import Answers, Logprob
 from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.sitting import Keys, Sitting

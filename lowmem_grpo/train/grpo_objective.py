@@ -55,7 +55,7 @@ class GRPOObjective(Objective):
         }
         return tuple(name for name, needed in wanted.items() if needed)
 
-    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+    def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """Decide whether to correct tokens: for stale rollouts, and if sampler and trainer were seen to differ."""
         chosen = self.config.vllm_importance_sampling_correction
         self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.losses.objective import Objective, StepTotals, policy_tokens
-from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
@@ -40,7 +40,7 @@ class Learner:
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: Bound | None = None,
+        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: BatchLimit | None = None,
         guard: Guard | None = None, ranks: Ranks | None = None,
     ) -> None:
         self.policy, self.config, self.objective = policy, config, objective
@@ -105,7 +105,7 @@ class Learner:
 
         Rollouts of an older version than `policy_version`, the policy's own, are stale.
         """
-        self.objective.begin([rollout for group in groups for rollout in group.rollouts], policy_version)
+        self.objective.start_update([rollout for group in groups for rollout in group.rollouts], policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
         training, random = self.policy.model.training, RandomStates(self.policy.device)
@@ -305,12 +305,12 @@ class Learner:
         if not self.before.take(parameters):
             step()
             return
-        failed = tried(step, self.policy.device, self.before.restore)
-        if isinstance(failed, Shortage):
+        failed = catch_oom(step, self.policy.device, self.before.restore)
+        if isinstance(failed, OutOfMemory):
             self.bound.note(what, failed, "the caches are emptied, and it is made once more")
-            failed = tried(step, self.policy.device, self.before.restore)
-        if isinstance(failed, Shortage):
-            self.bound.end(what, failed)
+            failed = catch_oom(step, self.policy.device, self.before.restore)
+        if isinstance(failed, OutOfMemory):
+            self.bound.raise_exhausted(what, failed)
 
 
 def members(groups: list[RolloutGroup]) -> list[Rollout]:

@@ -21,7 +21,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import drop_nothing, enable_checkpointing

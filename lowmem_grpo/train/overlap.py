@@ -20,7 +20,7 @@ from lowmem_grpo.config.strategies import LATE, MEND, PARALLEL
 from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import MEANWHILE, ON_GROUP, Engine, capabilities_of
 from lowmem_grpo.losses.objective import StepTotals
-from lowmem_grpo.memory.bounds import free
+from lowmem_grpo.memory.oom import free
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
@@ -130,7 +130,7 @@ class OverlappedTraining:
     def nothing_yet(self, count: int) -> PartialGradient:
         """Return nothing of a gradient, of prompts with `count` completions each; the number of tokens is guessed."""
         objective = self.learner.objective
-        objective.begin([], self.state.policy_version)
+        objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # those of other passes are not this step's
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
         return PartialGradient(StepTotals(sequences, tokens, tokens), Sums(self.policy.device), objective.conditions)
@@ -227,7 +227,7 @@ class OverlappedTraining:
         if self.partial is None:
             return
         objective = self.learner.objective
-        objective.begin([rollout for group in groups for rollout in group.rollouts], self.state.policy_version)
+        objective.start_update([rollout for group in groups for rollout in group.rollouts], self.state.policy_version)
         if not self.partial.agrees(groups, objective.conditions):
             logger.info("what was trained while sampling is dropped: the step's rewards or corrections are others")
             return self.drop()

@@ -11,9 +11,9 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
-from lowmem_grpo.memory.bounds import Bound, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.models.fp8_linear import fp8_linears
@@ -132,7 +132,7 @@ def plan_training(
     return found
 
 
-def bind(bound: Bound, found: MemoryPlan, config: TrainSettings) -> None:
+def bind(bound: BatchLimit, found: MemoryPlan, config: TrainSettings) -> None:
     """Let only the plan cut micro-batches, and warn where `per_device_train_batch_size` would have cut them."""
     bound.planned, bound.spread = found.settings.max_tokens, found.limits.spread
     size = config.per_device_train_batch_size

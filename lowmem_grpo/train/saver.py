@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, PromptSource
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import RecordError, RunRecords

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prefix_cache import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.routes import Recorder

@@ -68,7 +68,7 @@ def test_the_cache_is_as_large_as_said_and_graphs_read_no_more_of_it_than_they_n
     small.step.block = step
     prompts, longest = [[100, 5, 7], [9] * 9], 9 + PARAMS.max_tokens + 1
     check_same(small.generate(prompts, PARAMS), plain(small).generate(prompts, PARAMS))
-    shape = ModelShape.of(small.policy.base.config)
+    shape = ModelShape.from_config(small.policy.base.config)
     assert small.kv_bytes == 2 * PARAMS.n * shape.kv_bytes(up_to_multiple(longest, step), itemsize=8)
     assert up_to_multiple(longest, step) - longest < step
     assert recorder.recorded == 3, "once for each length"

@@ -16,7 +16,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.kv_cache import GrowingCache, GrowingLayer, Piece, StateLayer, right_aligned
 from lowmem_grpo.engines.prefix_cache import KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
 
 SAMPLED = SamplingParams(temperature=1.3)

@@ -227,7 +227,7 @@ def test_rewards_check_tries_it(folder: Path) -> None:
 
 
 def test_the_plan_counts_it_where_it_scores_and_where_it_waits() -> None:
-    shape, card = ModelShape.of(named_config("qwen2.5-3b")), device("24GiB")
+    shape, card = ModelShape.from_config(named_config("qwen2.5-3b")), device("24GiB")
     settings = RunSettings(640, max_tokens=640, mlp_tile=4096, chunk_rows=1024, optim="adamw_8bit",
                            host_embedding=False)
     without = build(shape, settings, card)

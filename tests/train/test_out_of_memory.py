@@ -13,7 +13,7 @@ from memory import Failing
 from trainer_runs import Gradients, adapter, digit_sum, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory, Shortage
+from lowmem_grpo.memory.oom import MemoryExhaustedError, OutOfMemory, RunMemory
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.records import read_lines
@@ -350,7 +350,7 @@ def test_a_resumed_run_keeps_its_bounds_and_old_checkpoints_can_be_read(tmp_path
     settings = {"max_tokens_per_micro_batch": TOKENS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trainer = make(tmp_path, **settings)
     handle = fail_forward(trainer, Failing(0))  # the sampler comes first
-    trainer.memory.train.lower("a test", Shortage("", None, 0), 50)
+    trainer.memory.train.lower("a test", OutOfMemory("", None, 0), 50)
     trainer.train()
     handle.remove()
     line = read_lines(tmp_path / "metrics.jsonl")[-1]

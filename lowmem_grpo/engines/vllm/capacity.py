@@ -2,10 +2,10 @@
 
 import torch
 
-from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage
 from lowmem_grpo.memory.cache_dtype import AUTO, cache_itemsize
 from lowmem_grpo.memory.cards import sequences_at_once
 from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.units import size_text
 
@@ -24,7 +24,7 @@ class Capacity:
 
     def __init__(
         self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float, max_num_seqs: int | None,
-        sampled: int | None, bound: RolloutBound | None, block: int | None = None, cache_dtype: str = AUTO,
+        sampled: int | None, bound: RolloutLimit | None, block: int | None = None, cache_dtype: str = AUTO,
     ) -> None:
         self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
         self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
@@ -67,7 +67,7 @@ class Capacity:
             raise ValueError(f"the key-value cache should have {self.kv_budget:,} bytes, but only {free:,} are free on "
                              "the card. Lower gpu_memory_utilization or kv_cache_bytes")
 
-    def lower(self, shortage: Shortage, sampling: bool) -> None:
+    def lower(self, shortage: OutOfMemory, sampling: bool) -> None:
         """Halve the cache, down to one sequence of the longest length. Where memory ran out while `sampling`, halve
         the sequences too; otherwise it was the cache itself that had no room. MemoryExhaustedError where neither can
         be less."""
@@ -75,8 +75,8 @@ class Capacity:
         seqs, fewer = self.seqs, max(1, self.seqs // 2) if sampling else self.seqs
         what = f"sampling at most {seqs} at once" if sampling else "making room for vLLM's cache"
         if (less, fewer) == (before, seqs):
-            self.bound.end(f"{what} ({size_text(before)}, what one sequence of max_seq_length={self.max_seq_length} "
-                           "needs)", shortage)
+            self.bound.raise_exhausted(f"{what} ({size_text(before)}, what one sequence of max_seq_length="
+                                       f"{self.max_seq_length} needs)", shortage)
         self.bound.kv_bytes = less
         if sampling:
             self.bound.lowered = fewer
@@ -87,12 +87,12 @@ class Capacity:
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Bytes that one sequence of `tokens` tokens takes of the cache, without sliding windows."""
-    return ModelShape.of(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
+    return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Bytes of the smallest cache: that of one sequence of the longest length, and a block that is never used."""
-    whole = ModelShape.of(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
+    whole = ModelShape.from_config(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
     blocks = -(-max_seq_length // whole) + 1
     return kv_bytes_of(policy, blocks * whole, block, cache_dtype)
 

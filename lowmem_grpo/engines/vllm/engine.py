@@ -26,8 +26,8 @@ from lowmem_grpo.engines.vllm.lent_layers import check_family
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
 from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, undisturbed
 from lowmem_grpo.engines.vllm.requests import Prompts, Sampling, Steps, Turns
-from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
+from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text
@@ -45,7 +45,7 @@ class VLLMEngine:
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
         gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
         max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
-        sampling_weights: str | None = None, bound: RolloutBound | None = None, sampled: int | None = None,
+        sampling_weights: str | None = None, bound: RolloutLimit | None = None, sampled: int | None = None,
         block_size: int | None = None, kv_cache_dtype: str = AUTO,
     ) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
@@ -90,12 +90,12 @@ class VLLMEngine:
         self.in_less_memory(self.start_or_do_without)
 
     @property
-    def bound(self) -> RolloutBound:
+    def bound(self) -> RolloutLimit:
         """The sizes that memory had room for; a run sets its own."""
         return self.capacity.bound
 
     @bound.setter
-    def bound(self, bound: RolloutBound) -> None:
+    def bound(self, bound: RolloutLimit) -> None:
         self.capacity.bound = bound
 
     @property
@@ -195,13 +195,13 @@ class VLLMEngine:
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
         """Repeat the attempt, each time with less, until memory has room for it. An error of the caller's own ends it,
         also where memory ran out there."""
-        while isinstance(shortage := tried(attempt, self.policy.device), Shortage):
+        while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
             if not self.back_to_four(shortage):
                 self.capacity.lower(shortage, sampling=self.llm is not None and not self.asleep)
 
-    def back_to_four(self, shortage: Shortage) -> bool:
+    def back_to_four(self, shortage: OutOfMemory) -> bool:
         """Give up dequantized weights first where memory ran out beside them: whether there were any. The engine of
         the next attempt computes with the 4-bit ones."""
         if self.sampling_weights == FOUR:

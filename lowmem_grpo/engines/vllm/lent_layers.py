@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
 from lowmem_grpo.kernels.frozen import FrozenWeight, can_decode, decode, project
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.memory.families import FAMILIES, family_of, has_experts
 from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.fused_weights import joined, joined_weights
@@ -279,6 +279,6 @@ def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 
 
-borrowed_linear = opaque(
+borrowed_linear = custom_op(
     "borrowed_linear", linear_by_name, fake=lambda x, out_features, _: x.new_empty(*x.shape[:-1], out_features)
 )

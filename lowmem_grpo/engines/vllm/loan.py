@@ -20,8 +20,8 @@ from lowmem_grpo.engines.vllm.lent_layers import (
 )
 from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights, few_rows
 from lowmem_grpo.kernels.lora import LoRA
-from lowmem_grpo.memory.bounds import is_out_of_memory
 from lowmem_grpo.memory.families import FUSED_GATE_UP, family_of
+from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.policy import Policy
 

@@ -151,7 +151,7 @@ def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | N
     """Return the shape of a model, its card, and the form of its weights; None where no plan can be made for it."""
     form = FP8 if any(fp8_linears(base)) else NF4
     try:
-        shape = ModelShape.of(base.config)
+        shape = ModelShape.from_config(base.config)
     except ValueError:
         return None
     return shape, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, form

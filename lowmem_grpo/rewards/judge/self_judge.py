@@ -51,7 +51,7 @@ class SelfJudge(Judge):
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.tokenizer = model.loaded.tokenizer  # the base model's: a training may bring one of its own
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
-        from lowmem_grpo.memory.bounds import RunMemory
+        from lowmem_grpo.memory.oom import RunMemory
 
         self.memory = RunMemory()  # a bound of its own: questions are longer than the run's prompts
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from safetensors.torch import load_file, save_file
 
-from lowmem_grpo.memory.bounds import MemoryExhaustedError
+from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.runs.files import flush, remove
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire

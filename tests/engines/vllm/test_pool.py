@@ -32,9 +32,9 @@ from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS
 from lowmem_grpo.memory import bounds
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.planner import plan

@@ -10,8 +10,8 @@ from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
-from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.tinker.adapters import Adam, Adapters, LoraSettings, one_each

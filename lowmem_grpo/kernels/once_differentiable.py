@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The `backward` of an autograd function, whose results raise RuntimeError when they are differentiated."""
     name = backward.__qualname__.partition(".")[0]
 

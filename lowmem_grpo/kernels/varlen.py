@@ -29,7 +29,7 @@ class Chunks:
 
 
 @dataclass(eq=False)
-class Runs:
+class VarlenSequences:
     """S runs of `lengths` tokens, one after the other; a length may be 0."""
 
     lengths: tuple[int, ...]
@@ -41,9 +41,9 @@ class Runs:
         return sum(self.lengths)
 
     @cached_property
-    def filled(self) -> "Runs":
+    def filled(self) -> "VarlenSequences":
         """The runs that have tokens."""
-        return Runs(tuple(length for length in self.lengths if length), self.device)
+        return VarlenSequences(tuple(length for length in self.lengths if length), self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -20,7 +20,7 @@ NAMESPACE = "lowmem_grpo"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # the operations are there for as long as this object is
 
 
-def opaque(
+def custom_op(
     name: str, kernel: Callable[..., Any], cuda: Callable[..., Any] | None = None, *,
     fake: Callable[..., Any] | None = None, mutates: Sequence[str] = (),
 ) -> Any:

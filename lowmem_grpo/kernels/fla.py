@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.runs import Runs
+from lowmem_grpo.kernels.varlen import VarlenSequences
 
 PACKAGE, OLDEST = "flash-linear-attention", (0, 6)
 
@@ -32,7 +32,7 @@ def serve(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and installed() is not None
 
 
-def said(x: Tensor) -> str:
+def describe(x: Tensor) -> str:
     """Which kernels the gated delta rule takes for x, in words."""
     if serve(x):
         return f"the kernels of {PACKAGE} {installed()}"
@@ -41,7 +41,7 @@ def said(x: Tensor) -> str:
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `delta_rule.delta_rule`."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

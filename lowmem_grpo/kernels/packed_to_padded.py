@@ -1,7 +1,7 @@
 """Packed tokens laid side by side, one row a sequence, and back: sequences that share a prompt each get a copy of it.
 
-    spread   y[s, w] = x[sources[s W + w]]      backward: grad_x[t] = sum_{j < copies[t]} grad_y at places[t] + j W
-    gather   x[t] = y at places[t]              backward: grad_y at places[t] = grad_x[t], and 0 elsewhere
+    padded   y[s, w] = x[sources[s W + w]]      backward: grad_x[t] = sum_{j < copies[t]} grad_y at places[t] + j W
+    packed   x[t] = y at places[t]              backward: grad_y at places[t] = grad_x[t], and 0 elsewhere
 
 x (T, H, K) packed; y (S, H, W, K), in which place s W + w is w of sequence s; sources (S W,), places (T,) and copies
 (T,) int64. Of the sequences that share a token, which are neighbours, `places` names the first, and `copies` is how
@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
 
 TILE = 4096  # numbers of one program
 
 
-def spread_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
+def packed_to_padded_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
     """Each x (T, H, K) as y (S, H, W, K), by autograd's own backward."""
     rows = [one.index_select(0, sources) for one in packed]
     return [one.view(-1, width, *one.shape[1:]).transpose(1, 2) for one in rows]
 
 
-def gather_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
+def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
     """y (S, H, W, K) as x (T, H, K), by autograd's own backward."""
     return by_place(side_by_side).index_select(0, places)
 
@@ -55,11 +55,11 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
     return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
 
 
-def spread_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
     """Each x (T, H, K) as y (S, H, W, K). With `places` it is there only, and 0 elsewhere: nothing of a prompt is in
     its later sequences."""
     if places is None:
-        return spread_ref(packed, sources, width)
+        return packed_to_padded_ref(packed, sources, width)
     rows = [sum_rows(part, places, len(sources)) for part in packed]
     return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
 
@@ -81,7 +81,7 @@ def copy_rows(x_ptr, y_ptr, row, source, inside, kept, head, heads, x_token, x_h
 
 
 @triton.jit
-def spread_kernel(
+def packed_to_padded_kernel(
     q_ptr, k_ptr, v_ptr, q_rows_ptr, k_rows_ptr, v_rows_ptr, sources_ptr, places_ptr, N, K, q_heads, k_heads, v_heads,
     q_token, q_head, k_token, k_head, v_token, v_head, ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
@@ -149,14 +149,14 @@ def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     return near + near[:1] * (3 - len(near)), [one.shape[1] for one in near] + [0] * (3 - len(near))
 
 
-def spread_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
     """Launches the forward kernel on up to three tensors (T, H, K) of any strides; with `places` each token goes to its
     own place only."""
     rows = [part.new_empty(len(sources), *part.shape[1:]) for part in packed]
     tensors, heads = three(packed)
     launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]
     strides = [stride for part in tensors for stride in part.stride()[:2]]
-    spread_kernel[(-(-len(sources) // launch.constexprs["BLOCK_N"]), sum(heads))](
+    packed_to_padded_kernel[(-(-len(sources) // launch.constexprs["BLOCK_N"]), sum(heads))](
         *tensors, *rows, *rows[:1] * (3 - len(rows)), sources, sources if places is None else places, len(sources),
         size, *heads, *strides, ONCE=places is not None, **launch.options,
     )
@@ -184,8 +184,8 @@ def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width
     return [part.new_empty(*shape, *part.shape[1:]).transpose(1, 2) for part in packed]
 
 
-spread_op = opaque("spread", spread_cpu, spread_triton, fake=new_rows)
-sum_copies = opaque(
+packed_to_padded_op = custom_op("packed_to_padded", packed_to_padded_cpu, packed_to_padded_triton, fake=new_rows)
+sum_copies = custom_op(
     "sum_copies", sum_copies_ref, sum_copies_triton,
     fake=lambda grads, sources, places, copies, width: [
         one.new_empty(len(places), one.shape[1], one.shape[3]) for one in grads
@@ -193,7 +193,7 @@ sum_copies = opaque(
 )
 
 
-class SpreadFunction(torch.autograd.Function):
+class PackedToPadded(torch.autograd.Function):
     """(S, H, W, K) of each packed tensor (T, H, K)."""
 
     @staticmethod
@@ -203,49 +203,51 @@ class SpreadFunction(torch.autograd.Function):
         ctx.save_for_backward(sources, places, copies)
         ctx.width = width
         ctx.set_materialize_grads(False)
-        return tuple(spread_op(list(packed), sources, None, width))
+        return tuple(packed_to_padded_op(list(packed), sources, None, width))
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
         sums = iter(sum_copies(given, *ctx.saved_tensors, ctx.width) if given else [])
         return (None,) * 4 + tuple(None if grad is None else next(sums) for grad in grads)
 
 
-class GatherFunction(torch.autograd.Function):
+class PaddedToPacked(torch.autograd.Function):
     """(T, H, K) of (S, H, W, K)."""
 
     @staticmethod
     def forward(ctx: Any, sources: Tensor, places: Tensor, side_by_side: Tensor) -> Tensor:
         ctx.save_for_backward(sources, places)
         ctx.width = side_by_side.shape[2]
-        return gather_ref(side_by_side, places)
+        return padded_to_packed_ref(side_by_side, places)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, spread_op([grad], *ctx.saved_tensors, ctx.width)[0]
+        return None, None, packed_to_padded_op([grad], *ctx.saved_tensors, ctx.width)[0]
 
 
-def spread(packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> tuple[Tensor, ...]:
+def packed_to_padded(
+    packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
+) -> tuple[Tensor, ...]:
     """One to three packed tensors (T, H, K) as (S, H, W, K), with one dtype and one K."""
-    found: tuple[Tensor, ...] = SpreadFunction.apply(sources, places, copies, width, *packed)
+    found: tuple[Tensor, ...] = PackedToPadded.apply(sources, places, copies, width, *packed)
     return found
 
 
-def gather(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+def padded_to_packed(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
     """(S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
-    found: Tensor = GatherFunction.apply(sources, places, side_by_side)
+    found: Tensor = PaddedToPacked.apply(sources, places, side_by_side)
     return found
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for tensors of `dtype`."""
-    forward = types_of(spread_kernel, dtype, sources_ptr="*i64", places_ptr="*i64")
+    forward = types_of(packed_to_padded_kernel, dtype, sources_ptr="*i64", places_ptr="*i64")
     backward = types_of(sum_copies_kernel, dtype, places_ptr="*i64", copies_ptr="*i64")
     found = []
     for size in (16, 32, 64, 128, 256):
-        found += flagged(f"spread {size}", spread_kernel, forward, launch_rule(size), ("ONCE",))
+        found += flagged(f"packed_to_padded {size}", packed_to_padded_kernel, forward, launch_rule(size), ("ONCE",))
         found.append(Variant(f"sum_copies {size}", sum_copies_kernel, backward, launch_rule(size)))
     return found

@@ -9,15 +9,15 @@ import torch
 from memory import WORDS
 
 from lowmem_grpo.memory import bounds
-from lowmem_grpo.memory.bounds import (
-    Bound,
+from lowmem_grpo.memory.oom import (
+    BatchLimit,
     MemoryExhaustedError,
+    OutOfMemory,
     RunMemory,
-    Shortage,
+    catch_oom,
     is_out_of_memory,
     shortage_of,
     smaller,
-    tried,
 )
 
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ def test_vllms_words_for_out_of_memory_are_recognised(words: str) -> None:
 
 
 def test_a_failed_allocation_of_torch_is_recognised() -> None:
-    failed = tried(lambda: torch.empty(2**58, dtype=torch.uint8), CPU)
-    assert isinstance(failed, Shortage)
+    failed = catch_oom(lambda: torch.empty(2**58, dtype=torch.uint8), CPU)
+    assert isinstance(failed, OutOfMemory)
     assert failed.asked == 2**58
     assert failed.peak > 0
 
@@ -49,8 +49,8 @@ def test_tensors_of_the_failed_attempt_are_freed_before_the_next_one() -> None:
         ring.append(ring)  # goes with a garbage collection alone
         raise torch.OutOfMemoryError(WORDS)
 
-    failed = tried(attempt, CPU)
-    assert isinstance(failed, Shortage)
+    failed = catch_oom(attempt, CPU)
+    assert isinstance(failed, OutOfMemory)
     assert failed.asked == 20 * 2**20
     assert held[0]() is None
 
@@ -87,23 +87,24 @@ def test_what_other_programs_hold_of_a_card_is_said_in_place_of_a_row_of_the_pla
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
     monkeypatch.setattr(bounds, "peak_memory", lambda device: {"memory/peak_bytes": 1})
     found = shortage_of(torch.OutOfMemoryError(WORDS), torch.device("cuda"))
-    Bound("train", "tokens").lower("a test", found, 50)
+    BatchLimit("train", "tokens").lower("a test", found, 50)
     assert (said in caplog.text) and ("Other programs" in caplog.text) == bool(said)
     with pytest.raises(MemoryExhaustedError) as caught:
-        Bound("train", "tokens").lower("a test", found, None)
+        BatchLimit("train", "tokens").lower("a test", found, None)
     assert (said in str(caught.value)) and ("Other programs" in str(caught.value)) == bool(said)
 
 
 def test_exhausted_memory_is_not_a_shortage_again() -> None:
     with pytest.raises(MemoryExhaustedError) as caught:
-        Bound("train", "tokens").lower("a test", Shortage("DefaultCPUAllocator: can't allocate memory", 1, 1), None)
+        shortage = OutOfMemory("DefaultCPUAllocator: can't allocate memory", 1, 1)
+        BatchLimit("train", "tokens").lower("a test", shortage, None)
     assert not is_out_of_memory(caught.value)
 
 
 def test_what_another_phase_keeps_is_given_back_before_less_is_done_at_once() -> None:
     gone: list[int] = []
-    bound = Bound("train", "tokens", spare=lambda: gone.append(1))
-    shortage = Shortage("CUDA out of memory", None, 0)
+    bound = BatchLimit("train", "tokens", spare=lambda: gone.append(1))
+    shortage = OutOfMemory("CUDA out of memory", None, 0)
     bound.lower("a micro-batch", shortage, None)
     assert (gone, bound.lowered, bound.failures) == ([1], None, 1)
     bound.lower("a micro-batch", shortage, 512)

@@ -11,10 +11,10 @@ from nf4_problem import quantized
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_grpo.kernels.custom_op import custom_op, on_its_card
 from lowmem_grpo.kernels.glu import glu_bwd_all, glu_bwd_reuse
 from lowmem_grpo.kernels.logprob_rows import logprob_rows
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
-from lowmem_grpo.kernels.opaque import on_its_card, opaque
 from lowmem_grpo.kernels.rope import rope_in_place
 
 LIMIT = 5  # Python functions around a body; 20 with torch.library.custom_op
@@ -32,9 +32,9 @@ def no_body(out: Tensor, values: Tensor, other: Tensor | None, number: float) ->
     return None
 
 
-FILL = opaque("test_fill", fill, mutates=("out",))
-DOUBLED = opaque("test_doubled", doubled, fake=lambda x: x.new_empty(x.shape))
-NO_BODY = opaque("test_no_body", no_body, mutates=("out",))
+FILL = custom_op("test_fill", fill, mutates=("out",))
+DOUBLED = custom_op("test_doubled", doubled, fake=lambda x: x.new_empty(x.shape))
+NO_BODY = custom_op("test_no_body", no_body, mutates=("out",))
 
 
 def test_what_an_operation_writes_to_gets_a_new_version_and_what_it_reads_does_not() -> None:

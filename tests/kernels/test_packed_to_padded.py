@@ -10,11 +10,16 @@ from card import gpu
 from memory import CountedOps, LiveStorage
 from torch import Tensor
 
-from lowmem_grpo.kernels.spread import gather, gather_ref, spread, spread_ref
+from lowmem_grpo.kernels.packed_to_padded import (
+    packed_to_padded,
+    packed_to_padded_ref,
+    padded_to_packed,
+    padded_to_packed_ref,
+)
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
-module = importlib.import_module("lowmem_grpo.kernels.spread")
+module = importlib.import_module("lowmem_grpo.kernels.packed_to_padded")
 ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a sum, once, when stored
 HEADS = [(4, 2, 2), (3, 1, 1), (1, 1, 1), (5,), (4, 2)]
 SIZES = [16, 7, 80]  # of a head
@@ -54,7 +59,7 @@ def assert_spread_accurate(batch: MicroBatch, packed: list[Tensor], grads: list[
     found = []
     for dtype in (packed[0].dtype, torch.float64):
         given = [one.detach().to(dtype).requires_grad_() for one in packed]
-        results = spread_ref(given, batch.sources, batch.max_seqlen)
+        results = packed_to_padded_ref(given, batch.sources, batch.max_seqlen)
         found.append(torch.autograd.grad(results, given, [grad.to(dtype) for grad in grads]))
     for number, (ours, reference, truth) in enumerate(zip(sums, *found, strict=True)):
         assert ours.dtype == packed[0].dtype
@@ -66,8 +71,8 @@ def test_copies_are_exact_and_their_gradients_add_up_as_well_as_in_float64(name:
     batch = packed_batch(name)
     for dtype, heads in product(ROUNDING, HEADS):
         packed, grads = problem(batch, heads, 16, dtype)
-        results = spread(packed, *tables(batch))
-        for ours, reference in zip(results, spread_ref(packed, batch.sources, batch.max_seqlen), strict=True):
+        results = packed_to_padded(packed, *tables(batch))
+        for ours, reference in zip(results, packed_to_padded_ref(packed, batch.sources, batch.max_seqlen), strict=True):
             assert torch.equal(ours, reference), (dtype, heads)
         assert_spread_accurate(batch, packed, grads, list(torch.autograd.grad(results, packed, grads)))
 
@@ -78,8 +83,8 @@ def test_gathering_takes_each_place_once_and_its_gradient_goes_back_there(name: 
     for dtype in ROUNDING:
         packed, (side_by_side,) = problem(batch, (3,), 16, dtype)
         side_by_side = side_by_side.requires_grad_()
-        ours = gather(side_by_side, batch.sources, batch.places)
-        reference = gather_ref(side_by_side, batch.places)
+        ours = padded_to_packed(side_by_side, batch.sources, batch.places)
+        reference = padded_to_packed_ref(side_by_side, batch.places)
         assert torch.equal(ours, reference), dtype
         grads = [torch.autograd.grad(one, side_by_side, packed[0].detach())[0] for one in (ours, reference)]
         assert torch.equal(*grads), dtype
@@ -88,9 +93,10 @@ def test_gathering_takes_each_place_once_and_its_gradient_goes_back_there(name: 
 def test_a_shared_prompts_gradient_in_bf16_is_rounded_once() -> None:
     batch = packed_batch("many copies")
     packed, grads = problem(batch, (2,), 16, torch.bfloat16)
-    (sums,) = torch.autograd.grad(spread(packed, *tables(batch)), packed, grads)
+    (sums,) = torch.autograd.grad(packed_to_padded(packed, *tables(batch)), packed, grads)
     wide = [packed[0].detach().double().requires_grad_()]
-    (exact,) = torch.autograd.grad(spread_ref(wide, batch.sources, batch.max_seqlen), wide, [grads[0].double()])
+    padded = packed_to_padded_ref(wide, batch.sources, batch.max_seqlen)
+    (exact,) = torch.autograd.grad(padded, wide, [grads[0].double()])
     assert torch.equal(sums, exact.to(torch.bfloat16))
 
 
@@ -103,12 +109,12 @@ def test_the_kernels_give_what_the_references_give(name: str, heads: tuple[int, 
     batch = packed_batch(name)
     packed, grads = problem(batch, heads, size, torch.float32)
     given = [one.detach() for one in packed]
-    results = module.spread_triton(given, batch.sources, None, batch.max_seqlen)
-    for ours, reference in zip(results, spread_ref(given, batch.sources, batch.max_seqlen), strict=True):
+    results = module.packed_to_padded_triton(given, batch.sources, None, batch.max_seqlen)
+    for ours, reference in zip(results, packed_to_padded_ref(given, batch.sources, batch.max_seqlen), strict=True):
         assert torch.equal(ours, reference)
     assert_spread_accurate(batch, packed, grads, module.sum_copies_triton(grads, *tables(batch)))
     once = [run(given[:1], batch.sources, batch.places, batch.max_seqlen)[0]
-            for run in (module.spread_triton, module.spread_cpu)]
+            for run in (module.packed_to_padded_triton, module.packed_to_padded_cpu)]
     assert torch.equal(*once)
 
 
@@ -119,8 +125,9 @@ def test_the_kernels_read_tensors_by_their_strides() -> None:
     given = [one.detach() for one in packed]
     for change in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: torch.cat((x, x), -1)[..., 16:],
                    lambda x: torch.stack((x, x), -1)[..., 0]):
-        strided, reference = [change(one) for one in given], module.spread_triton(given, batch.sources, None, 72)
-        for ours, expected in zip(module.spread_triton(strided, batch.sources, None, 72), reference, strict=True):
+        both = ([change(one) for one in given], given)
+        results = (module.packed_to_padded_triton(packed, batch.sources, None, 72) for packed in both)
+        for ours, expected in zip(*results, strict=True):
             assert torch.equal(ours, expected)
         sums = module.sum_copies_triton(grads, *tables(batch))
         changed = module.sum_copies_triton([change(grad) for grad in grads], *tables(batch))
@@ -143,7 +150,7 @@ def test_gradients_on_a_card_are_as_accurate_and_the_same_each_time(dtype: torch
     for name, size in product(PACKS, (*SIZES, 128, 256)):
         batch = packed_batch(name).to("cuda")
         packed, grads = problem(packed_batch(name), (4, 2, 2), size, dtype, "cuda")
-        runs = [torch.autograd.grad(spread(packed, *tables(batch)), packed, grads) for _ in range(3)]
+        runs = [torch.autograd.grad(packed_to_padded(packed, *tables(batch)), packed, grads) for _ in range(3)]
         assert_spread_accurate(batch, packed, grads, list(runs[0]))
         assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0], strict=True))
 
@@ -152,9 +159,9 @@ def test_gradients_are_the_derivatives() -> None:
     batch = packed_batch("three groups")
     packed, _ = problem(batch, (2, 1, 1), 3, torch.float32)
     given = [one.detach().double().requires_grad_() for one in packed]
-    side_by_side = spread_ref(given, batch.sources, batch.max_seqlen)[0].detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: spread(x, *tables(batch)), given, fast_mode=True)
-    assert torch.autograd.gradcheck(lambda y: gather(y, batch.sources, batch.places), side_by_side,
+    side_by_side = packed_to_padded_ref(given, batch.sources, batch.max_seqlen)[0].detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *x: packed_to_padded(x, *tables(batch)), given, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda y: padded_to_packed(y, batch.sources, batch.places), side_by_side,
                                     fast_mode=True)
 
 
@@ -166,14 +173,14 @@ def test_spreading_several_tensors_and_gathering_take_one_launch_each_way() -> N
     batch = packed_batch("one group")
     packed, grads = problem(batch, (4, 2, 2), 16, torch.float32)
     with CountedOps() as spreading:
-        torch.autograd.grad(spread(packed, *tables(batch)), packed, grads)
+        torch.autograd.grad(packed_to_padded(packed, *tables(batch)), packed, grads)
     (side_by_side,) = problem(batch, (3,), 16, torch.float32)[1]
     side_by_side, (grad,) = side_by_side.requires_grad_(), problem(batch, (3,), 16, torch.float32)[0]
     with CountedOps() as gathering:
-        torch.autograd.grad(gather(side_by_side, batch.sources, batch.places), side_by_side, grad)
+        torch.autograd.grad(padded_to_packed(side_by_side, batch.sources, batch.places), side_by_side, grad)
     launched = [[name for name in counted.names if name not in VIEWS] for counted in (spreading, gathering)]
-    assert launched == [["lowmem_grpo::spread", "lowmem_grpo::sum_copies"],
-                        ["aten::index_select", "lowmem_grpo::spread"]]
+    assert launched == [["lowmem_grpo::packed_to_padded", "lowmem_grpo::sum_copies"],
+                        ["aten::index_select", "lowmem_grpo::packed_to_padded"]]
 
 
 @pytest.mark.parametrize("used", [0, 1, 2])
@@ -182,7 +189,8 @@ def test_gradients_of_some_of_the_tensors_are_enough(used: int) -> None:
     packed, grads = problem(batch, (4, 2, 2), 16, torch.float32)
     ours, reference = (
         torch.autograd.grad(results[used], packed, grads[used], allow_unused=True)
-        for results in (spread(packed, *tables(batch)), spread_ref(packed, batch.sources, batch.max_seqlen))
+        for results in (packed_to_padded(packed, *tables(batch)),
+                        packed_to_padded_ref(packed, batch.sources, batch.max_seqlen))
     )
     for one, other in zip(ours, reference, strict=True):
         assert (one is None) == (other is None)
@@ -194,5 +202,5 @@ def test_nothing_but_the_tables_is_kept() -> None:
     batch = packed_batch("one group")
     packed, _ = problem(batch, (32, 8, 8), 16, torch.bfloat16)
     with LiveStorage() as storage:
-        results = spread(packed, *tables(batch))
+        results = packed_to_padded(packed, *tables(batch))
     assert storage.live == sum(one.nbytes for one in results)

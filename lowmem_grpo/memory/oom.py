@@ -1,8 +1,8 @@
 """What happens when memory runs out: the error is recognised, what it held is freed, less is done at once, and the user
 is told of the plan's table, of the row that was probably wrong and of settings that would help.
 
-`tried` makes an attempt and returns a `Shortage` instead of raising the error. A `Bound` is how much is done at once,
-in training or in sampling; each shortage lowers it for the rest of the run.
+`catch_oom` makes an attempt and returns an `OutOfMemory` instead of raising the error. A `BatchLimit` is how much is
+done at once, in training or in sampling; each shortage lowers it for the rest of the run.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class MemoryExhaustedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OutOfMemory:
     """An out-of-memory error without its traceback, whose frames would keep the attempt's tensors alive."""
 
     words: str  # the first line of the error's own
@@ -66,7 +66,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (words.startswith(CARD_WORDS) or any(w in words for w in anywhere))
 
 
-def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | Shortage:
+def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | OutOfMemory:
     """Return the result of `work`; or the shortage if memory ran out, after `undo` and with the memory freed."""
     try:
         return work()
@@ -80,13 +80,13 @@ def tried(work: Callable[[], T], device: torch.device, undo: Callable[[], None] 
     return shortage
 
 
-def shortage_of(error: BaseException, device: torch.device) -> Shortage:
+def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
     """Return the bytes that an out-of-memory error names; the number asked for is None where its words do not tell."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
     first = words.splitlines()[0] if words else type(error).__name__
-    return Shortage(first, wanted, peak_memory(device)["memory/peak_bytes"], held_by_others(device))
+    return OutOfMemory(first, wanted, peak_memory(device)["memory/peak_bytes"], held_by_others(device))
 
 
 def held_by_others(device: torch.device) -> str:
@@ -186,7 +186,7 @@ def size_of(row: Row, phase: str) -> int:
 
 
 @dataclass
-class Bound:
+class BatchLimit:
     """The largest amount done at once in a phase, and how often memory ran out in it."""
 
     phase: str  # "train" or "rollout"
@@ -203,7 +203,7 @@ class Bound:
         present = [value for value in (self.planned if given is None else given, self.lowered) if value is not None]
         return min(present, default=None)
 
-    def lower(self, what: str, shortage: Shortage, limit: int | None) -> None:
+    def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
         """Count a shortage and remember the new limit; MemoryExhaustedError where that is None. The first time, what
         there is to spare goes in place of that."""
         if self.spare is not None:
@@ -211,18 +211,18 @@ class Bound:
             self.spare = None
             return self.note(what, shortage, "what the sampler kept is given back, and the work is repeated")
         if limit is None:
-            self.end(what, shortage)
+            self.raise_exhausted(what, shortage)
         self.lowered = limit
         self.note(what, shortage, f"the bound on {self.unit} is now {limit:,}, and the work is repeated")
 
-    def note(self, what: str, shortage: Shortage, answer: str) -> None:
+    def note(self, what: str, shortage: OutOfMemory, answer: str) -> None:
         """Count a shortage and log what is done about it."""
         self.failures += 1
         bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
         wrong = shortage.others or self.advice.wrong_row(self.phase, what, shortage.peak)
         logger.warning("out of memory in %s%s: %s%s", what, bytes_asked, answer, wrong and f". {wrong}")
 
-    def end(self, what: str, shortage: Shortage) -> None:
+    def raise_exhausted(self, what: str, shortage: OutOfMemory) -> None:
         """Count a shortage and raise MemoryExhaustedError, with the memory table and the settings that would help."""
         self.failures += 1
         raise MemoryExhaustedError(
@@ -241,7 +241,7 @@ class Bound:
 
 
 @dataclass
-class RolloutBound(Bound):
+class RolloutLimit(BatchLimit):
     """The bound of sampling: also the bytes of a key-value cache that memory had room for."""
 
     kv_bytes: int | None = None  # None while all that was asked for could be had
@@ -263,8 +263,8 @@ class RunMemory:
 
     def __init__(self, advice: MemoryAdvice | None = None) -> None:
         self.advice = advice or MemoryAdvice()
-        self.train = Bound("train", "tokens in a micro-batch", advice=self.advice)
-        self.rollout = RolloutBound("rollout", "sequences sampled at once", advice=self.advice)
+        self.train = BatchLimit("train", "tokens in a micro-batch", advice=self.advice)
+        self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
         """Give the bound to an engine that uses one, and keep what the engine learned when it started."""
@@ -286,5 +286,5 @@ class RunMemory:
             bound.restore((saved or {})[bound.phase])
 
     @property
-    def bounds(self) -> tuple[Bound, RolloutBound]:
+    def bounds(self) -> tuple[BatchLimit, RolloutLimit]:
         return self.train, self.rollout
