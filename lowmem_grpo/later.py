@@ -11,9 +11,9 @@ class Later:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(import_module(self._name), name)
-        setattr(self, name, found)  # asked for once
-        return found
+        value = getattr(import_module(self._name), name)
+        setattr(self, name, value)  # asked for once
+        return value
 
 
 if TYPE_CHECKING:  # a type checker sees the module itself

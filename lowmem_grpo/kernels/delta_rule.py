@@ -33,7 +33,7 @@ from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 NORM_EPSILON = 1e-6
-AGREEMENT = 0.02  # of the norm; rounding to 16 bits takes about 0.005
+AGREEMENT = 0.02  # relative norm; rounding to 16 bits takes about 0.005
 SCRATCH = 2**22  # numbers (T, heads, K) that are computed at a time
 
 logger = logging.getLogger(__name__)
@@ -75,15 +75,15 @@ def delta_rule_ref(
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the field's kernels give what the rule token by token gives, with all gradients; tried once on
     each card. Where they do not, one line says so, and plain torch computes."""
-    runs, found = VarlenSequences((70, 3, 0, 60), device), []
+    runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
-        given = example(runs, device, dtype)
-        query, key, value, g, beta, initial = given
+        inputs = example(runs, device, dtype)
+        query, key, value, g, beta, initial = inputs
         for rule in (fla.delta_rule, delta_rule_ref):
             result, final = rule(query, key, value, g, beta, runs, initial)
-            grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), given)
-            found.append([one.detach().float() for one in (result, final, *grads)])
-    worst = max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
+            grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), inputs)
+            outcomes.append([tensor.detach().float() for tensor in (result, final, *grads)])
+    worst = max(float((tensor - other).norm() / other.norm()) for tensor, other in zip(*outcomes, strict=True))
     if not worst < AGREEMENT:
         logger.warning("%s and the gated delta rule differ by %.3f of its size: plain torch computes it. Install "
                        "another version of it, or none", fla.describe(value), worst)
@@ -97,7 +97,7 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
     made += [-torch.rand(count, 4, generator=draw), torch.rand(count, 4, generator=draw),
              torch.randn(len(runs.lengths), 4, 64, 64, generator=draw)]
     kinds = [dtype] * 3 + [torch.float32] * 3
-    return [one.to(device, kind).requires_grad_() for one, kind in zip(made, kinds, strict=True)]
+    return [part.to(device, kind).requires_grad_() for part, kind in zip(made, kinds, strict=True)]
 
 
 def delta_step(
@@ -106,7 +106,7 @@ def delta_step(
     """One token of each of B rows: query, key (B, H_k, K), value (B, H, V), g, beta (B, H), state (B, H, K, V); returns
     (B, H, V) and the next states."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
-    query, key = (normed(one.to(dtype)).repeat_interleave(groups, 1) for one in (query, key))
+    query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]
     told = (state * key[..., None]).sum(-2)
     added = beta.to(dtype)[..., None] * (value.to(dtype) - told)
@@ -140,13 +140,13 @@ class DeltaRuleFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_result: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         parts: Parts = ctx.saved_tensors
-        grads = tuple(torch.empty_like(one) for one in parts)
+        grads = tuple(torch.empty_like(part) for part in parts)
         for (some, heads), (room, _) in zip(tiles(parts), tiles(grads), strict=True):
-            wanted: Any = tuple(one.detach().requires_grad_() for one in some)
+            wanted: Any = tuple(part.detach().requires_grad_() for part in some)
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):  # they stay here
                 result, final = without_autocast(wanted, ctx.runs)
-            found = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
-            for place, grad in zip(room, found, strict=True):
+            gradients = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
+            for place, grad in zip(room, gradients, strict=True):
                 place.copy_(grad)
         return (*grads, None)
 
@@ -212,7 +212,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Results (N, H, C, V) of the chunks, step by step, and the states (S, H, K, V) after each run's last chunk."""
     results, finals = [], []
-    steps = zip(*(one.split(counts) for one in (added, read, q, scores, k, decay)), strict=True)
+    steps = zip(*(tensor.split(counts) for tensor in (added, read, q, scores, k, decay)), strict=True)
     for new, reads, asks, pairs, keys, whole in steps:
         if len(new) < len(state):  # otherwise the view would keep each step's states alive
             finals.append(state[len(new) :])
@@ -231,7 +231,7 @@ def check(
     if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "
                          "together; expected (T, H_k, K) twice and (T, H, V) with H a multiple of H_k")
-    if tokens != runs.tokens or any(one.shape != value.shape[:2] for one in (g, beta)):
+    if tokens != runs.tokens or any(rate.shape != value.shape[:2] for rate in (g, beta)):
         raise ValueError(f"g is {tuple(g.shape)} and beta {tuple(beta.shape)} for a value {tuple(value.shape)} and "
                          f"runs of {runs.tokens} tokens; expected (T, H)")
     expected = (len(runs.lengths), value.shape[1], size, value.shape[2])

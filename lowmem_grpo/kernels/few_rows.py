@@ -195,11 +195,11 @@ def launches(capability: int, step: int = 32) -> dict[str, Launch]:
 
 def narrow_launches(capability: int) -> dict[str, Launch]:
     """Every launch that `narrow_launch` chooses from sm_80 on, by what it is for."""
-    found = {}
+    by_name = {}
     for rows, outputs in product((8, 16, 32, 64), (WARPS * 16 >> power for power in range(5))):
         launch = narrow_launch(rows, outputs, 1 << 20, capability)
-        found[f"rows<={rows} split={launch.constexprs['SPLIT']}"] = launch
-    return found
+        by_name[f"rows<={rows} split={launch.constexprs['SPLIT']}"] = launch
+    return by_name
 
 
 def variant(

@@ -21,10 +21,10 @@ PACKAGE, OLDEST = "flash-linear-attention", (0, 6)
 def installed() -> str | None:
     """Its version; None where it is not installed, or older than those whose functions are called here."""
     try:
-        found = version(PACKAGE)
+        release = version(PACKAGE)
     except PackageNotFoundError:
         return None
-    return found if tuple(int(part) for part in found.split(".")[:2]) >= OLDEST else None
+    return release if tuple(int(part) for part in release.split(".")[:2]) >= OLDEST else None
 
 
 def serve(x: Tensor) -> bool:
@@ -45,14 +45,14 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """As `delta_rule.delta_rule`."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    old = initial.split(1)
+    states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(
         query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
-        initial_state=torch.cat([one for one, length in zip(old, runs.lengths, strict=True) if length]),
+        initial_state=torch.cat([state for state, length in states if length]),
         use_qk_l2norm_in_kernel=True, cu_seqlens=runs.filled.cu_seqlens,
     )
     new = iter(final.split(1))
-    return result[0], torch.cat([next(new) if length else one for one, length in zip(old, runs.lengths, strict=True)])
+    return result[0], torch.cat([next(new) if length else state for state, length in states])
 
 
 def causal_conv(x: Tensor, weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lowmem_grpo.kernels.nf4 import dequantized
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its values
+LARGEST = 448.0  # largest value
 REFERENCE_ELEMENTS = 2**22  # that the CPU path takes at a time: its temporaries take about 12 bytes for each
 
 
@@ -91,7 +91,7 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
     in width, blocks or dtype, or where one but the last does not end with a block."""
     first = weights[0]
     for number, weight in enumerate(weights):
-        want, got = ((one.shape[1], one.block, one.dtype) for one in (first, weight))
+        want, got = ((w.shape[1], w.block, w.dtype) for w in (first, weight))
         if want != got:
             raise ValueError(f"weight {number} does not fit: (in, block, dtype) is {got}, and {want} in weight 0")
         if number < len(weights) - 1 and weight.shape[0] % first.block[0]:

@@ -23,7 +23,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode_op
 from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
-BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
+BAND_BYTES = 64 * 2**20  # dequantized at a time
 
 QuantizedWeight = NF4Weight | FP8Weight
 FrozenWeight = Tensor | QuantizedWeight
@@ -102,8 +102,8 @@ def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | N
             return project_bands(x, weight, weight.out_features, biases)
         pairs = zip(biases, weight.out_features, strict=True)
         parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
-        given = any(bias is not None for bias in biases)
-        return list(decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
+        has_bias = any(bias is not None for bias in biases)
+        return list(decode(x, weight, bias=torch.cat(parts) if has_bias else None).split(weight.out_features, 1))
 
 
 def project_bands(

@@ -344,10 +344,10 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for tensors of `dtype`."""
-    found = []
+    cases = []
     for activation, launch in product(APPROXIMATE, (launch_rule(64), launch_rule(256), launch_rule(1024))):
         name, chosen = f"{activation} {launch.constexprs['BLOCK_F']}", {"ACTIVATION": activation}
-        found.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
-        found += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),
+        cases.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
+        cases += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),
                           launch, chosen | {"HAS_PRODUCT": wanted}) for wanted in (False, True)]
-    return found
+    return cases

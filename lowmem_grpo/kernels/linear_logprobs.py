@@ -29,7 +29,7 @@ from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
-CPU_CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
+CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, where chunk_rows is not given
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
 CARD_SHARE = 64  # at most this part of a card's memory
 

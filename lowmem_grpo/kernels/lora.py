@@ -38,15 +38,15 @@ def lora_linear(
     many layers. A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
     """
     frozen = [frozen_weight(weight) for weight in weights]
-    given = [None] * len(loras) if biases is None else list(biases)
+    added = [None] * len(loras) if biases is None else list(biases)
     check_linears(x, frozen, loras)
-    check_biases(frozen, given)
+    check_biases(frozen, added)
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
-        outputs: Sequence[Tensor] = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
+        outputs: Sequence[Tensor] = LoRALinearFunction.apply(rows, frozen, added, scales_of(loras), *tensors_of(loras))
     else:
         (factors,) = held_factors([loras], x.dtype)
-        outputs = forward_linears(rows, frozen, factors, given)
+        outputs = forward_linears(rows, frozen, factors, added)
     return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
 
@@ -77,11 +77,11 @@ def forward_linears(
     outputs: list[Tensor] = []
     for weight in weights:
         count = matrices(weight)
-        given = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
+        own_biases = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
         if count > 1 and not isinstance(weight, Tensor):
-            outputs += project_each(x, weight, given)
+            outputs += project_each(x, weight, own_biases)
         else:
-            outputs.append(project(x, weight, given[0]))
+            outputs.append(project(x, weight, own_biases[0]))
     if factors is not None:
         factors.add_to(outputs, x)
     return outputs
@@ -106,16 +106,16 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
     total, rest = None, iter(grads)
     for weight in weights:
         some = [next(rest) for _ in range(matrices(weight))]
-        given = [grad for grad in some if grad is not None]
-        if not given:
+        present = [grad for grad in some if grad is not None]
+        if not present:
             continue
         if total is not None and isinstance(weight, Tensor):
-            total.addmm_(given[0], weight)
+            total.addmm_(present[0], weight)
             continue
         if len(some) > 1 and not isinstance(weight, Tensor):
             share = project_back_each(some, weight)
         else:
-            share = project_back(given[0], weight)
+            share = project_back(present[0], weight)
         total = share if total is None else total.add_(share)
     return total
 

@@ -39,7 +39,7 @@ class Factors:
 
     a: Tensor  # (sum of r_i, in)
     b: list[Tensor | None]  # (out_i, r_i), None for a layer without LoRA
-    columns: list[slice]  # of low that belong to each layer
+    columns: list[slice]  # each layer's part of low
     scales: list[float]
 
     def add_to(self, outputs: Sequence[Tensor], x: Tensor) -> None:
@@ -77,13 +77,13 @@ class Factors:
     def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
         """[dA_i, dB_i of each layer] in float32 (float64 for such x); None without LoRA or without dy_i."""
         low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
             if grad is None or b is None:
-                found += [None, None]
+                gradients += [None, None]
             else:
-                found += [grad_a[columns], matmul_fp32(grad.T, low[:, columns])]
-        return found
+                gradients += [grad_a[columns], matmul_fp32(grad.T, low[:, columns])]
+        return gradients
 
 
 Copies = list[tuple[Tensor, Tensor]]  # (to, from)
@@ -112,14 +112,14 @@ def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
 
 def convert_again(kept: Kept) -> None:
     """Put the adapters of now where those of before are: a CUDA graph reads them there."""
-    for key, (groups, found) in kept.items():
+    for key, (groups, factors) in kept.items():
         if not isinstance(key[0], torch.dtype):
             continue  # no tensors of its own
-        for old, new in zip(found, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
+        for old, new in zip(factors, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
             pairs = zip([old.a, *old.b], [new.a, *new.b], strict=True) if old is not None and new is not None else ()
-            for to, given in pairs:
-                if to is not None and given is not None and to.data_ptr() != given.data_ptr():
-                    to.copy_(given)
+            for to, source in pairs:
+                if to is not None and source is not None and to.data_ptr() != source.data_ptr():
+                    to.copy_(source)
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
@@ -128,8 +128,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
                     for group in groups for lora in (*group, None)))
-    found: list[Factors | None] = held(key, groups, lambda: factors_of(groups, dtype))
-    return found
+    factors: list[Factors | None] = held(key, groups, lambda: factors_of(groups, dtype))
+    return factors
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
@@ -146,10 +146,10 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
     """One for each group of layers on one input, None for a group without LoRA; all converted by one launch."""
     copies: Copies = []
-    found = [factors_of_group(group, dtype, copies) for group in groups]
+    factors = [factors_of_group(group, dtype, copies) for group in groups]
     if copies:
-        torch._foreach_copy_([to for to, _ in copies], [given for _, given in copies])
-    return found
+        torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
+    return factors
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:

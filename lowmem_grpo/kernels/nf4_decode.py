@@ -121,9 +121,9 @@ nf4_decode_op = decode_op("nf4_decode", nf4_values, nf4_decode_triton)
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every launch that the rule chooses, with single and double quantization."""
-    found = launches(capability) if capability < 80 else narrow_launches(capability)
+    choices = launches(capability) if capability < 80 else narrow_launches(capability)
     return [
         variant(f"nf4_decode {name} nested={nested}", nf4_decode_kernel, weight_types(nested), dtype, launch,
                 NESTED=nested, SHUFFLE=True)
-        for name, launch in found.items() for nested in (False, True)
+        for name, launch in choices.items() for nested in (False, True)
     ]

@@ -81,7 +81,7 @@ def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[l
     table of values stands for what a weight without double quantization has not, and nothing reads it."""
     _, blocksize, nested_blocksize, first_block = sizes
     nested = tensors[3:] or [tensors[2]] * 3
-    stride = nested[2].ndim if len(tensors) > 3 else 0  # of offsets: one, or one for each nested block
+    stride = nested[2].ndim if len(tensors) > 3 else 0  # one offset, or one for each nested block
     numbers = [stride, (blocksize // 2).bit_length() - 1, first_block, nested_blocksize.bit_length() - 1]
     return [*tensors[:3], *nested], numbers
 

@@ -20,17 +20,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled graph has a refusal of its own
-            return found
-        several = found if isinstance(found, tuple) else (found,)
-        guarded = tuple(None if grad is None else Guard.apply(grad.detach().requires_grad_(), name) for grad in several)
-        return guarded if isinstance(found, tuple) else guarded[0]
+            return results
+        several = results if isinstance(results, tuple) else (results,)
+        guarded = tuple(grad if grad is None else FirstOrderOnly.apply(grad.detach().requires_grad_(), name)
+                        for grad in several)
+        return guarded if isinstance(results, tuple) else guarded[0]
 
     return run
 
 
-class Guard(torch.autograd.Function):
+class FirstOrderOnly(torch.autograd.Function):
     """A gradient as it is; its own derivative is refused."""
 
     @staticmethod

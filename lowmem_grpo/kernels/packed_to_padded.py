@@ -27,8 +27,8 @@ TILE = 4096  # numbers of one program
 
 def packed_to_padded_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
     """Each x (T, H, K) as y (S, H, W, K), by autograd's own backward."""
-    rows = [one.index_select(0, sources) for one in packed]
-    return [one.view(-1, width, *one.shape[1:]).transpose(1, 2) for one in rows]
+    rows = [x.index_select(0, sources) for x in packed]
+    return [x.view(-1, width, *x.shape[1:]).transpose(1, 2) for x in rows]
 
 
 def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def sum_copies_kernel(
 
 def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Three tensors whose last dimension is adjacent in memory, and their heads; those that are missing have none."""
-    near = [one if one.stride(-1) == 1 else one.contiguous() for one in tensors]
-    return near + near[:1] * (3 - len(near)), [one.shape[1] for one in near] + [0] * (3 - len(near))
+    near = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+    return near + near[:1] * (3 - len(near)), [tensor.shape[1] for tensor in near] + [0] * (3 - len(near))
 
 
 def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
@@ -167,12 +167,12 @@ def sum_copies_triton(
     grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
 ) -> list[Tensor]:
     """Launches the backward kernel on up to three tensors (S, H, W, K) of any strides."""
-    sums = [one.new_empty(len(places), one.shape[1], one.shape[3]) for one in grads]
-    given, heads = three(grads)
+    sums = [grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads]
+    tensors, heads = three(grads)
     launch, size = launch_rule(grads[0].shape[3]), grads[0].shape[3]
-    strides = [stride for one in given for stride in one.stride()[:3]]
+    strides = [stride for grad in tensors for stride in grad.stride()[:3]]
     sum_copies_kernel[(-(-len(places) // launch.constexprs["BLOCK_N"]), sum(heads))](
-        *given, *sums, *sums[:1] * (3 - len(sums)), places, copies, len(places), size, width, *heads, *strides,
+        *tensors, *sums, *sums[:1] * (3 - len(sums)), places, copies, len(places), size, width, *heads, *strides,
         **launch.options,
     )
     return sums
@@ -188,7 +188,7 @@ packed_to_padded_op = custom_op("packed_to_padded", packed_to_padded_cpu, packed
 sum_copies = custom_op(
     "sum_copies", sum_copies_ref, sum_copies_triton,
     fake=lambda grads, sources, places, copies, width: [
-        one.new_empty(len(places), one.shape[1], one.shape[3]) for one in grads
+        grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads
     ],
 )
 
@@ -208,8 +208,8 @@ class PackedToPadded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [grad for grad in grads if grad is not None]
-        sums = iter(sum_copies(given, *ctx.saved_tensors, ctx.width) if given else [])
+        present = [grad for grad in grads if grad is not None]
+        sums = iter(sum_copies(present, *ctx.saved_tensors, ctx.width) if present else [])
         return (None,) * 4 + tuple(None if grad is None else next(sums) for grad in grads)
 
 
@@ -232,22 +232,22 @@ def packed_to_padded(
     packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
 ) -> tuple[Tensor, ...]:
     """One to three packed tensors (T, H, K) as (S, H, W, K), with one dtype and one K."""
-    found: tuple[Tensor, ...] = PackedToPadded.apply(sources, places, copies, width, *packed)
-    return found
+    padded: tuple[Tensor, ...] = PackedToPadded.apply(sources, places, copies, width, *packed)
+    return padded
 
 
 def padded_to_packed(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
     """(S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
-    found: Tensor = PaddedToPacked.apply(sources, places, side_by_side)
-    return found
+    packed: Tensor = PaddedToPacked.apply(sources, places, side_by_side)
+    return packed
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for tensors of `dtype`."""
     forward = types_of(packed_to_padded_kernel, dtype, sources_ptr="*i64", places_ptr="*i64")
     backward = types_of(sum_copies_kernel, dtype, places_ptr="*i64", copies_ptr="*i64")
-    found = []
+    cases = []
     for size in (16, 32, 64, 128, 256):
-        found += flagged(f"packed_to_padded {size}", packed_to_padded_kernel, forward, launch_rule(size), ("ONCE",))
-        found.append(Variant(f"sum_copies {size}", sum_copies_kernel, backward, launch_rule(size)))
-    return found
+        cases += flagged(f"packed_to_padded {size}", packed_to_padded_kernel, forward, launch_rule(size), ("ONCE",))
+        cases.append(Variant(f"sum_copies {size}", sum_copies_kernel, backward, launch_rule(size)))
+    return cases

@@ -299,10 +299,10 @@ def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernels for x of `dtype`, with a weight of `dtype`."""
     forward = types_of(rms_norm_fwd_kernel, dtype, rstd_ptr="*fp32", eps="fp32", offset="fp32")
     backward = types_of(rms_norm_bwd_kernel, dtype, rstd_ptr="*fp32", partial_ptr="*fp32", offset="fp32")
-    found = []
+    cases = []
     for width in (2**power for power in range(6, 15)):
         launch = launch_rule(width)
-        found += flagged(f"rms_norm_fwd {width}", rms_norm_fwd_kernel, forward, launch, ("HAS_RESIDUAL", "CAST_FIRST"))
+        cases += flagged(f"rms_norm_fwd {width}", rms_norm_fwd_kernel, forward, launch, ("HAS_RESIDUAL", "CAST_FIRST"))
         flags = ("HAS_GRAD_SUM", "HAS_GRAD_WEIGHT")
-        found += flagged(f"rms_norm_bwd {width}", rms_norm_bwd_kernel, backward, launch, flags)
-    return found
+        cases += flagged(f"rms_norm_bwd {width}", rms_norm_bwd_kernel, backward, launch, flags)
+    return cases

@@ -19,7 +19,7 @@ from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, tl, triton, types_of
 
-MAX_WIDTH = 1024  # of cos and sin
+MAX_WIDTH = 1024  # columns of cos and sin
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
@@ -296,10 +296,10 @@ def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first:
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     """Every configuration of the kernel for q and k of `dtype`."""
-    found = []
+    cases = []
     sizes = [2**power for power in range(4, 10)]
     for angle_type, half, backward in product(sorted({f"*{TRITON_TYPES[dtype]}", "*fp32"}), sizes, (False, True)):
         name = f"rope {half} cos {angle_type}{' backward' if backward else ''}"
         types = types_of(rope_kernel, dtype, cos_ptr=angle_type, sin_ptr=angle_type)
-        found.append(Variant(name, rope_kernel, types, launch_rule(half), {"BACKWARD": backward}))
-    return found
+        cases.append(Variant(name, rope_kernel, types, launch_rule(half), {"BACKWARD": backward}))
+    return cases

@@ -60,7 +60,7 @@ class Launch:
 class Variant:
     """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", ...) and its settings."""
 
-    name: str  # of the kernel and what is special about this variant, unique within a chip and a dtype
+    name: str  # kernel and what is special about this variant, unique within a chip and a dtype
     kernel: Any
     types: dict[str, str]
     launch: Launch

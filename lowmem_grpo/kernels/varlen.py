@@ -23,7 +23,7 @@ class Chunks:
     sources: Tensor  # (N * C,) int64, the packed token; right of a run's end any token
     real: Tensor  # (N, C) bool, no filler
     places: Tensor  # (T,) int64, of each packed token, index into N * C
-    counts: tuple[int, ...]  # of each step, how many runs have a chunk in it
+    counts: tuple[int, ...]  # for each step, how many runs have a chunk in it
     order: Tensor  # (S,) int64, the runs, the longest first
     back: Tensor  # (S,) int64, the place of each run in `order`
 

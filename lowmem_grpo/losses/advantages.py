@@ -252,8 +252,8 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
     if settings.multi_objective_aggregation == "normalize_then_sum":
         return normalized_then_summed(rewards, weights).nan_to_num(nan=0.0)
     estimator, k = ESTIMATORS[settings.advantage_estimator], settings.pass_at_k or max(rewards.shape[1] // 2, 1)
-    found = estimator.function(summed_rewards(rewards, weights, settings), settings.scale, baselines, k)
-    return (normalized(found) if settings.normalize_advantages else found).nan_to_num(nan=0.0)
+    advantages = estimator.function(summed_rewards(rewards, weights, settings), settings.scale, baselines, k)
+    return (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
 
 
 def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
@@ -312,7 +312,7 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     flat = torch.cat(returns)
     flat = flat.where(flat.isfinite(), torch.nan)  # one broken reference is told at its own tokens, and moves no other
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
-    for rollout, values in zip(scored, scores.split([len(found) for found in returns]), strict=True):
+    for rollout, values in zip(scored, scores.split([len(per_token) for per_token in returns]), strict=True):
         rollout.token_advantages = with_context(rollout, values.float())
 
 
@@ -324,9 +324,9 @@ def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: Adva
     rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
     widest = max(map(len, rows), default=0)
     table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
-    found = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
-    found = (normalized(found) if settings.normalize_advantages else found).nan_to_num(nan=0.0)
-    for group, values in zip(groups, found.tolist(), strict=True):
+    advantages = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
+    advantages = (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
+    for group, values in zip(groups, advantages.tolist(), strict=True):
         for rollout, value in zip(group.rollouts, values, strict=False):
             rollout.advantage = value
 

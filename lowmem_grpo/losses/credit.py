@@ -23,7 +23,7 @@ from lowmem_grpo.losses.sequences import with_context
 if TYPE_CHECKING:
     from lowmem_grpo.types import Rollout, RolloutGroup
 
-Place = tuple[int, int]  # of a turn: the number of its episode, and its own
+Place = tuple[int, int]  # a turn: the number of its episode, and its own
 Compared = dict[Hashable, dict[Place, float]]  # returns that are compared with each other
 
 
@@ -68,24 +68,24 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
     weight = sum(weights[name] for name in scored if name in paid)
     values = [weight * (turn.reward or 0.0) for turn in rollout.turns]
     values[-1] += sum(weights[name] * value for name, value in scored.items() if name not in paid)
-    found, to_go = [], 0.0
+    returns, to_go = [], 0.0
     for value in reversed(values):
         to_go = value + discount * to_go
-        found.append(to_go)
-    return found[::-1]
+        returns.append(to_go)
+    return returns[::-1]
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
     """The advantage of each turn among those that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
-    rows = [[*found.values(), *[math.nan] * (widest - len(found))] for found in compared.values()]
+    rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:
         return {}
     name = settings.advantage_estimator
     function = ESTIMATORS[name].function if name in COMPARING else of_group
     advantages = function(torch.tensor(rows, dtype=torch.float64), settings.scale, None, 0).tolist()
-    return {place: value for found, row in zip(compared.values(), advantages, strict=True)
-            for place, value in zip(found, row, strict=False)}
+    return {place: value for returns, row in zip(compared.values(), advantages, strict=True)
+            for place, value in zip(returns, row, strict=False)}
 
 
 def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:

@@ -40,7 +40,7 @@ class EntropyControl:
     highest: float = 1.0
     delta: float = 0.005
     target: float = 0.2
-    last_entropy: float | None = None  # of the step before
+    last_entropy: float | None = None  # in the step before
 
     @property
     def applied(self) -> float:

@@ -89,10 +89,10 @@ class LossSettings:
     def chosen(self) -> dict[str, Any]:
         """The loss type's options: the ones given, its own defaults for others."""
         defaults = LOSS_TYPES[self.loss_type].options
-        given = {name: getattr(self, name) for name in defaults}
-        if given.get("epsilon") is not None:
+        options = {name: getattr(self, name) for name in defaults}
+        if options.get("epsilon") is not None:
             defaults = {**defaults, "epsilon_high": None}  # which is epsilon
-        return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+        return {name: default if options[name] is None else options[name] for name, default in defaults.items()}
 
     @property
     def level(self) -> str:

@@ -69,7 +69,7 @@ class StepTotals:
 
     sequences: int
     tokens: float  # that count in the loss
-    policy_tokens: float  # of these, those whose policy term counts
+    policy_tokens: float  # those of them whose policy term counts
 
 
 class Objective:

@@ -56,8 +56,8 @@ def grpo_loss(
         policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
     report = Report()
     report.add(clip_metrics(kind, tokens, chosen, settings.level != "token"))
-    found = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
-    per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, found)
+    term_factors = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
+    per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, term_factors)
     if settings.beta:
         per_token = per_token + settings.beta * kl_term(tokens, settings, ref_logprobs, report)
     step = StepCounts(
@@ -84,8 +84,8 @@ class Report:
         self.metrics: dict[str, Tensor] = {}
         self.counts: dict[str, float] = {}
 
-    def add(self, found: tuple[Means, dict[str, Tensor]]) -> None:
-        means, extremes = found
+    def add(self, measured: tuple[Means, dict[str, Tensor]]) -> None:
+        means, extremes = measured
         self.metrics |= {name: mean for name, (mean, _) in means.items()} | extremes
         self.counts |= {name: count for name, (_, count) in means.items()}
 
@@ -152,14 +152,14 @@ def factors(
             yield tokens.correction
 
 
-def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, found: list[Tensor]) -> Tensor:
+def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
     """The policy term times its factors, (N,). Where the advantage or a factor is 0 the term and its gradient are 0,
     even if another overflows."""
-    if not found:
+    if not term_factors:
         return token_loss(tokens)
-    kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in found)]).all(0)
+    kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)
     per_token = token_loss(tokens.only(kept))
-    for factor in found:
+    for factor in term_factors:
         per_token = per_token * factor
     return torch.where(kept, per_token, 0.0)
 

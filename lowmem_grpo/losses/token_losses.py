@@ -56,16 +56,16 @@ def loss_named(name: str) -> TokenLoss:
     return LOSSES[name]
 
 
-def checked_settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+def checked_settings(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
     """The settings of a loss, with the defaults of those that were not given. ValueError names what is wrong."""
     allowed = loss_named(name).settings
-    for key, value in given.items():
+    for key, value in config.items():
         if key not in allowed:
             raise ValueError(f"loss_fn_config has {key!r}, which {name} does not take; it takes "
                              f"{', '.join(allowed) or 'no settings'}")
         if isinstance(value, str) or not 0 <= value < float("inf"):
             raise ValueError(f"loss_fn_config[{key!r}] is {value!r}; it must be a number, at least 0")
-    settings = {**allowed, **{key: float(value) for key, value in given.items()}}
+    settings = {**allowed, **{key: float(value) for key, value in config.items()}}
     if "clip_low_threshold" in settings and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
         raise ValueError(f"clip_low_threshold is {settings['clip_low_threshold']:g} and clip_high_threshold "
                          f"{settings['clip_high_threshold']:g}; both are ratios, such as 0.8 and 1.2, the low one "

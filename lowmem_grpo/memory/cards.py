@@ -19,14 +19,14 @@ SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx309
         "4090": "rtx4090", "5080": "rtx5080", "5090": "rtx5090", "4070ti": "rtx4070ti", "4060ti-16": "rtx4060ti-16"}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
 UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
-DEFAULT_SHARE = 0.95  # of a named card: a display, or what another program holds, takes the rest
+DEFAULT_SHARE = 0.95  # usable part of a named card: a display, or what another program holds, takes the rest
 
 
 PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # tokens that vLLM reads at a time, on cards of less than so many bytes
 LARGE_PREFILL = 8192  # on the others
-MASK_PLACES = 2**26  # of attention's masks in a pass of the transformers engine
+MASK_PLACES = 2**26  # places in attention's masks in a pass of the transformers engine
 LEAST_PIECE = 256  # tokens of each prompt that it reads in a pass, at least
-GRAPH_PLACES = 128  # of the cache: by how many graphs of our own engine differ, at least
+GRAPH_PLACES = 128  # cache places by which graphs of our own engine differ, at least
 MOST_SEQUENCES = 256  # decoded together at most, where nothing else was asked for
 
 

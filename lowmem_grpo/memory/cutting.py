@@ -45,7 +45,7 @@ class Span:
     @property
     def length(self) -> int:
         """Tokens of its longest sequence."""
-        return max(one.whole for one in self.sequences)
+        return max(sequence.whole for sequence in self.sequences)
 
 
 def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
@@ -98,11 +98,11 @@ def area(batch: list[Span]) -> int:
 
 def families(batch: list[Span]) -> list[list[int]]:
     """For each prompt, its own places and those of each sequence that shares it: of neighbours of one group."""
-    found: list[list[int]] = []
+    by_prompt: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
         lengths: dict[Hashable, list[int]] = {}
         for span in spans:
             for family, prompt, tokens in span.sequences:
                 lengths.setdefault(family, [prompt - 1]).append(tokens)
-        found += lengths.values()
-    return found
+        by_prompt += lengths.values()
+    return by_prompt

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SPLIT, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
-DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # of a gated delta net
+DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # in a gated delta net
 GATE_UP, FUSED_GATE_UP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
@@ -42,7 +42,7 @@ class Attention:
 
     kind: str
     inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
-    norm: Literal["", "heads", "whole"] = ""  # of q and k: none, each head by itself, or all heads together
+    norm: Literal["", "heads", "whole"] = ""  # for q and k: none, each head by itself, or all heads together
     position: Literal["half", "pairs"] = "half"  # RoPE turns x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
     turned: float = 1.0  # the share of a head that RoPE turns, where a config does not say it
     turns: str = ""  # the attribute that says whether RoPE is in a layer; "": it is in all
@@ -55,7 +55,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertBlock:
     """A router, and gated MLPs of which each token takes some."""
 
     kind: str  # transformers' class of router and experts together
@@ -70,12 +70,12 @@ class Family:
     attention: Attention
     mlp: MLP
     norm: Norm
-    norms: int = 2  # of the hidden size, in a layer
+    norms: int = 2  # norms of the hidden size in a layer
     unlike_layers: bool = False  # head sizes, windows and keys differ from layer to layer: see layer_forms.py
-    buffers: tuple[str, ...] = ()  # of a layer: what a checkpoint holds beside parameters
+    buffers: tuple[str, ...] = ()  # what a checkpoint holds for a layer beside parameters
     vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
     delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
-    experts: Experts | None = None  # in place of the MLP, in the layers that have them
+    experts: ExpertBlock | None = None  # in place of the MLP, in the layers that have them
     only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
     turns: tuple[str, ...] = ()  # tokens that its chat template writes, each of which must be one token
     refused: str = ""  # why the family cannot be trained, and what to take
@@ -141,7 +141,7 @@ FAMILIES: dict[str, Family] = {
         delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM,
     ),
     "qwen3_moe": decoder(
-        "Qwen3-MoE", "Qwen3Moe", turns=IM, experts=Experts("Qwen3MoeSparseMoeBlock"),
+        "Qwen3-MoE", "Qwen3Moe", turns=IM, experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
         attention=Attention("Qwen3MoeAttention", norm="heads", window="config"),
     ),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
@@ -151,7 +151,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."
-# of a checkpoint with images or sounds: the names of its text model's tensors, and those in a checkpoint of text only
+# for a checkpoint with images or sounds: the names of its text model's tensors, and those in a checkpoint of text only
 TEXT_NAMES: dict[str, dict[str, str]] = {
     "gemma4": {WHOLE: "model."},
     "mistral3": {INSIDE + r"model\.": "model.", INSIDE + "lm_head": "lm_head", WHOLE: "model."},
@@ -225,12 +225,12 @@ def sampled_by(row: Family) -> str:
 
 def trained(by_vllm: bool = False) -> str:
     """The names of the families that train, as one list; with `by_vllm`, of those that vLLM samples."""
-    return ", ".join(one.name for one in FAMILIES.values() if not one.refused and (one.vllm or not by_vllm))
+    return ", ".join(row.name for row in FAMILIES.values() if not row.refused and (row.vllm or not by_vllm))
 
 
 def with_experts() -> str:
     """The names of the families whose experts are trained in 4 bits."""
-    return ", ".join(one.name for one in FAMILIES.values() if one.experts is not None)
+    return ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
 
 
 def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
@@ -238,7 +238,7 @@ def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
     said, row = check_family(config, name), family_of(config)
     if row is None:
         return {"family": said or ""}
-    found = {"family": row.name, "sampled by": sampled_by(row)}
+    words = {"family": row.name, "sampled by": sampled_by(row)}
     if engine == "vllm" and not row.vllm:
-        found["note"] = f"vLLM does not sample {row.name}: plan with --engine transformers"
-    return found
+        words["note"] = f"vLLM does not sample {row.name}: plan with --engine transformers"
+    return words

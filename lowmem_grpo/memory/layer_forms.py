@@ -10,7 +10,7 @@ from lowmem_grpo.memory.families import EXPERTS
 FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # in which weights are held
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
-GLOBAL_HEAD = 512  # of Gemma 4's layers without a window, where a config.json does not say it
+GLOBAL_HEAD = 512  # in Gemma 4's layers without a window, where a config.json does not say it
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ExpertForm:
     def from_config(cls, fields: Mapping[str, Any]) -> "ExpertForm":
         """From a config's fields: of Qwen3-MoE, every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
         every, without = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
-        layers = [one for one in range(fields["num_hidden_layers"]) if one not in without and (one + 1) % every == 0]
+        layers = set(range(every - 1, fields["num_hidden_layers"], every)) - set(without)
         count = next(fields[name] for name in EXPERTS if fields.get(name))  # transformers renames what a file says
         return cls(len(layers), count, fields["num_experts_per_tok"], fields["moe_intermediate_size"])
 
@@ -125,16 +125,16 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
     layers, kinds = fields["num_hidden_layers"], fields["layer_types"]
     sharing = layers - (fields.get("num_kv_shared_layers") or 0)
     twice = 2 if fields.get("use_double_wide_mlp") else 1
-    found = []
+    forms = []
     for number, kind in enumerate(kinds):
         full, shares = kind == "full_attention", number >= sharing
         own = own_fields(fields, number, full)
-        found.append(LayerForm(
+        forms.append(LayerForm(
             own.get("head_dim") or fields["head_dim"], own.get("num_key_value_heads") or fields["num_key_value_heads"],
             fields["intermediate_size"] * (twice if shares else 1), None if full else fields.get("sliding_window"),
             not shares, not (full and fields.get("attention_k_eq_v")),
         ))
-    return tuple(found)
+    return tuple(forms)
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:

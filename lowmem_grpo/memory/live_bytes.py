@@ -28,9 +28,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
-            if tensor.untyped_storage().data_ptr() not in given:
+            if tensor.untyped_storage().data_ptr() not in inputs:
                 self.count(tensor)
         return result
 

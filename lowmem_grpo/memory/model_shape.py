@@ -59,8 +59,8 @@ class ModelShape:
     per_layer: int = 0  # P, numbers that each layer takes of a token beside its input; 0: none
     per_layer_vocabulary: int = 0  # rows of the table of these, which is L P wide
     turned: float = 1.0  # the share of a head that RoPE turns
-    experts: ExpertForm | None = None  # of the layers that have them in place of an MLP
-    delta: DeltaForm | None = None  # of the layers without attention, where there are such; in `each`, of these only
+    experts: ExpertForm | None = None  # in the layers that have them in place of an MLP
+    delta: DeltaForm | None = None  # in the layers without attention, where there are such; in `each`, these only
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
@@ -76,7 +76,7 @@ class ModelShape:
         if mixed and row.experts is None:
             raise ValueError(f"{kind} has several experts; of such models, plans are made for {with_experts()} only")
         bias, forms = row.attention.bias, forms_of(fields) if row.unlike_layers else ()
-        found = cls(
+        shape = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
             fields["vocab_size"], tied or bool(fields.get("tie_word_embeddings", False)),
@@ -89,9 +89,9 @@ class ModelShape:
             experts=ExpertForm.from_config(fields) if mixed else None,
         )
         if not forms:
-            return found
+            return shape
         largest = max(forms, key=lambda form: form.own_keys * form.head_size * form.kv_heads)
-        return replace(found, head_size=largest.head_size, kv_heads=largest.kv_heads,
+        return replace(shape, head_size=largest.head_size, kv_heads=largest.kv_heads,
                        inner=max(form.inner for form in forms))
 
     def each(self) -> Iterator[tuple[int, "ModelShape"]]:
@@ -176,12 +176,12 @@ class ModelShape:
     @property
     def linear_weights(self) -> int:
         """Numbers in the linear layers of all decoder layers, biases aside."""
-        return sum(count * sum(one.weights for one in shape.linears()) for count, shape in self.each())
+        return sum(count * sum(linear.weights for linear in shape.linears()) for count, shape in self.each())
 
     @property
     def sampler_weights(self) -> int:
         """The part of these that the sampler may hold in 16 bits for a phase: all but experts."""
-        return sum(count * sum(one.weights for one in shape.linears() if one.experts == 1)
+        return sum(count * sum(linear.weights for linear in shape.linears() if linear.experts == 1)
                    for count, shape in self.each())
 
     def weight_bytes(self, form: str) -> int:
@@ -195,9 +195,9 @@ class ModelShape:
 
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
-        linears = sum(one.bytes_in(form) for one in self.linears())
+        linears = sum(linear.bytes_in(form) for linear in self.linears())
         linears += self.offset_bytes() if form == NF4 else 0
-        biases = 2 * sum(one.rows for one in self.linears() if one.bias)
+        biases = 2 * sum(linear.rows for linear in self.linears() if linear.bias)
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
     def norm_bytes(self) -> int:
@@ -221,19 +221,19 @@ class ModelShape:
 
     def groups(self) -> list[list[Linear]]:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
-        linears = {one.name: one for one in self.linears()}
-        form, found = self.family, [[one] for name, one in linears.items() if name.startswith("per_layer")]
+        linears = {linear.name: linear for linear in self.linears()}
+        form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
         for names in (DELTA_IN, (DELTA_OUT,), form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
             group = [linears[name] for name in names if name in linears]
-            whole = len(group) == len(names) and all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
-            found += [group] if whole else [[one] for one in group]
-        return found
+            whole = len(group) == len(names) and not any(w.weights % (BLOCK * NESTED_BLOCK) for w in group[:-1])
+            groups += [group] if whole else [[linear] for linear in group]
+        return groups
 
     def offset_bytes(self) -> int:
         """Return the bytes of the offsets of a layer's weights side by side: one offset for each nested block, in place
         of one for each weight."""
-        blocks = [-(-one.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
-                  for one in group]
+        blocks = [-(-linear.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
+                  for linear in group]
         return 4 * (sum(blocks) - len(blocks))
 
     @property
@@ -252,7 +252,7 @@ class ModelShape:
 
     def lora_weights(self, rank: int) -> int:
         """Numbers of LoRA on all linears."""
-        return rank * sum(count * sum(one.rows + one.columns for one in shape.linears() if one.lora)
+        return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
                           for count, shape in self.each())
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:

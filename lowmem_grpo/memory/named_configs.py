@@ -33,8 +33,8 @@ def named_config(name: str) -> dict[str, Any]:
         raise ValueError(
             f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a config.json"
         )
-    found: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
+    return config
 
 
 def shape_name(name: str) -> str | None:
@@ -55,9 +55,9 @@ def plain_name(name: str) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """The fields of a config.json; ValueError says why it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a model's config.json: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no object of fields; a model's config.json is needed")
-    return found
+    return fields

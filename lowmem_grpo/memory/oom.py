@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.memory.plan import MemoryPlan, Row
+from lowmem_grpo.memory.plan import MemoryPlan, PlanRow
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ T = TypeVar("T")
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
               "Triton Error [CUDA]: out of memory")
-POOL_WORDS = "CUDA Error: out of memory"  # of vLLM's memory pool, which spells it so, wherever the words stand
+POOL_WORDS = "CUDA Error: out of memory"  # vLLM's memory pool, which spells it so, wherever the words stand
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 # Rows of a plan that do not depend on how much is done at once: a shortage does not show that they are wrong.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
@@ -180,7 +180,7 @@ class MemoryAdvice:
         )
 
 
-def size_of(row: Row, phase: str) -> int:
+def size_of(row: PlanRow, phase: str) -> int:
     """Bytes of a row of the plan in a phase, train or rollout."""
     return row.train if phase == "train" else row.rollout
 
@@ -198,9 +198,9 @@ class BatchLimit:
     spare: Callable[[], None] | None = None  # gives back what another phase keeps
     spread: float | None = None  # planned with it: places side by side in attention, as a multiple of the bound
 
-    def under(self, given: int | None) -> int | None:
+    def under(self, asked: int | None) -> int | None:
         """The bound that holds beside the `given` one; None is no bound."""
-        present = [value for value in (self.planned if given is None else given, self.lowered) if value is not None]
+        present = [value for value in (self.planned if asked is None else asked, self.lowered) if value is not None]
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
@@ -246,9 +246,9 @@ class RolloutLimit(BatchLimit):
 
     kv_bytes: int | None = None  # None while all that was asked for could be had
 
-    def cache_under(self, given: int | None) -> int | None:
+    def cache_under(self, asked: int | None) -> int | None:
         """The bytes that hold beside the `given` ones; None where neither is a bound."""
-        return min((size for size in (given, self.kv_bytes) if size is not None), default=None)
+        return min((size for size in (asked, self.kv_bytes) if size is not None), default=None)
 
     def state(self) -> dict[str, int | None]:
         return super().state() | {"kv_bytes": self.kv_bytes}

@@ -4,7 +4,7 @@ from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
 from lowmem_grpo.memory.cards import GRAPH_PLACES, LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
-from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
+from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
 from lowmem_grpo.memory.training_step import (
     BAND_BYTES,
     CARD_ONLY,
@@ -22,9 +22,9 @@ from lowmem_grpo.memory.training_step import (
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
-CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
-GRAPHS = 384 * MIB  # of CUDA graphs, vLLM's and ours
-RESERVE = 0.04  # of what is freed and made again: holes between blocks
+CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
+GRAPHS = 384 * MIB  # CUDA graphs, vLLM's and ours
+RESERVE = 0.04  # share of what is freed and made again: holes between blocks
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
 REWARD_MODEL = "reward model"
 WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS, REWARD_MODEL)
@@ -51,7 +51,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
     graphs = GRAPHS if settings.engine == "vllm" or recorded(shape) else 0
     kept = graphs if settings.engine == "vllm" or not settings.sleeps else 0
-    engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
+    engine = PlanRow("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
                  note="prefill and sampling" + ("; CUDA graphs" if graphs else "") + (", which stay" if kept else "")
                  + " (estimated)")
     driver = driver_rows(engine.rollout, sum(row.train for row in working))
@@ -66,7 +66,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     stays = 0 if settings.sleeps else kv_bytes
     after = "stays" if stays else "freed"
     held_in = cache_text(settings.kv_cache_dtype)
-    cache = Row(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
+    cache = PlanRow(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
     concurrent = min(sequences, max(0, 1 + (kv_bytes - first) // each))
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
@@ -84,14 +84,14 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
     itemsize = cache_itemsize(settings.kv_cache_dtype)
-    one = shape.paged_bytes(settings.context, itemsize=itemsize)
+    sequence = shape.paged_bytes(settings.context, itemsize=itemsize)
     if shape.delta is not None or settings.longest_completion is None:
-        return one, one
+        return sequence, sequence
     before_last = max(0, settings.context - settings.longest_completion - 1)
-    return one, one - shape.paged_bytes(before_last // PAGED_BLOCK * PAGED_BLOCK, itemsize=itemsize)
+    return sequence, sequence - shape.paged_bytes(before_last // PAGED_BLOCK * PAGED_BLOCK, itemsize=itemsize)
 
 
-def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
+def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of both phases; gradients only while training."""
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
@@ -101,12 +101,13 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = KINDS[settings.form], settings.ranks > 1  # their gradients are summed in a copy
     return [
-        Row("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
-        Row("embedding", on_device, on_device, note=where),
-        Row("head", table, table, note="16 bits"),
-        Row("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
-        Row("gradients", 0, adapters * (1 + ranks), note="of the adapters, float32" + ", and all ranks' sum" * ranks),
-        Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
+        PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
+        PlanRow("embedding", on_device, on_device, note=where),
+        PlanRow("head", table, table, note="16 bits"),
+        PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
+        PlanRow("gradients", 0, adapters * (1 + ranks),
+                note="of the adapters, float32" + ", and all ranks' sum" * ranks),
+        PlanRow("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
 
 
@@ -128,16 +129,16 @@ def embedded(shape: ModelShape) -> str:
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
 
-def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
+def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of what is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the
     adapters."""
     copied = WORD * trained_numbers(shape, settings)
-    rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
+    rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
-        rows = [Row("adapter copy", copied, 0 if settings.sleeps else copied,
+        rows = [PlanRow("adapter copy", copied, 0 if settings.sleeps else copied,
                     note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     if settings.sampling_weights == "16bit":
-        rows.append(Row("sampling weights", WORD * shape.sampler_weights, card_only=True,
+        rows.append(PlanRow("sampling weights", WORD * shape.sampler_weights, card_only=True,
                         note="weights in 16 bits while sampling; freed while training"))
     return rows
 
@@ -164,7 +165,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
     """Each moment as it is in the micro-batch that holds most in it."""
-    all_moments = [one.moments() for one in shapes]
+    all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}
 
@@ -174,14 +175,14 @@ def without_card(moment: Moment) -> int:
     return sum(size for component, size in moment.items() if component not in CARD_ONLY)
 
 
-def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> Row:
+def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> PlanRow:
     """A component's bytes at the peak; its note says where it holds more at another moment."""
     now = moments[peak].get(component, 0)
     other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
     most = moments[other].get(component, 0)
     elsewhere = f"; {most / MIB:,.0f} MiB in {other}" if most > now else ""
     heads = "all heads" if groups == 1 else f"one of {groups} groups of heads"
-    return Row(component, 0, now, note=NOTES[component].format(heads) + elsewhere, card_only=component in CARD_ONLY)
+    return PlanRow(component, 0, now, note=NOTES[component].format(heads) + elsewhere, card_only=component in CARD_ONLY)
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:
@@ -202,23 +203,23 @@ def mask_bytes(settings: RunSettings, sequences: int) -> int:
     return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
 
 
-def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
+def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of the host."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
     kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
     scorers = settings.reward_host_bytes
-    return [Row("host buffers", host=inputs + embedding + states + kept + scorers,
+    return [PlanRow("host buffers", host=inputs + embedding + states + kept + scorers,
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
                 + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
                 + (", reward models" if scorers else ""))]
 
 
-def driver_rows(rollout: int, train: int) -> list[Row]:
+def driver_rows(rollout: int, train: int) -> list[PlanRow]:
     """The driver's own memory, and room for holes between blocks."""
     return [
-        Row("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, note="driver and libraries (estimated)", card_only=True),
-        Row("reserve", int(RESERVE * rollout), int(RESERVE * train), note="holes between blocks (estimated)",
+        PlanRow("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, note="driver and libraries (estimated)", card_only=True),
+        PlanRow("reserve", int(RESERVE * rollout), int(RESERVE * train), note="holes between blocks (estimated)",
             card_only=True),
     ]

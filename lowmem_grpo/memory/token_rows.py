@@ -11,8 +11,8 @@ A sliding window takes blocks of queries, each against the keys before it that a
 from collections.abc import Sequence
 
 Prompts = Sequence[Sequence[int]]
-PAIRS_A_CALL = 2**20  # of a query and a key, whose work takes a card longer than the launches of one more call
-KEY_SHARE = 1 / 2  # of a row, at most: keys and values only, and as many heads of them as of queries
+PAIRS_A_CALL = 2**20  # pairs of a query and a key, whose work takes a card longer than the launches of one more call
+KEY_SHARE = 1 / 2  # share of a row, at most: keys and values only, and as many heads of them as of queries
 BLOCK = 1024  # queries that meet a window's mask at a time
 ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wants them
 

@@ -14,10 +14,10 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
-BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
+BAND_BYTES = 64 * 2**20  # dequantized weights at a time
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # an expert, up to which all are computed together
-PAGE_BYTES = 4 * 2**20  # of host memory
+PAGE_BYTES = 4 * 2**20  # a page of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host; one where attention is by groups of heads
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
@@ -76,10 +76,10 @@ class StepShape:
     def laid(self) -> int:
         """Bytes of q and output, k and v, and their float32 log-sums as attention holds them for its backward pass:
         copies side by side, or the packed ones where there is one sequence."""
-        one = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
+        token = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
         if self.by_groups:  # no log-sums; the output of packed tokens is kept, but by what comes next
-            one -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
-        return one * (self.area or self.tokens)
+            token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
+        return token * (self.area or self.tokens)
 
     @property
     def rows(self) -> int:
@@ -115,7 +115,7 @@ class StepShape:
         """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also its output packed
         again."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
-        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # of blocks of queries, and together
+        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # outputs by block, and joined
             kept += WORD * self.model.queries * (self.area or self.tokens)
         if self.model.per_layer:  # Gemma 4: inputs of norms after attention and MLP, and what is added to a layer
             kept += 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer
@@ -163,7 +163,7 @@ class StepShape:
         row_hidden = WORD * self.rows * self.model.hidden
         lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
         at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # kept already where there are no tiles
-        grads = self.hidden * (2 if self.mlp_tile else 1)  # of the output, and of the input as it fills
+        grads = self.hidden * (2 if self.mlp_tile else 1)  # the output's, and the input's as it fills
         tile = at_work + lora + self.band()
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
@@ -211,5 +211,5 @@ class StepShape:
     def band(self) -> int:
         """Dequantized weights of one band."""
         groups = self.model.groups() if self.quantized else []
-        largest = max((WORD * sum(one.weights for one in group) for group in groups), default=0)
+        largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

@@ -74,8 +74,8 @@ def drop_nothing(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(module, nn.ModuleDict):  # of LoRA, whose fast path has none at all
-            module.update({name: nn.Identity() for name, one in module.items() if isinstance(one, nn.Dropout)})
+        elif isinstance(module, nn.ModuleDict):  # LoRA's, whose fast path has none at all
+            module.update({name: nn.Identity() for name, child in module.items() if isinstance(child, nn.Dropout)})
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
 
@@ -192,8 +192,8 @@ def device_of(model: nn.Module) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     away = sorted(devices - {torch.device("cpu")}, key=str)
     if len(away) > 1 or not devices:
-        found = f"parameters on {', '.join(map(str, away))}" if away else "no parameters"
-        raise ValueError(f"{type(model).__name__} has {found}; offloading needs a model on exactly one device")
+        description = f"parameters on {', '.join(map(str, away))}" if away else "no parameters"
+        raise ValueError(f"{type(model).__name__} has {description}; offloading needs a model on exactly one device")
     return away[0] if away else torch.device("cpu")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PER_LAYER = "embed_tokens_per_layer"  # of the decoder: Gemma 4's embedding of numbers that each layer takes for itself
+PER_LAYER = "embed_tokens_per_layer"  # in the decoder: Gemma 4's embedding of numbers that each layer takes for itself
 
 
 class HostEmbedding(nn.Module):

@@ -28,8 +28,8 @@ def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: tor
     Each layer's input is tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between
     the last layer and the loss.
     """
-    one = tokens * hidden_size * dtype.itemsize
-    return (num_layers + TAIL) * -(-one // PAGE_BYTES) * PAGE_BYTES
+    layer_input = tokens * hidden_size * dtype.itemsize
+    return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES
 
 
 def available_host_bytes() -> int | None:

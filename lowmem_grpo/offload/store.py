@@ -40,7 +40,7 @@ class Resident:
     """On the device: an offloaded tensor as it was saved (`original`), or as it came back from the host."""
 
     tensor: Tensor
-    ticket: Any  # of the copy that reads or writes it
+    ticket: Any  # for the copy that reads or writes it
     original: bool
     version: int  # that it had when the copy started
     settled: bool = False  # the computation waits for that copy already

@@ -33,37 +33,37 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
 # What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
-GEMM = 0.80e12  # of 1 TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
-MEMORY = 0.90e12  # of 1 TB/s: a copy of 4.3 of 4.8
-ATTENTION = 0.35e12  # of 1 TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
-PCIE = 0.85e9  # of 1 GB/s, from pinned memory
+GEMM = 0.80e12  # per TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
+MEMORY = 0.90e12  # per TB/s: a copy of 4.3 of 4.8
+ATTENTION = 0.35e12  # per TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
+PCIE = 0.85e9  # per GB/s, from pinned memory
 L2 = 24e9  # bytes of a multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
 LANES = 128e9  # instructions of a multiprocessor and GHz: of four warps of 32 lanes
 # Launches of a layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test holds
 # these against it. Microseconds are of the host, unless they are of a graph.
-LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # of a micro-batch; the backward pass recomputes the forward pass
-LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA graph; the second is an assumption
+LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # per micro-batch; the backward pass recomputes the forward pass
+LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # per token step in a CUDA graph; the second is an assumption
 HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms of 9,612, an assumption, and 3.1 of an opaque op, counted
-GRAPH_US_PER_LAUNCH = 1.9  # of the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
+GRAPH_US_PER_LAUNCH = 1.9  # on the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
 RECORD_SECONDS = 0.15  # for a graph of the transformers engine; an assumption, 0.35 on slow hosts
-EAGER_LAYER_US = 1200.0  # of a pass of the transformers engine without a graph; an assumption
-SAMPLER_LAUNCHES = 30  # of a token step outside of the graph: sampler, positions, block tables; an assumption
+EAGER_LAYER_US = 1200.0  # per pass of the transformers engine without a graph; an assumption
+SAMPLER_LAUNCHES = 30  # per token step outside of the graph: sampler, positions, block tables; an assumption
 SAMPLER_PASSES = 10  # over the float32 logits of a token step: softmax, log-probabilities, drawing; an assumption
-HEAD_FACTOR = 1.17  # of `linear_logprobs` to its products, between the estimates 1.15 and 1.19
-BACKWARD_ATTENTION = 2.5  # of its forward pass: five products in place of two (Dao, arXiv 2307.08691)
-BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what the forward pass read, and its own
+HEAD_FACTOR = 1.17  # `linear_logprobs` to its products, between the estimates 1.15 and 1.19
+BACKWARD_ATTENTION = 2.5  # times its forward pass: five products in place of two (Dao, arXiv 2307.08691)
+BACKWARD_ELEMENTWISE = 1.5  # times the forward pass's bytes: a gradient reads what the forward pass read, and its own
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
-SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
+SUM_BYTES_PER_SECOND = 1.2e9  # gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
-WORTH = 0.05  # of the seconds of decoding: below, weights in 16 bits are not worth their bytes
+WORTH = 0.05  # share of the seconds of decoding: below, weights in 16 bits are not worth their bytes
 NF4_SHARE = 0.28  # the NF4 kernel reaches it from sm_80 on, as a share of its instructions' rate: on an H100, 14336 x
 # 4096 takes 34 us for 8 rows and 66 us for 64
 DECODE_SHARE = 0.82  # the same for others, as a share of their bound; an assumption
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
 # card made. `bench/loop/calibrate_time.py` prints what the rows say.
 CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.94, "train": 1.88}}
-PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # of context and longest completion, as in GSM8K
-TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
+PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
+TAIL = 0.25  # share of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 # Instructions a weight of the decode kernels by rows (at most), counted in their compiled loops: by form, and by the
@@ -156,7 +156,7 @@ class StepTime:
     speed: CardSpeed
     work: Workload
     together: int = 1  # sequences decoded at a time
-    micro_batches: int = 1  # of a pass of training; taken to be of one size
+    micro_batches: int = 1  # in a pass of training; taken to be of one size
     reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
 
     @cached_property
@@ -225,12 +225,12 @@ class StepTime:
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
         """Return the rows and places of the graphs that our own engine records in each step: of what is given back
         while training, the cache or weights in 16 bits."""
-        place, found = round(self.work.prompt_length), set[tuple[int, int]]()
+        place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
         for steps, _, rows, _ in stretches:
             if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
-                found |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+                sizes |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
             place += round(steps)
-        return found
+        return sizes
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
         """Return the seconds of these token steps."""
@@ -391,9 +391,9 @@ class TimePlan:
     micro_batches: int = 0
     sampled_together: int = 0
     token_steps: int = 0
-    sampling_bits: int = 0  # of the weights that token steps multiply with
-    tail_steps: int = 0  # of the token steps, those at the end, of few sequences
-    tail_seconds: float = 0.0  # of decode
+    sampling_bits: int = 0  # the weights that token steps multiply with
+    tail_steps: int = 0  # those of the token steps at the end, with few sequences
+    tail_seconds: float = 0.0  # a part of decode
     bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
     estimated: bool = True  # and never measured
     step_seconds: float | None = None

@@ -25,7 +25,7 @@ from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
-from lowmem_grpo.kernels.once_differentiable import Guard
+from lowmem_grpo.kernels.once_differentiable import FirstOrderOnly
 from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
@@ -161,7 +161,7 @@ def autograd_functions() -> set[str]:
         for found in pkgutil.iter_modules(part.__path__, f"{part.__name__}."):
             import_module(found.name)
     every = {one for one in torch.autograd.Function.__subclasses__() if one.__module__.startswith("lowmem_grpo.")}
-    return {one.__name__ for one in every - {Guard}}
+    return {one.__name__ for one in every - {FirstOrderOnly}}
 
 
 def graph_of(result: Tensor) -> set[str]:
