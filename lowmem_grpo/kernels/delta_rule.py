@@ -1,4 +1,5 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed runs, with initial and final states.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed runs, with initial and final states,
+and the causal convolution before it.
 
     k = key / |key|,  q = query / |query| / sqrt(K)                                (|x| = sqrt(sum x^2 + 1e-6))
     S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t),        o_t = S_t^T q_t
@@ -17,14 +18,18 @@ solved for all chunks at once:
 b_i - b_j is the sum of g between j and i, and never a difference: under strong decay b grows and its difference would
 lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Kept for backward are the
 inputs; heads are independent, so both passes take a few heads at a time and need scratch memory for these.
+
+The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x, y (T, C), w (C, W) and states
+(S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 of what was put in.
 """
 
 import logging
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -124,13 +129,10 @@ class DeltaRuleFunction(torch.autograd.Function):
     """The chunked form; only the inputs are kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor,
-        runs: VarlenSequences,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(query, key, value, g, beta, initial)
+    def forward(ctx, query, key, value, g, beta, initial, runs):
+        parts = query, key, value, g, beta, initial
+        ctx.save_for_backward(*parts)
         ctx.runs = runs
-        parts = (query, key, value, g, beta, initial)
         result, final = torch.empty_like(value), torch.empty_like(initial)
         for some, heads in tiles(parts):
             result[:, heads], final[:, heads] = without_autocast(some, runs)
@@ -138,11 +140,11 @@ class DeltaRuleFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_result: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        parts: Parts = ctx.saved_tensors
+    def backward(ctx, grad_result, grad_final):
+        parts = ctx.saved_tensors
         grads = tuple(torch.empty_like(part) for part in parts)
         for (some, heads), (room, _) in zip(tiles(parts), tiles(grads), strict=True):
-            wanted: Any = tuple(part.detach().requires_grad_() for part in some)
+            wanted = tuple(part.detach().requires_grad_() for part in some)
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):  # they stay here
                 result, final = without_autocast(wanted, ctx.runs)
             gradients = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
@@ -237,3 +239,34 @@ def check(
     expected = (len(runs.lengths), value.shape[1], size, value.shape[2])
     if initial is not None and initial.shape != expected:
         raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, H, K, V")
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
+    check_conv(x, weight, runs, initial)
+    before = weight.shape[1] - 1
+    if initial is None:
+        initial = x.new_zeros(len(runs.lengths), before, x.shape[1])
+    if not runs.tokens:
+        return x, initial
+    stream = torch.cat([part for run in zip(initial, x.split(runs.lengths), strict=True) for part in run])
+    ends = list(accumulate(length + before for length in runs.lengths))
+    if fla.serve(x):
+        wide = fla.causal_conv(stream, weight)
+    else:
+        convolved = F.conv1d(stream.T[None], weight[:, None], padding=before, groups=len(weight))
+        wide = F.silu(convolved[0, :, : len(stream)].T)
+    result = torch.cat([wide[end - length : end] for end, length in zip(ends, runs.lengths, strict=True)])
+    return result, torch.stack([stream[end - before : end] for end in ends])
+
+
+def check_conv(x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None) -> None:
+    """ValueError where shapes do not fit."""
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or len(x) != runs.tokens:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (T, C) and (C, W) with the "
+                         f"{runs.tokens} tokens of the runs")
+    expected = (len(runs.lengths), weight.shape[1] - 1, x.shape[1])
+    if initial is not None and initial.shape != expected:
+        raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, W - 1, C")

@@ -1,7 +1,6 @@
 """The kernels of flash-linear-attention, where they are installed and a card computes in 16 bits.
 
-Runs without tokens are left out, as the kernels were made for runs that have some. The names and the layout of states
-are those of version 0.6.0.
+They take no runs without tokens. The names and the layout of states are those of version 0.6.0.
 """
 
 from functools import cache

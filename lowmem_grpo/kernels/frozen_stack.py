@@ -50,15 +50,14 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors passed to an operation of torch: the weights, or codes, scales, their values and nested scales.
-        """
+        """The tensors that an operation of torch takes: the weights, or codes, scales, their values, nested scales."""
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
     def sizes(self) -> list[int]:
         """The numbers that go with `tensors`."""
-        return [self.experts, self.weight.shape[0],
-                *(() if isinstance(self.weight, Tensor) else self.weight.sizes)]
+        nf4 = () if isinstance(self.weight, Tensor) else self.weight.sizes
+        return [self.experts, self.weight.shape[0], *nf4]
 
     @classmethod
     def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
-from lowmem_grpo.kernels.head import Head
-from lowmem_grpo.kernels.logits import NONE_IGNORED, LogitShape
+from lowmem_grpo.kernels.logits import NONE_IGNORED, Head, LogitShape
 from lowmem_grpo.kernels.logprob_rows import Rows, forward_rows
 from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype

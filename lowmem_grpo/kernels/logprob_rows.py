@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
-from lowmem_grpo.kernels.head import Head
 from lowmem_grpo.kernels.logits import (
+    Head,
     LogitShape,
     floor_,
     kernels_take,

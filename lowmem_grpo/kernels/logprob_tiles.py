@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.head import Head
-from lowmem_grpo.kernels.logits import LogitShape, kernels_take, packed_gradient
+from lowmem_grpo.kernels.logits import Head, LogitShape, kernels_take, packed_gradient
 from lowmem_grpo.kernels.logprob_rows import Rows
-from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd
-from lowmem_grpo.kernels.logprob_tile_fwd import (
+from lowmem_grpo.kernels.logprob_tile_kernels import (
     DECAY,
     MAXIMUM,
     SLOPE,
     SUM,
     TARGET,
     WEIGHTED,
+    differentiate_ref,
+    logprob_tile_bwd,
     logprob_tile_fwd,
     new_state,
     update_state_ref,
@@ -73,7 +73,7 @@ def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, i
     gradient = total if total.dtype == head.hidden.dtype else torch.empty_like(head.hidden)
     for start in range(0, total.shape[0], ROWS):
         rows = slice(start, start + ROWS)
-        target_weight = head.weight_at(targets[rows].masked_fill(ignored[rows], 0)).to(total.dtype)
+        target_weight = head.weight_rows(targets[rows].masked_fill(ignored[rows], 0)).to(total.dtype)
         chunk = total[rows].div_(-state[SUM, rows, None]).addcmul_(target_weight, state[SLOPE, rows, None])
         gradient[rows] = chunk.masked_fill_(ignored[rows, None], 0)
     return gradient
@@ -81,10 +81,8 @@ def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, i
 
 @dataclass
 class HeadGradients:
-    """Gradients of a head's operands, of their shapes; None where not needed.
-
-    Those of hidden and low are sums over the vocabulary, in float32; the others are written band by band.
-    """
+    """Gradients of a head's operands, of their shapes; None where not needed. Those of hidden and low are sums over the
+    vocabulary, in float32; the others are written band by band."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -95,17 +93,13 @@ class HeadGradients:
     @classmethod
     def empty(cls, head: Head, needed: list[bool]) -> "HeadGradients":
         """Zeros and uninitialised bands."""
-        dtype, device = accumulator_dtype(head.hidden.dtype), head.hidden.device
-        made: list[Tensor | None] = []
+        dtype, made = accumulator_dtype(head.hidden.dtype), dict.fromkeys(NAMES)
         for name, is_needed in zip(NAMES, needed, strict=True):
             operand = getattr(head, name)
-            if not is_needed or operand is None:
-                made.append(None)
-            elif name in SUMS:
-                made.append(torch.zeros(operand.shape, dtype=dtype, device=device))
-            else:
-                made.append(torch.empty(operand.shape, dtype=operand.dtype, device=device))
-        return cls(*made)
+            if is_needed and operand is not None:
+                made[name] = (head.hidden.new_zeros(operand.shape, dtype=dtype) if name in SUMS
+                              else torch.empty_like(operand, memory_format=torch.contiguous_format))
+        return cls(**made)
 
     def add(self, head: Head, band: slice, weight: Tensor, difference: Tensor, scale: Tensor) -> None:
         """Takes one band's d (N, T) in; weight (T, D) is the band's."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,10 +24,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled graph has a refusal of its own
             return results
-        several = results if isinstance(results, tuple) else (results,)
-        guarded = tuple(grad if grad is None else FirstOrderOnly.apply(grad.detach().requires_grad_(), name)
-                        for grad in several)
-        return guarded if isinstance(results, tuple) else guarded[0]
+        return tree_map_only(Tensor, lambda grad: FirstOrderOnly.apply(grad.detach().requires_grad_(), name), results)
 
     return run
 

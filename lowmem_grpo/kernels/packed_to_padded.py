@@ -13,7 +13,6 @@ Queries, keys and values go together, in one launch each way; they differ in the
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ TILE = 4096  # numbers of one program
 
 def packed_to_padded_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
     """Each x (T, H, K) as y (S, H, W, K), by autograd's own backward."""
-    rows = [x.index_select(0, sources) for x in packed]
-    return [x.view(-1, width, *x.shape[1:]).transpose(1, 2) for x in rows]
+    return laid_side_by_side([x.index_select(0, sources) for x in packed], width)
 
 
 def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
@@ -41,9 +39,12 @@ def by_place(side_by_side: Tensor) -> Tensor:
     return side_by_side.transpose(1, 2).flatten(0, 1)
 
 
-def sum_copies_ref(
-    grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
-) -> list[Tensor]:
+def laid_side_by_side(rows: list[Tensor], width: int) -> list[Tensor]:
+    """Each (S W, H, K) as a view (S, H, W, K)."""
+    return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
+
+
+def sum_copies_ref(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
     """grad_x (T, H, K) of each grad_y (S, H, W, K): on the CPU `index_add_` has one order, that of `sources`."""
     return [sum_rows(by_place(grad), sources, len(places)) for grad in grads]
 
@@ -60,8 +61,7 @@ def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor |
     its later sequences."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
-    rows = [sum_rows(part, places, len(sources)) for part in packed]
-    return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
+    return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)
 
 
 def launch_rule(head_size: int) -> Launch:
@@ -160,14 +160,17 @@ def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tenso
         *tensors, *rows, *rows[:1] * (3 - len(rows)), sources, sources if places is None else places, len(sources),
         size, *heads, *strides, ONCE=places is not None, **launch.options,
     )
-    return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
+    return laid_side_by_side(rows, width)
 
 
-def sum_copies_triton(
-    grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
-) -> list[Tensor]:
+def new_sums(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
+    """Uninitialised grad_x (T, H, K) for each grad_y (S, H, W, K)."""
+    return [grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads]
+
+
+def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
     """Launches the backward kernel on up to three tensors (S, H, W, K) of any strides."""
-    sums = [grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads]
+    sums = new_sums(grads, sources, places, copies, width)
     tensors, heads = three(grads)
     launch, size = launch_rule(grads[0].shape[3]), grads[0].shape[3]
     strides = [stride for grad in tensors for stride in grad.stride()[:3]]
@@ -180,26 +183,18 @@ def sum_copies_triton(
 
 def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
     """Uninitialised y (S, H, W, K) for each x (T, H, K)."""
-    shape = len(sources) // width, width
-    return [part.new_empty(*shape, *part.shape[1:]).transpose(1, 2) for part in packed]
+    return laid_side_by_side([part.new_empty(len(sources), *part.shape[1:]) for part in packed], width)
 
 
 packed_to_padded_op = custom_op("packed_to_padded", packed_to_padded_cpu, packed_to_padded_triton, fake=new_rows)
-sum_copies = custom_op(
-    "sum_copies", sum_copies_ref, sum_copies_triton,
-    fake=lambda grads, sources, places, copies, width: [
-        grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads
-    ],
-)
+sum_copies = custom_op("sum_copies", sum_copies_ref, sum_copies_triton, fake=new_sums)
 
 
 class PackedToPadded(torch.autograd.Function):
     """(S, H, W, K) of each packed tensor (T, H, K)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, sources: Tensor, places: Tensor, copies: Tensor, width: int, *packed: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx, sources, places, copies, width, *packed):
         ctx.save_for_backward(sources, places, copies)
         ctx.width = width
         ctx.set_materialize_grads(False)
@@ -207,7 +202,7 @@ class PackedToPadded(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads):
         present = [grad for grad in grads if grad is not None]
         sums = iter(sum_copies(present, *ctx.saved_tensors, ctx.width) if present else [])
         return (None,) * 4 + tuple(None if grad is None else next(sums) for grad in grads)
@@ -217,14 +212,14 @@ class PaddedToPacked(torch.autograd.Function):
     """(T, H, K) of (S, H, W, K)."""
 
     @staticmethod
-    def forward(ctx: Any, sources: Tensor, places: Tensor, side_by_side: Tensor) -> Tensor:
+    def forward(ctx, sources, places, side_by_side):
         ctx.save_for_backward(sources, places)
         ctx.width = side_by_side.shape[2]
         return padded_to_packed_ref(side_by_side, places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+    def backward(ctx, grad):
         return None, None, packed_to_padded_op([grad], *ctx.saved_tensors, ctx.width)[0]
 
 

@@ -9,14 +9,12 @@ offset, or `round_once`, rounds only the product (Gemma3RMSNorm: offset 1; Olmo2
 Kept for backward: h, weight and rstd.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.once_differentiable import once_differentiable
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, adjacent, flagged, next_power_of_2, tl, triton, types_of
 
 MAX_WIDTH = 65536
 WHOLE_ROW = 8192  # columns up to which a row stays in registers; the blocks of a wider one are read twice
@@ -161,11 +159,6 @@ def new_results(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd
 
 
-def adjacent(rows: Tensor) -> Tensor:
-    """Rows (N, D) whose columns are adjacent in memory, copied only if they are not."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def rms_norm_fwd_triton(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,9 +233,7 @@ class RMSNormFunction(torch.autograd.Function):
     """(y, residual + x or None) of rows (N, D)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx, x, weight, residual, eps, offset, round_once):
         y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset, round_once)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.offset, ctx.has_residual = offset, residual is not None
@@ -251,7 +242,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad, grad_sum):
         h, weight, rstd = ctx.saved_tensors
         if grad is None:  # y was not used
             return grad_sum, None, grad_sum, None, None, None

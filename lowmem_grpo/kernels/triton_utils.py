@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -87,6 +88,11 @@ def capability(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """The tensor with adjacent columns in memory, copied only where they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def next_power_of_2(n: int) -> int:

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels import fla
-from lowmem_grpo.kernels.causal_conv import causal_conv
-from lowmem_grpo.kernels.delta_rule import delta_rule, delta_step
+from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_step
 from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.models.lean_attention import take_place

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels import delta_rule as module
 from lowmem_grpo.kernels import fla
-from lowmem_grpo.kernels.causal_conv import causal_conv
-from lowmem_grpo.kernels.delta_rule import delta_rule, delta_rule_ref
+from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_rule_ref
 from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 RUNS = {

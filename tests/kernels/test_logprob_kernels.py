@@ -14,11 +14,13 @@ from torch import Tensor
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.linear_logprobs import backward_op, default_rows, forward_op
 from lowmem_grpo.kernels.logprob_rows import finish_rows_ref, logprob_rows, logprob_rows_triton
-from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd, logprob_tile_bwd_triton
-from lowmem_grpo.kernels.logprob_tile_fwd import (
+from lowmem_grpo.kernels.logprob_tile_kernels import (
     SUM,
     TARGET,
     WEIGHTED,
+    differentiate_ref,
+    logprob_tile_bwd,
+    logprob_tile_bwd_triton,
     logprob_tile_fwd,
     logprob_tile_fwd_triton,
     new_state,
