@@ -37,7 +37,6 @@ def check_repo(repo: str) -> None:
 
 
 def client(token: str | None = None) -> Any:
-    """Return a client of the hub, with a token or with that of `hf auth login`."""
     return huggingface_hub.HfApi(token=token)
 
 
@@ -53,10 +52,8 @@ def full_name(repo: str, token: str | None = None, api: Any = None) -> str:
 
 
 def push(folder: Path, repo: str, private: bool = True, api: Any = None, message: str | None = None) -> str:
-    """Create the repository if there is none, and upload the folder; returns the address of the commit.
-
-    `api` is a huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses.
-    """
+    """Create the repository if there is none, and upload the folder; returns the address of the commit. `api` is a
+    huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses."""
     check_repo(repo)
     api = api or client()
     try:
@@ -72,9 +69,7 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
 
 def model_folder(path: str, revision: str | None = None) -> Path:
     """The files of a model: a folder as it is, or those of a name on the hub (out of its cache where they are there).
-
-    OSError where the hub does not give it.
-    """
+    OSError where the hub does not give it."""
     if Path(path).is_dir():
         return Path(path)
     find_model(path, revision)
@@ -91,10 +86,8 @@ def find_model(
     local_files_only: bool = False, weights: bool = True,
 ) -> None:
     """OSError in one line for a model that is not in the cache and that the hub does not give; without `weights` its
-    config is enough. One that is in the cache is not asked for.
-
-    Libraries would try for half a minute where there is no network, and say so in twenty lines.
-    """
+    config is enough. One that is in the cache is not asked for. Libraries would try for half a minute where there is no
+    network, and say so in twenty lines."""
     try:
         if is_cached(name, revision, cache_dir, weights):
             return
@@ -119,7 +112,6 @@ def find_model(
 
 
 def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: bool) -> bool:
-    """Return whether the hub's cache holds the config of a model and, if they are wanted, its weights."""
     def holds(file: str) -> bool:
         return isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache_dir, revision), str)
 
@@ -165,11 +157,9 @@ class NoAnswerError(Exception):
 
 
 def answer(ask: Callable[[], Any]) -> None:
-    """Ask the hub once. Its refusals are raised as they are; NoAnswerError where none comes in time.
-
-    A client's timeout holds for each address of the hub anew and not for the look-up of its name, so the time is kept
-    outside of the client.
-    """
+    """Ask the hub once. Its refusals are raised as they are; NoAnswerError where none comes in time. A client's timeout
+    holds for each address of the hub anew and not for the look-up of its name, so the time is kept outside of the
+    client."""
     answers: SimpleQueue[Exception | None] = SimpleQueue()
     Thread(target=lambda: answers.put(failure(ask)), daemon=True).start()
     try:
@@ -185,7 +175,6 @@ def answer(ask: Callable[[], Any]) -> None:
 
 
 def failure(ask: Callable[[], Any]) -> Exception | None:
-    """Return the error of a call, or None."""
     try:
         ask()
     except Exception as error:  # noqa: BLE001  (another thread raises it)
@@ -194,7 +183,6 @@ def failure(ask: Callable[[], Any]) -> Exception | None:
 
 
 def patience() -> float:
-    """Seconds to wait for an answer."""
     asked = constants.HF_HUB_ETAG_TIMEOUT
     return SECONDS if asked == constants.DEFAULT_ETAG_TIMEOUT else float(asked)
 
@@ -208,5 +196,4 @@ def away(kind: str, name: str, why: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -31,7 +31,6 @@ def up_to(most: int, kind: Any = Real) -> Rule:
 
 
 def one_of(*allowed: Any) -> Rule:
-    """A rule for one of these values."""
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
 
 
@@ -73,10 +72,8 @@ def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
 
 def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
-
     None is allowed where the field's annotation allows it. With `values`, by name, these are checked alone, and
-    `settings` is the class.
-    """
+    `settings` is the class."""
     for name, words, holds, optional in rules_of(settings.__class__ if values is None else settings):
         if values is not None and name not in values:
             continue
@@ -92,7 +89,6 @@ def of_yaml(value: Any) -> str:
 
 
 def check_value(cls: Any, name: str, value: Any) -> None:
-    """Raise ValueError where a field of such a dataclass would break its rule with this value."""
     check_ranges(cls, {name: value})
 
 

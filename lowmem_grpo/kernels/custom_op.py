@@ -24,11 +24,9 @@ def custom_op(
     name: str, kernel: Callable[..., Any], cuda: Callable[..., Any] | None = None, *,
     fake: Callable[..., Any] | None = None, mutates: Sequence[str] = (),
 ) -> Any:
-    """The operation `lowmem_grpo::name`: `kernel` on the CPU and `cuda` on a card, or `kernel` on both.
-
-    The schema is taken from the annotations of `kernel`. `mutates` names the arguments that are written to. `fake`
-    makes uninitialised results of the right shapes; an operation without results needs none.
-    """
+    """The operation `lowmem_grpo::name`: `kernel` on the CPU and `cuda` on a card, or `kernel` on both. The schema is
+    taken from the annotations of `kernel`. `mutates` names the arguments that are written to. `fake` makes
+    uninitialised results of the right shapes; an operation without results needs none."""
     LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     written = [list(inspect.signature(kernel).parameters).index(argument) for argument in mutates]
     kernels = {"CompositeExplicitAutograd": kernel} if cuda is None else {"CPU": kernel, "CUDA": on_its_card(cuda)}

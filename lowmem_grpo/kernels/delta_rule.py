@@ -96,7 +96,6 @@ def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Random inputs of 2 key heads and 4 value heads."""
     draw, count = torch.Generator().manual_seed(0), runs.tokens
     made = [torch.randn(count, heads, 64, generator=draw) for heads in (2, 2, 4)]
     made += [-torch.rand(count, 4, generator=draw), torch.rand(count, 4, generator=draw),
@@ -228,7 +227,6 @@ def scan(
 def check(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor | None
 ) -> None:
-    """ValueError where shapes do not fit."""
     tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)
     if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "
@@ -263,7 +261,6 @@ def causal_conv(
 
 
 def check_conv(x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None) -> None:
-    """ValueError where shapes do not fit."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or len(x) != runs.tokens:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (T, C) and (C, W) with the "
                          f"{runs.tokens} tokens of the runs")

@@ -108,7 +108,6 @@ def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Lau
 
 
 def grid(rows: int, outputs: int, launch: Launch) -> tuple[int, int]:
-    """Blocks of outputs, and blocks of rows."""
     return triton.cdiv(outputs, launch.constexprs["BLOCK_N"]), triton.cdiv(rows, launch.constexprs["BLOCK_M"])
 
 
@@ -185,7 +184,6 @@ def finish_arguments(
 
 
 def launches(capability: int, step: int = 32) -> dict[str, Launch]:
-    """Every launch that the rule chooses, by what it is for."""
     return {
         f"rows<={rows} wide={outputs == WIDE}": decode_launch(rows, outputs, capability, step)
         for rows in (1, 4, 8, 16, 32, 64) if rows <= max_rows(capability) and (rows >= 8 or capability < 80)
@@ -194,7 +192,6 @@ def launches(capability: int, step: int = 32) -> dict[str, Launch]:
 
 
 def narrow_launches(capability: int) -> dict[str, Launch]:
-    """Every launch that `narrow_launch` chooses from sm_80 on, by what it is for."""
     by_name = {}
     for rows, outputs in product((8, 16, 32, 64), (WARPS * 16 >> power for power in range(5))):
         launch = narrow_launch(rows, outputs, 1 << 20, capability)
@@ -205,6 +202,5 @@ def narrow_launches(capability: int) -> dict[str, Launch]:
 def variant(
     name: str, kernel: Any, weight_types: dict[str, str], dtype: torch.dtype, launch: Launch, **constexprs: bool
 ) -> Variant:
-    """One compilation of a kernel whose weight has pointers of these types."""
     types = types_of(kernel, dtype, scale_ptr="*fp32", scale="fp32", tensor_scale="fp32", **weight_types)
     return Variant(name, kernel, types, launch, constexprs)

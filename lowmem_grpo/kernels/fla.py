@@ -42,7 +42,6 @@ def describe(x: Tensor) -> str:
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `delta_rule.delta_rule`."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(

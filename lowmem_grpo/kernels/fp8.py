@@ -58,17 +58,14 @@ class FP8Weight:
 
     @property
     def device(self) -> torch.device:
-        """The device of the codes."""
         return self.codes.device
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the kernels read."""
         return [self.codes, self.scales]
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that go with `tensors`."""
         return [*self.block]
 
     @property
@@ -118,7 +115,6 @@ def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Wei
 
 
 def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest value of each block of (rows, columns)."""
     by_rows = torch.stack([part.amax(0) for part in values.split(block[0])]) if block[0] > 1 else values
     if block[1] >= values.shape[1]:
         return by_rows.amax(1, keepdim=True)
@@ -205,7 +201,6 @@ def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_dequantize_triton(
     out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
 ) -> None:
-    """The same with Triton."""
     (rows, width), (height, wide) = out.shape, DEQUANTIZE.constexprs.values()
     tiles = triton.cdiv(width, wide)
     aligned = first_column % block_columns == 0 and block_columns % wide == 0 if width else True
@@ -225,6 +220,5 @@ def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """A scale for each row of a tile, and a scale for each weight."""
     types = types_of(fp8_dequantize_kernel, dtype, codes_ptr="*u8", scales_ptr="*fp32")
     return flagged("fp8_dequantize", fp8_dequantize_kernel, types, DEQUANTIZE, ("ONE_SCALE",))

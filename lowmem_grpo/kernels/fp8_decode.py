@@ -93,7 +93,6 @@ def fp8_decode_triton(
 
 
 def fp8_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in a dtype."""
     codes, scales = tensors
     return fp8_dequantize_ref(FP8Weight(codes, scales, (sizes[0], sizes[1]), dtype, tuple(features)))
 
@@ -102,7 +101,6 @@ fp8_decode_op = decode_op("fp8_decode", fp8_values, fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every launch that the rule chooses, with scales by row and by block."""
     return [
         variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, {"codes_ptr": "*u8", "scales_ptr": "*fp32"},
                 dtype, launch, BY_ROW=by_row, NATIVE=capability >= NATIVE)

@@ -93,10 +93,8 @@ def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype.
-
-    Each has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole.
-    """
+    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype. Each
+    has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole."""
     with torch.autocast(x.device.type, enabled=False):
         if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)

@@ -55,7 +55,6 @@ class FrozenStack:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that go with `tensors`."""
         nf4 = () if isinstance(self.weight, Tensor) else self.weight.sizes
         return [self.experts, self.weight.shape[0], *nf4]
 

@@ -35,7 +35,6 @@ def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh")
 
 
 def activate_ref(gate: Tensor, activation: str) -> Tensor:
-    """act(gate), in gate's dtype."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
@@ -129,7 +128,6 @@ def launch_bwd(
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
-    """One program a tile."""
     return (-(-rows // launch.constexprs["BLOCK_N"]) * -(-columns // launch.constexprs["BLOCK_F"]),)
 
 
@@ -169,12 +167,10 @@ def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) 
 
 
 def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, (N, F)."""
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
 def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    """[grad_gate, grad_up], or with `fused` [grad_gate_up]."""
     gradients = new_gradients(gate, fused)
     for target, values in zip(halves(*gradients), gradients_ref(grad, gate, up, activation)[:2], strict=True):
         target.copy_(values)
@@ -182,13 +178,11 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
 
 
 def glu_bwd_reuse_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """grad_gate over gate, grad_up over up."""
     for target, values in zip((gate, up), gradients_ref(grad, gate, up, activation)[:2], strict=True):
         target.copy_(values)
 
 
 def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """grad_gate over gate, grad_up over up, act(gate) * up over grad."""
     for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
         target.copy_(values)
 
@@ -256,10 +250,8 @@ def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up without autograd: the building block of fused layers.
-
-    gate, up (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
-    """
+    """act(gate) * up without autograd: the building block of fused layers. gate, up (..., F) of one shape, dtype and
+    device; activation "silu", "gelu_tanh" or "gelu"."""
     check_arguments(gate, up, activation)
     if not gate.numel():
         return gate.new_empty(gate.shape)
@@ -268,9 +260,7 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Without autograd: grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass.
-
-    The product is what the down projection's weight gradient needs, so one buffer serves both.
-    """
+    The product is what the down projection's weight gradient needs, so one buffer serves both."""
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
     if gate.numel():
@@ -305,7 +295,6 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
 
 
 def check_reuse(gate: Tensor, up: Tensor | None) -> None:
-    """Raise ValueError where gradients cannot replace gate and up."""
     if gate is up:
         raise ValueError("reuse_inputs=True needs two tensors; gate and up are one and the same")
     for name, values in (("gate", gate), ("up", up)):
@@ -318,14 +307,12 @@ def check_reuse(gate: Tensor, up: Tensor | None) -> None:
 
 
 def gelu_name(approximate: str) -> str:
-    """The activation that geglu's `approximate` means."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate is {approximate!r}; it must be "tanh" or "none"')
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if activation not in APPROXIMATE:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
     if not gate.is_floating_point():
@@ -343,7 +330,6 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernels for tensors of `dtype`."""
     cases = []
     for activation, launch in product(APPROXIMATE, (launch_rule(64), launch_rule(256), launch_rule(1024))):
         name, chosen = f"{activation} {launch.constexprs['BLOCK_F']}", {"ACTIVATION": activation}

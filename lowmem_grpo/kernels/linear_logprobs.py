@@ -198,7 +198,6 @@ def forward_compiled(
 
 
 def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same, uninitialised."""
     rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(4)]
     return rows[0], rows[1], rows[2], rows[3], hidden.new_empty(hidden.shape if arguments[-1] else 0)
 
@@ -217,7 +216,6 @@ def backward_compiled(
 
 
 def backward_fake(*arguments: Any) -> list[Tensor]:
-    """The same, uninitialised."""
     needed = arguments[-1]
     return [
         torch.empty_like(operand, memory_format=torch.contiguous_format)
@@ -234,7 +232,6 @@ def check_arguments(
     hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, bias: Tensor | None, temperature: float,
     chunk_rows: int | None,
 ) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
@@ -260,7 +257,6 @@ def check_arguments(
 def check_lora(
     hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None
 ) -> None:
-    """Raise ValueError where the adapter of the head is half there or does not fit."""
     if lora_a is None and lora_b is None:
         return
     if lora_a is None or lora_b is None:

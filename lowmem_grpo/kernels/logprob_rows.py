@@ -57,9 +57,7 @@ def finish_rows_ref(
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
     """(4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten; one more buffer of their size.
-
-    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards.
-    """
+    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
@@ -127,7 +125,6 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The same by the kernel."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
@@ -148,6 +145,5 @@ logprob_rows = custom_op(
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernel for heads of `dtype`."""
     types = types_of_logits(logprob_rows_kernel, dtype, results_ptr="*fp32")
     return flagged("logprob_rows", logprob_rows_kernel, types, LAUNCH, ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT"))

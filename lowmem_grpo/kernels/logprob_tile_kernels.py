@@ -117,7 +117,6 @@ def logprob_tile_fwd_triton(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
-    """The same by the kernel."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
     if rows:
@@ -191,7 +190,6 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """The same by the kernel."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:
@@ -208,7 +206,6 @@ logprob_tile_bwd = custom_op("logprob_tile_bwd", differentiate_ref, logprob_tile
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernels for heads of `dtype`."""
     forward = types_of_logits(logprob_tile_fwd_kernel, dtype, state_ptr="*fp32")
     rows = ("maximum_ptr", "log_sum_ptr", "entropy_ptr", "grad_logprobs_ptr", "grad_entropy_ptr")
     backward = types_of_logits(logprob_tile_bwd_kernel, dtype, **dict.fromkeys(rows, "*fp32"))

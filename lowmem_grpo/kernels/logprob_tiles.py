@@ -38,7 +38,6 @@ SUMS = ("hidden", "low")  # whose gradients are sums over the vocabulary
 
 
 def bands(vocabulary: int, tile: int) -> list[slice]:
-    """The vocabulary cut into tiles."""
     return [slice(start, min(start + tile, vocabulary)) for start in range(0, vocabulary, tile)]
 
 
@@ -92,7 +91,6 @@ class HeadGradients:
 
     @classmethod
     def empty(cls, head: Head, needed: list[bool]) -> "HeadGradients":
-        """Zeros and uninitialised bands."""
         dtype, made = accumulator_dtype(head.hidden.dtype), dict.fromkeys(NAMES)
         for name, is_needed in zip(NAMES, needed, strict=True):
             operand = getattr(head, name)
@@ -127,11 +125,9 @@ def backward_tiles(
     head: Head, targets: Tensor, shape: LogitShape, tile: int, maximum: Tensor, log_sum: Tensor, entropy: Tensor,
     grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor | None]:
-    """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed.
-
-    The incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
-    results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16.
-    """
+    """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed. The
+    incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
+    results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16."""
     scale = largest_magnitude([grad for grad in (grad_logprobs, grad_entropy) if grad is not None])
     grad_logprobs = grad_logprobs / scale
     grad_entropy = None if grad_entropy is None else grad_entropy / scale

@@ -121,7 +121,6 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
 
 
 def matrices(weight: FrozenWeight) -> int:
-    """Return the number of layers in the weight."""
     return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
@@ -133,7 +132,6 @@ def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int]
 
 
 def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients in the dtypes of their tensors."""
     pairs = zip(grads, tensors, strict=True)
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 
@@ -149,7 +147,6 @@ def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
 
 
 def scales_of(loras: Sequence[LoRA | None]) -> list[float]:
-    """The scale of each adapter; 0 where a matrix has none."""
     return [0.0 if lora is None else lora.scale for lora in loras]
 
 
@@ -160,7 +157,6 @@ def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[
 
 
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
             raise ValueError(
@@ -183,7 +179,6 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
 
 
 def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     shapes = list(shapes_of(weights))
     if len(biases) != len(shapes):
         raise ValueError(f"expected one entry of biases for each weight; got {len(shapes)} and {len(biases)}")

@@ -183,7 +183,6 @@ class TileForward(torch.autograd.Function):
 
 
 def tiles(rows: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` rows that cover them all."""
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
@@ -208,7 +207,6 @@ def gradients(
 
 
 def check_tiles(weights: MLPWeights, width: int, tile_rows: int) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if tile_rows < 1:
         raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
     if weights.down.shape[0] != width:
@@ -216,7 +214,6 @@ def check_tiles(weights: MLPWeights, width: int, tile_rows: int) -> None:
 
 
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(ACTIVATIONS)}")
     shapes = [shape for shape, _ in shapes_of(weights.inner)]

@@ -14,11 +14,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) where it is given.
-
-    On CUDA the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns
-    of `right` are upcast in bands no larger than the result.
-    """
+    """left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) where it is given. On CUDA
+    the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns of
+    `right` are upcast in bands no larger than the result."""
     dtype = accumulator_dtype(left.dtype)
     if out is None:
         out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
@@ -31,7 +29,6 @@ def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The product on the CPU."""
     wide = left.to(out.dtype)
     band = max(MIN_BAND, out.numel() // max(left.shape[1], 1))
     for start in range(0, right.shape[1], band):

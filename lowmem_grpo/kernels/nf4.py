@@ -68,10 +68,8 @@ class NF4Weight:
     @classmethod
     def adjacent(cls, params: Sequence[Any]) -> "NF4Weight":
         """One weight out of several Params4bit, whose storage becomes views of it: bitsandbytes still works with them.
-
         They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends (with
-        double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed.
-        """
+        double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed."""
         check_adjacent(weights := [cls.from_bitsandbytes(param) for param in params])
         first = weights[0]
         names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
@@ -105,7 +103,6 @@ class NF4Weight:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that go with `tensors`."""
         return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property
@@ -171,7 +168,6 @@ class NF4Weight:
 
 
 def check_adjacent(weights: Sequence[NF4Weight]) -> None:
-    """Raise ValueError that says which weight does not fit under the others."""
     if not weights:
         raise ValueError("expected at least one weight; got none")
     first = weights[0]
@@ -292,7 +288,6 @@ def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Single and double quantization, sizes that are multiples of 8 and others."""
     return [
         Variant(f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,
                 types_of(nf4_dequantize_kernel, dtype, **weight_types(nested)), DEQUANTIZE,

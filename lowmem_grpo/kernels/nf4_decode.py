@@ -112,7 +112,6 @@ def nf4_decode_triton(
 
 
 def nf4_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in a dtype."""
     return nf4_dequantize_ref(NF4Weight.from_parts(tensors, sizes, features, dtype))
 
 
@@ -120,7 +119,6 @@ nf4_decode_op = decode_op("nf4_decode", nf4_values, nf4_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every launch that the rule chooses, with single and double quantization."""
     choices = launches(capability) if capability < 80 else narrow_launches(capability)
     return [
         variant(f"nf4_decode {name} nested={nested}", nf4_decode_kernel, weight_types(nested), dtype, launch,

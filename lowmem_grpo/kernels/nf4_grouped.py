@@ -197,7 +197,6 @@ def nf4_grouped(
 
 
 def steps_of(experts: int) -> int:
-    """Return the number of steps of a search by halves among so many experts."""
     return max(1, (experts - 1).bit_length())
 
 

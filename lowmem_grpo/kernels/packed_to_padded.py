@@ -65,7 +65,6 @@ def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor |
 
 
 def launch_rule(head_size: int) -> Launch:
-    """Whole heads of several tokens a program."""
     block = max(16, next_power_of_2(head_size))
     return Launch({"BLOCK_N": max(1, TILE // block), "BLOCK_K": block}, num_stages=1)
 
@@ -238,7 +237,6 @@ def padded_to_packed(side_by_side: Tensor, sources: Tensor, places: Tensor) -> T
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernels for tensors of `dtype`."""
     forward = types_of(packed_to_padded_kernel, dtype, sources_ptr="*i64", places_ptr="*i64")
     backward = types_of(sum_copies_kernel, dtype, places_ptr="*i64", copies_ptr="*i64")
     cases = []

@@ -60,7 +60,6 @@ def rows_rule(rows: int, block: int, partial_sums: bool) -> int:
 
 @triton.jit
 def read(row_ptr, columns, inside):
-    """A tile in float32, 0 outside."""
     return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -162,7 +161,6 @@ def new_results(
 def rms_norm_fwd_triton(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the forward kernel on rows (N, D) of any strides."""
     y, total, rstd = new_results(x, weight, residual, offset, round_once)
     rows, columns = x.shape
     launch = launch_rule(columns)
@@ -270,7 +268,6 @@ def rms_norm(
 
 
 def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if x.ndim == 0 or not 0 < x.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"expected x (..., D) with D from 1 to {MAX_WIDTH}; got {tuple(x.shape)}")
     if weight.shape != x.shape[-1:]:
@@ -287,7 +284,6 @@ def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernels for x of `dtype`, with a weight of `dtype`."""
     forward = types_of(rms_norm_fwd_kernel, dtype, rstd_ptr="*fp32", eps="fp32", offset="fp32")
     backward = types_of(rms_norm_bwd_kernel, dtype, rstd_ptr="*fp32", partial_ptr="*fp32", offset="fp32")
     cases = []

@@ -23,7 +23,6 @@ MAX_WIDTH = 1024  # columns of cos and sin
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
-    """Rotated q and k in plain torch."""
     views = (tokens_first(x, heads_first) for x in (q, k))
     turned = [rotated(x, angles(cos)[:, :, None], angles(sin)[:, :, None]) for x in views]
     q_out, k_out = (x.transpose(1, 2) if heads_first else x for x in turned)
@@ -51,7 +50,6 @@ def launch_rule(half: int) -> Launch:
 
 @triton.jit
 def read(row_ptr, columns, inside):
-    """A tile in float32, 0 outside."""
     return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -156,7 +154,6 @@ def rope_new_triton(
 def rope_in_place_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> None:
-    """The kernel over q and k."""
     launch(q, k, q, k, cos, sin, heads_first, backward)
 
 
@@ -172,7 +169,6 @@ def rope_new_cpu(
 
 
 def rope_in_place_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
-    """The same over q and k."""
     for x in (tokens_first(q, heads_first), tokens_first(k, heads_first)):
         x.copy_(rotated(x, cos[:, :, None], sin[:, :, None], backward))
 
@@ -251,12 +247,10 @@ def rope(
 
 
 def angles(values: Tensor) -> Tensor:
-    """cos or sin as contiguous (B or 1, T, R)."""
     return (values if values.ndim == 3 else values[None]).contiguous()
 
 
 def check_in_place(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where q or k cannot be overwritten."""
     if q is k:
         raise ValueError("in place needs two tensors; q and k are one and the same")
     for name, x in (("q", q), ("k", k)):
@@ -267,7 +261,6 @@ def check_in_place(q: Tensor, k: Tensor) -> None:
 
 
 def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     order = "(B, H, T, D)" if heads_first else "(B, T, H, D) or (T, H, D)"
     shapes = [tuple(x.shape) for x in (q, k)]
     if q.ndim != k.ndim or q.ndim not in ((4,) if heads_first else (3, 4)):
@@ -295,7 +288,6 @@ def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernel for q and k of `dtype`."""
     cases = []
     sizes = [2**power for power in range(4, 10)]
     for angle_type, half, backward in product(sorted({f"*{TRITON_TYPES[dtype]}", "*fp32"}), sizes, (False, True)):

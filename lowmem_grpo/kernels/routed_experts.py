@@ -61,7 +61,6 @@ def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack
 
 
 def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     experts, size, inner = down.shape
     if gate_up.shape != (experts, 2 * inner, size):
         raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")
@@ -114,7 +113,6 @@ class RoutedForward(torch.autograd.Function):
 
 
 def flat(gate_up: FrozenStack, down: FrozenStack) -> tuple[list[Tensor], list[int], list[Tensor], list[int]]:
-    """Both stacks as an operation of torch takes them."""
     return gate_up.tensors, gate_up.sizes, down.tensors, down.sizes
 
 
@@ -155,13 +153,11 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernels compute these rows, on a card."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 
 
 def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
-    """y (T, D) through the grouped kernels."""
     places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     parts = nf4_grouped(glu_forward(*halves(both), "silu"), down, places, scale=weights.flatten())
@@ -171,7 +167,6 @@ def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
 def grouped_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> tuple[Tensor, Tensor]:
-    """(dx (T, D), dw (T, k)) through the grouped kernels."""
     places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     back = nf4_grouped(grad, down, places, ids.shape[1], back=True).to(weights.dtype)
@@ -185,9 +180,7 @@ def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(rows of x, places in the flattened ids, both weights of the expert) for pieces of each expert's rows, in order.
-
-    Knowing how many rows each expert has waits for the device once.
-    """
+    Knowing how many rows each expert has waits for the device once."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))

@@ -53,7 +53,6 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything as keyword arguments of a launch."""
         return self.constexprs | self.compiler
 
 
@@ -77,7 +76,6 @@ def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
 
 
 def flagged(name: str, kernel: Any, types: dict[str, str], launch: Launch, flags: Sequence[str]) -> list[Variant]:
-    """Return a variant for each choice of compile-time flags."""
     return [Variant(f"{name} {chosen}", kernel, types, launch, dict(zip(flags, chosen, strict=True)))
             for chosen in product((False, True), repeat=len(flags))]
 

@@ -42,7 +42,6 @@ class VarlenSequences:
 
     @cached_property
     def filled(self) -> "VarlenSequences":
-        """The runs that have tokens."""
         return VarlenSequences(tuple(length for length in self.lengths if length), self.device)
 
     @cached_property
@@ -52,7 +51,6 @@ class VarlenSequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """The chunks of all runs."""
         numbers = [-(-length // CHUNK) for length in self.lengths]
         order = sorted(range(len(numbers)), key=lambda run: -numbers[run])
         counts = [sum(number > step for number in numbers) for step in range(max(numbers, default=0))]

@@ -69,17 +69,14 @@ def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int)
 
 
 def of_batch(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the mean of the batch, divided by its std."""
     return centered(rewards.reshape(1, -1)).view_as(rewards) / (batch_std(rewards) + STD_EPSILON)
 
 
 def of_batch_and_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the group's mean, then divided by the std of the batch of those."""
     return centered(rewards) / (batch_std(centered(rewards)) + STD_EPSILON)
 
 
 def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the reward of the prompt's greedy completion."""
     if baselines is None:
         raise ValueError("remax needs the reward of a greedy completion of each prompt; pass baselines (P,)")
     return rewards - baselines[:, None]
@@ -87,17 +84,13 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
     """Return what a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a
-    group.
-
-    Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by the
-    std of the best of k; for rewards of 0 and 1 that is the published closed form.
-    """
+    group. Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by
+    the std of the best of k; for rewards of 0 and 1 that is the published closed form."""
     rows = [best_of_k(row, k, scale == "group") for row in rewards]
     return torch.stack(rows)
 
 
 def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
-    """`pass_at_k` of one group (G,)."""
     scored = rewards.isnan().logical_not()
     values, order = rewards[scored].sort()
     count = len(values)
@@ -203,7 +196,6 @@ class AdvantageSettings:
         self.check_advantage_options()
 
     def check_advantage_options(self) -> None:
-        """Raise ValueError for an option that the estimator does not use."""
         if self.scale_rewards in TRUTHS:
             self.scale_rewards = TRUTHS[self.scale_rewards]
         name = self.advantage_estimator
@@ -219,7 +211,6 @@ class AdvantageSettings:
             )
 
     def check_rloo(self) -> None:
-        """Raise ValueError for RLOO's options where they have no meaning."""
         limits = self.reward_clip_range
         if self.normalize_advantages and self.advantage_estimator != "rloo":
             raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
@@ -242,7 +233,6 @@ class AdvantageSettings:
 
     @property
     def scale(self) -> str:
-        """The scale in effect."""
         return str(self.scale_rewards or (*ESTIMATORS[self.advantage_estimator].scales, "none")[0])
 
 
@@ -263,7 +253,6 @@ def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings
 
 
 def normalized(advantages: Tensor) -> Tensor:
-    """Advantages (P, G) less their mean, divided by their std, over those that are not NaN."""
     return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
 
 
@@ -276,10 +265,8 @@ def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of groups of any size.
-
     Groups that are `unjudged` or `lost`, and rollouts that `failed`, have neither: to the others it is as if they were
-    not there.
-    """
+    not there."""
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
@@ -301,10 +288,8 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
 
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     """Set `token_advantages` (REINFORCE++): R - beta * the KL still to come, k1 per token, normalised over all tokens.
-
     Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none. Tokens
-    before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on.
-    """
+    before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
@@ -317,10 +302,8 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
 
 
 def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
-    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as TRL does.
-
-    A completion without `ref_logprobs` is one that is masked, whose KL counts as 0.
-    """
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as TRL does. A completion
+    without `ref_logprobs` is one that is masked, whose KL counts as 0."""
     rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
     widest = max(map(len, rows), default=0)
     table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)

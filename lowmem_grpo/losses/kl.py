@@ -49,10 +49,8 @@ def weighed_kl(
     name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True
 ) -> Tensor:
     """The estimate times w = exp(log_weight), (N,), also where only one of the two leaves the range of the dtype.
-
     `of_token` says that log_weight grows with the token's own logprob: w exp(-d), which is then one exponential of a
-    constant, is kept out of the gradient, where it would cancel.
-    """
+    constant, is kept out of the gradient, where it would cancel."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))

@@ -15,10 +15,8 @@ Means = dict[str, tuple[Tensor, float]]  # name: (mean, of how many)
 def clip_metrics(
     kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool
 ) -> tuple[Means, dict[str, Tensor]]:
-    """(means, extremes) of the clipping of a loss type; empty for one that does not clip.
-
-    Where the ratio is one for the sequence, means are over sequences, else over tokens; extremes are over sequences.
-    """
+    """(means, extremes) of the clipping of a loss type; empty for one that does not clip. Where the ratio is one for
+    the sequence, means are over sequences, else over tokens; extremes are over sequences."""
     if not kind.metrics or tokens.logprobs.numel() == 0:
         return {}, {}
     return KINDS[kind.metrics](tokens, options, per_sequence)
@@ -77,7 +75,6 @@ def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) ->
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """The mean weight phi over sequences."""
     return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
 
 
@@ -98,7 +95,6 @@ def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, d
 
 
 def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
-    """|log pi_old - log mu| over tokens (N,), mean and max."""
     if mismatch.numel() == 0:
         return {}, {}
     name, values = "sampling/sampling_logp_difference", mismatch.abs()

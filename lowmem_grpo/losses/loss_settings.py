@@ -80,7 +80,6 @@ class LossSettings:
         self.check_loss_options()
 
     def check_loss_options(self) -> None:
-        """Raise ValueError for the first option that the loss type does not use, or that contradicts another."""
         self.check_used()
         self.check_clipping()
         self.check_entropy()
@@ -96,7 +95,6 @@ class LossSettings:
 
     @property
     def level(self) -> str:
-        """The level of the importance weight."""
         return str(self.chosen().get("importance_sampling_level", LOSS_TYPES[self.loss_type].level))
 
     @property

@@ -113,10 +113,8 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient.
-
-    Computed in float64, since phi magnifies what a sum over thousands of tokens loses in float32.
-    """
+    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient. Computed
+    in float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
     count = len(tokens.lengths)
     log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:
@@ -147,7 +145,6 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-A logp."""
     return -tokens.advantages * tokens.logprobs
 
 
@@ -155,17 +152,14 @@ def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def mean_of_sequence_means(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / (tokens of the sequence * sequences of the step)."""
     return 1 / (lengths * max(step.sequences, 1))
 
 
 def mean_of_sequence_sums(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / sequences of the step."""
     return torch.full_like(lengths, 1 / max(step.sequences, 1))
 
 
 def mean_over_tokens(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / tokens of the step."""
     return torch.full_like(lengths, 1 / max(step.tokens, 1))
 
 

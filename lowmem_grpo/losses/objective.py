@@ -44,7 +44,6 @@ class Reducer:
     def join(
         self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]
     ) -> None:
-        """Take in what another reducer has."""
         for name, value in sums.items():
             self.add_value(name, value, weights[name])
         for name, parts in samples.items():
@@ -56,7 +55,6 @@ class Reducer:
             self.samples.setdefault(name, []).append(values)
 
     def sampled(self, name: str) -> Tensor:
-        """All values kept under a name."""
         return torch.cat(self.samples.get(name) or [torch.empty(0)])
 
     def result(self) -> dict[str, float]:
@@ -84,7 +82,6 @@ class Objective:
 
     @property
     def entropy_grad(self) -> bool:
-        """Whether the loss needs the gradient of the entropy."""
         return False
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:

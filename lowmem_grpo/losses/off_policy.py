@@ -38,12 +38,10 @@ class Correction:
 
 
 def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """The ratio, clamped to the bounds."""
     return ratio if bounds == (None, None) else ratio.clamp(*bounds)
 
 
 def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """The ratio inside of the bounds, 0 outside."""
     return torch.where(inside(ratio, bounds), ratio, 0.0)
 
 

@@ -90,7 +90,6 @@ class Report:
         self.counts |= {name: count for name, (_, count) in means.items()}
 
     def mean(self, name: str, values: Tensor) -> None:
-        """The mean of values (N,), where there are any."""
         if values.numel():
             self.add(({name: (values.detach().mean(), float(len(values)))}, {}))
 
@@ -185,12 +184,10 @@ def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | Non
 
 
 def given(value: float | None, default: float | Tensor) -> float:
-    """The value, or where it is None the default."""
     return float(default if value is None else value)
 
 
 def needed(values: Tensor | None, name: str, why: str) -> Tensor:
-    """The values; ValueError where they are missing."""
     if values is None:
         raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
     return values

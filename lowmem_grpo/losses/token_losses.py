@@ -77,11 +77,9 @@ def token_losses(
     name: str, logprobs: Tensor, values: Mapping[str, Tensor], settings: Mapping[str, float], sequence_ids: Tensor,
     sequences: int,
 ) -> Tensor:
-    """The loss (N,) of each token, whose sum is to be minimised.
-
-    logprobs (N,) are the policy's; `values` (N,) are what the loss `needs`; `sequence_ids` (N,) int64 tell `sequences`
-    sequences apart. `settings` are all of them, as `checked_settings` returns them.
-    """
+    """The loss (N,) of each token, whose sum is to be minimised. logprobs (N,) are the policy's; `values` (N,) are what
+    the loss `needs`; `sequence_ids` (N,) int64 tell `sequences` sequences apart. `settings` are all of them, as
+    `checked_settings` returns them."""
     if name == "cross_entropy":
         return -values["weights"] * logprobs
     advantages, change = values["advantages"], logprobs - values["logprobs"]

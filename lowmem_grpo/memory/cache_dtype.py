@@ -8,7 +8,6 @@ IN_16_BITS = 'Leave kv_cache_dtype at "auto"'
 
 
 def in_8_bits(cache_dtype: str) -> bool:
-    """Return whether a number of the cache takes one byte."""
     return cache_dtype != AUTO
 
 

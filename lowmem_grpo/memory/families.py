@@ -203,7 +203,6 @@ def check_family(config: Any, name: str) -> str | None:
 
 
 def check_images(config: Any, name: str) -> None:
-    """Raise ValueError for a model of images that is no causal language model."""
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
@@ -219,7 +218,6 @@ def check_float16(config: Any) -> None:
 
 
 def sampled_by(row: Family) -> str:
-    """The engines that sample a family, in words."""
     return "vLLM and transformers" if row.vllm else "transformers"
 
 

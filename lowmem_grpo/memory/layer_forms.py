@@ -82,7 +82,6 @@ class DeltaForm:
 
     @property
     def values(self) -> int:
-        """Numbers of a token's values."""
         return self.heads * self.value_size
 
     @property
@@ -138,7 +137,6 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
-    """Return the settings of one layer only."""
     each = fields.get("per_layer_config")
     if each is not None:
         own: Mapping[str, Any] = each.get(str(number), each.get(number)) or {}

@@ -35,7 +35,6 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def count(self, tensor: Tensor) -> None:
-        """Note the tensor's storage where it is new."""
         storage = tensor.untyped_storage()
         key, size = storage.data_ptr(), storage.nbytes()
         if not size or key in self.seen:  # empty ones have no place of their own

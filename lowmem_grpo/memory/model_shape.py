@@ -37,9 +37,7 @@ NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 @dataclass(frozen=True)
 class ModelShape:
     """D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of K numbers, V vocabulary.
-
-    Where layers are not alike, `forms` has them all, and I, H_kv and K are those of the largest.
-    """
+    Where layers are not alike, `forms` has them all, and I, H_kv and K are those of the largest."""
 
     hidden: int
     inner: int
@@ -128,7 +126,6 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        """The row of its family."""
         return family_named(self.model_type)
 
     @property
@@ -194,7 +191,6 @@ class ModelShape:
         return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
 
     def layer_bytes(self, form: str) -> int:
-        """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) for linear in self.linears())
         linears += self.offset_bytes() if form == NF4 else 0
         biases = 2 * sum(linear.rows for linear in self.linears() if linear.bias)
@@ -251,7 +247,6 @@ class ModelShape:
         return self.per_layer_table_bytes + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int) -> int:
-        """Numbers of LoRA on all linears."""
         return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
                           for count, shape in self.each())
 

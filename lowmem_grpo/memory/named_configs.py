@@ -14,7 +14,6 @@ NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-ll
 
 
 def named_shapes() -> list[str]:
-    """The names that ship with the package."""
     return sorted(entry.name.removesuffix(".json") for entry in (files("lowmem_grpo") / "assets" / "shapes").iterdir())
 
 

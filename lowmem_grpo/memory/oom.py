@@ -108,10 +108,8 @@ def free(device: torch.device) -> None:
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
     """Inside, and once more at the end, freed pages go back to the system if the C library can do that (glibc).
-
     Quantizing on the CPU makes temporaries of several times a tensor's size and frees them, but the C library keeps the
-    room between what stays: after a few hundred tensors that can be more than the whole model in 16 bit.
-    """
+    room between what stays: after a few hundred tensors that can be more than the whole model in 16 bit."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     done = threading.Event()
 
@@ -181,7 +179,6 @@ class MemoryAdvice:
 
 
 def size_of(row: PlanRow, phase: str) -> int:
-    """Bytes of a row of the plan in a phase, train or rollout."""
     return row.train if phase == "train" else row.rollout
 
 
@@ -232,7 +229,6 @@ class BatchLimit:
         )
 
     def state(self) -> dict[str, int | None]:
-        """For a checkpoint, as JSON."""
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:
@@ -273,11 +269,9 @@ class RunMemory:
             engine.bound = self.rollout
 
     def metrics(self) -> dict[str, int]:
-        """Return how often memory ran out since the run began."""
         return {"memory/oom_train": self.train.failures, "memory/oom_generate": self.rollout.failures}
 
     def state(self) -> dict[str, dict[str, int | None]]:
-        """For a checkpoint, as JSON."""
         return {bound.phase: bound.state() for bound in self.bounds}
 
     def restore(self, saved: dict[str, dict[str, int | None]] | None) -> None:

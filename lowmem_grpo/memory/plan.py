@@ -141,7 +141,6 @@ class MemoryPlan:
 
     @property
     def limits(self) -> Limits:
-        """The limits of a micro-batch."""
         return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
 
     def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
@@ -158,11 +157,9 @@ class MemoryPlan:
         return [name for name, wants in short.items() if wants]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and for records."""
         totals = {name: getattr(self, name) for name in
                   ("rollout", "train", "host", "kv_bytes", "peak", "fits")}
         return asdict(self) | totals
 
     def named(self, model: str) -> "MemoryPlan":
-        """The same plan with the model's name."""
         return replace(self, model=model)

@@ -112,19 +112,16 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
-    """Return how many numbers are trained."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
-    """Return what a plan says of the adapter; usually it lies on these layers."""
     if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def embedded(shape: ModelShape) -> str:
-    """Return a plan's words for embeddings on the device."""
     return "; ".join(("the head is the same table" if shape.tied else "16 bits",
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
@@ -144,7 +141,6 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def states(shape: ModelShape) -> str:
-    """Return a plan's words for the states of layers without attention."""
     if shape.delta is None:
         return ""
     with_states, size = shape.delta.layers, shape.states_bytes / MIB
@@ -171,7 +167,6 @@ def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
 
 
 def without_card(moment: Moment) -> int:
-    """Return what fake tensors show of a moment."""
     return sum(size for component, size in moment.items() if component not in CARD_ONLY)
 
 
@@ -204,7 +199,6 @@ def mask_bytes(settings: RunSettings, sequences: int) -> int:
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of the host."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
@@ -217,7 +211,6 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def driver_rows(rollout: int, train: int) -> list[PlanRow]:
-    """The driver's own memory, and room for holes between blocks."""
     return [
         PlanRow("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, note="driver and libraries (estimated)", card_only=True),
         PlanRow("reserve", int(RESERVE * rollout), int(RESERVE * train), note="holes between blocks (estimated)",

@@ -23,10 +23,8 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Rows (queries, keys, values and outputs of a token) that attention holds beside the packed ones.
-
-    Where prompts are computed once, keys and values only are copied, and count as a part of a row.
-    """
+    """Rows (queries, keys, values and outputs of a token) that attention holds beside the packed ones. Where prompts
+    are computed once, keys and values only are copied, and count as a part of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):
@@ -36,7 +34,6 @@ def token_rows(prompts: Prompts) -> int:
 
 
 def count_sequences(prompts: Prompts) -> int:
-    """S."""
     return sum(len(others) for _, *others in prompts)
 
 

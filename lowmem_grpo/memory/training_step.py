@@ -83,7 +83,6 @@ class StepShape:
 
     @property
     def rows(self) -> int:
-        """Tokens that the MLP takes at a time."""
         return min(self.mlp_tile or self.tokens, self.tokens)
 
     @property
@@ -97,7 +96,6 @@ class StepShape:
                 "attention forward": self.attention_forward(), "head": self.head()}
 
     def inputs(self) -> int:
-        """Layer inputs on the device."""
         if not self.checkpointing:
             return 0
         if self.checkpointing != "offload":
@@ -209,7 +207,6 @@ class StepShape:
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:
-        """Dequantized weights of one band."""
         groups = self.model.groups() if self.quantized else []
         largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

@@ -143,7 +143,6 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that holds saved tensors now."""
         return 0 if self.store is None else self.store.pool.bytes_in_use
 
     @property
@@ -175,7 +174,6 @@ class ActivationOffload:
         return packed.tensor
 
     def goes(self, tensor: Tensor) -> bool:
-        """Return whether this tensor goes to the host."""
         # a leaf that requires grad stays alive until its gradient is there, so its copy would free nothing
         weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
         plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
@@ -205,6 +203,5 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def storage_ids(model: nn.Module | None) -> set[int]:
-    """The memory of a model's parameters and buffers."""
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     return {storage_id(tensor) for tensor in tensors}

@@ -38,7 +38,6 @@ class HostEmbedding(nn.Module):
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Looked-up rows times the embedding's own scale, if it has one."""
         return rows if self.scale is None else rows * self.scale
 
 
@@ -74,7 +73,6 @@ def movable(model: Any) -> list[Any]:
 
 
 def on_host(model: Any) -> list[HostEmbedding]:
-    """Those that are on the host."""
     return [table for table in tables(model) if isinstance(table, HostEmbedding)]
 
 
@@ -91,6 +89,5 @@ def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterato
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether the input embedding is also the output head."""
     head = model.get_output_embeddings()
     return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()

@@ -23,11 +23,9 @@ WSL_ADVICE = (
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Most host bytes that offloading holds for one micro-batch of `tokens`, in whole pages.
-
-    Each layer's input is tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between
-    the last layer and the loss.
-    """
+    """Most host bytes that offloading holds for one micro-batch of `tokens`, in whole pages. Each layer's input is
+    tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between the last layer and the
+    loss."""
     layer_input = tokens * hidden_size * dtype.itemsize
     return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES
 
@@ -39,7 +37,6 @@ def available_host_bytes() -> int | None:
 
 
 def system_room(meminfo: Path) -> int | None:
-    """MemAvailable of /proc/meminfo, in bytes."""
     if not meminfo.is_file():
         return None
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)

@@ -58,11 +58,9 @@ class ImmediateCopies:
 
 
 class StreamCopies:
-    """Copies on one side stream of a CUDA device, to and from pinned pages.
-
-    Both directions share the stream, so a page that was given back can be filled again at once: the copy that reads
-    it comes first. Device tensors belong to the compute stream; whoever frees one waits for its copy there.
-    """
+    """Copies on one side stream of a CUDA device, to and from pinned pages. Both directions share the stream, so a page
+    that was given back can be filled again at once: the copy that reads it comes first. Device tensors belong to the
+    compute stream; whoever frees one waits for its copy there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -108,10 +106,8 @@ class StreamCopies:
 
 
 class PagePool:
-    """Pages that `take_pages` hands out and `return_pages` takes back.
-
-    `return_pages` may be called at any moment and from any thread, by the collector of garbage too: it does one append.
-    """
+    """Pages that `take_pages` hands out and `return_pages` takes back. `return_pages` may be called at any moment and
+    from any thread, by the collector of garbage too: it does one append."""
 
     def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.copies, self.page_bytes = copies, page_bytes
@@ -121,11 +117,9 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """Host bytes of the pages that are handed out."""
         return len(self.in_use) * self.page_bytes
 
     def pages_for(self, num_bytes: int) -> int:
-        """Return how many pages hold so many bytes."""
         return -(-num_bytes // self.page_bytes)
 
     def take_pages(self, num_bytes: int) -> list[Tensor]:
@@ -153,7 +147,6 @@ class PagePool:
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:
-        """Give the free pages back to the system."""
         self.copies.drain()
         self.free.clear()
         self.copies.trim()

@@ -20,10 +20,8 @@ MAX_RESIDENT = 2
 
 @dataclass(eq=False)
 class Offloaded:
-    """In the graph: where a tensor's bytes are on the host, and how to make it from them.
-
-    `storage` is not read: while it is held, no other storage can take the identity that `HostStore.seen` knows.
-    """
+    """In the graph: where a tensor's bytes are on the host, and how to make it from them. `storage` is not read: while
+    it is held, no other storage can take the identity that `HostStore.seen` knows."""
 
     index: int  # counts up, in the order of forward
     pages: list[Tensor]
@@ -47,15 +45,12 @@ class Resident:
 
     @property
     def touched(self) -> bool:
-        """Whether it was written to in the meantime."""
         return self.tensor._version != self.version
 
 
 class HostStore:
-    """Takes tensors in with `put`, in the order of forward, and gives them back with `get`, in any order.
-
-    What `put` returned is all that keeps a tensor's pages: they are free again once nobody holds it any more.
-    """
+    """Takes tensors in with `put`, in the order of forward, and gives them back with `get`, in any order. What `put`
+    returned is all that keeps a tensor's pages: they are free again once nobody holds it any more."""
 
     def __init__(self, device: torch.device, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.device, self.copies, self.pool = device, copies, PagePool(copies, page_bytes)
@@ -159,13 +154,11 @@ class HostStore:
             self.settle(resident)
 
     def settle(self, resident: Resident) -> None:
-        """The computation comes after the resident's copy."""
         if not resident.settled:
             self.copies.wait(resident.ticket)
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """The graph has dropped this tensor."""
         self.pool.return_pages(pages)
         self.drop(index)
 

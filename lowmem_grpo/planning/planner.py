@@ -146,7 +146,6 @@ def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
 
 
 def generous(asked: RunSettings, device: Device) -> RunSettings:
-    """The fastest setting in the place of each that was left open."""
     defaults: dict[str, Any] = {
         "max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked), "mlp_tile": TILES[0],
         "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch_fused", "head_groups": 1,
@@ -206,7 +205,6 @@ def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
 
 
 def spreads(most: float, least: float) -> list[Step]:
-    """Steps below `most` down to `least`."""
     return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
              "hold fewer") for spread in SPREADS if least <= spread < most]
 
@@ -219,7 +217,6 @@ def merged(choices: list[Choice]) -> list[Choice]:
 
 
 def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
-    """The cache's size, where it was left open."""
     if asked.kv_bytes is not None:
         return []
     group = asked.num_generations

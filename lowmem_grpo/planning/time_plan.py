@@ -161,7 +161,6 @@ class StepTime:
 
     @cached_property
     def linears(self) -> list[Linear]:
-        """The weights of a layer."""
         return list(self.shape.linears())
 
     @property
@@ -181,7 +180,6 @@ class StepTime:
 
     @property
     def grouped(self) -> bool:
-        """Whether attention's gradient is taken by groups of heads."""
         return (self.settings.head_groups or 1) > 1
 
     @property
@@ -194,7 +192,6 @@ class StepTime:
         return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights))
 
     def move(self, size: float) -> float:
-        """Return the seconds in which device memory moves so many bytes."""
         return size / (self.speed.memory_tb_s * MEMORY)
 
     def dequantize(self, linears: Iterable[Linear]) -> float:
@@ -233,7 +230,6 @@ class StepTime:
         return sizes
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
-        """Return the seconds of these token steps."""
         return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
 
     def token_step(self, rows: int, cached: float) -> float:
@@ -286,7 +282,6 @@ class StepTime:
         return self.shape.layers * max(card, passes * host * 1e-6)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward, for so many tokens squared."""
         return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
@@ -318,7 +313,6 @@ class StepTime:
         return self.micro_batches * seconds + self.products(linears, lora)
 
     def products(self, linears: list[Linear], lora: int) -> float:
-        """Return the seconds of their products alone."""
         adapted = sum(linear.rows + linear.columns for linear in self.linears if linear.experts == 1)
         numbers = sum(linear.passed for linear in linears) + lora * self.settings.lora_rank * adapted
         return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
@@ -331,7 +325,6 @@ class StepTime:
         return self.move(self.work.places * size)
 
     def optimizer(self) -> float:
-        """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
         numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
@@ -446,6 +439,5 @@ def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int
 
 
 def micro_batches(plan: MemoryPlan, work: Workload) -> int:
-    """Return how many micro-batches hold a step: as the plan cuts completions of these lengths."""
     completions = [max(1, round(length)) for length in work.lengths(work.generations)]
     return len(cut([(round(work.prompt_length), completions)] * work.prompts, plan.limits))
