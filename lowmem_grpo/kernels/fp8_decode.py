@@ -8,17 +8,8 @@ bits are moved (fp8.py).
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.few_rows import (
-    VARYING,
-    decode_launch,
-    decode_op,
-    finish,
-    finish_arguments,
-    grid,
-    launches,
-    takes_rows,
-    variant,
-)
+from lowmem_grpo.kernels import few_rows
+from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
 from lowmem_grpo.kernels.triton_utils import Variant, capability, tl, triton
 
@@ -30,7 +21,7 @@ def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
     """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W that begin at multiples of 16 bytes,
     and a scale for each 64 columns of them."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
-    return takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
+    return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 
 
 @triton.jit(do_not_specialize=[*VARYING, "chunks", "block_rows", "block_columns", "scale_columns"])
@@ -83,10 +74,10 @@ def fp8_decode_triton(
     """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
     rows, outputs, chip, (codes, scales) = x.shape[0], sum(features), capability(x.device), tensors
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launch = decode_launch(rows, outputs, chip, STEP)
-    fp8_decode_kernel[grid(rows, outputs, launch)](
+    launch = few_rows.decode_launch(rows, outputs, chip, STEP)
+    fp8_decode_kernel[few_rows.grid(rows, outputs, launch)](
         out, x, codes, scales, codes.shape[1] // 16, *sizes, scales.shape[1],
-        *finish_arguments(x, scales, features, xa, lora_b, scale, scale_tensor, bias),
+        *few_rows.finish_arguments(x, scales, features, xa, lora_b, scale, scale_tensor, bias),
         BY_ROW=scales.shape[1] == 1, NATIVE=chip >= NATIVE, **launch.options,
     )
     return out
@@ -97,12 +88,13 @@ def fp8_values(tensors: list[Tensor], sizes: list[int], features: list[int], dty
     return fp8_dequantize_ref(FP8Weight(codes, scales, (sizes[0], sizes[1]), dtype, tuple(features)))
 
 
-fp8_decode_op = decode_op("fp8_decode", fp8_values, fp8_decode_triton)
+fp8_decode_op = few_rows.decode_op("fp8_decode", fp8_values, fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    types = {"codes_ptr": "*u8", "scales_ptr": "*fp32"}
     return [
-        variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, {"codes_ptr": "*u8", "scales_ptr": "*fp32"},
-                dtype, launch, BY_ROW=by_row, NATIVE=capability >= NATIVE)
-        for name, launch in launches(capability, STEP).items() for by_row in (True, False)
+        few_rows.variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, types, dtype, launch, BY_ROW=by_row,
+                         NATIVE=capability >= NATIVE)
+        for name, launch in few_rows.launches(capability, STEP).items() for by_row in (True, False)
     ]

@@ -10,7 +10,6 @@ rounded to the dtype before the product. Only gate and up are kept; backward com
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,14 +198,14 @@ class GLUFunction(torch.autograd.Function):
     """act(gate) * up; with `reuse` the gradients replace gate and up, whose versions rise."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
+    def forward(ctx, gate, up, activation, reuse):
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.reuse = activation, reuse
         return glu_fwd(*halves(gate, up), activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         gate, up = ctx.saved_tensors
         if ctx.reuse:
             glu_bwd_reuse(grad, *halves(gate, up), ctx.activation)
@@ -227,9 +226,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, reuse_inputs: bool = False
     return glu(gate, up, "silu", reuse_inputs)
 
 
-def geglu(
-    gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False
-) -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False) -> Tensor:
     """gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function.
 
     The tensors and `reuse_inputs` are those of `swiglu`.
@@ -324,9 +321,8 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
     if gate.ndim == 0 or gate.shape != up.shape:
         raise ValueError(f"expected two tensors of one shape (..., F); got {tuple(gate.shape)}, {tuple(up.shape)}")
     if gate.dtype != up.dtype or gate.device != up.device:
-        raise ValueError(
-            f"expected one dtype and one device; got {gate.dtype} on {gate.device}, {up.dtype} on {up.device}"
-        )
+        raise ValueError(f"expected one dtype and one device; got {gate.dtype} on {gate.device}, {up.dtype} on "
+                         f"{up.device}")
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -157,9 +157,7 @@ def forward_pass(
         return forward_tiles(head, targets, shape, tile_columns(head, chunk_rows), keep_gradient)
     if not torch.compiler.is_compiling():
         return forward_rows(head, targets, shape, chunk_rows, keep_gradient)
-    *rows, gradient = forward_op(
-        head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), chunk_rows, keep_gradient
-    )
+    *rows, gradient = forward_op(*head.operands, targets, *shape.numbers(), chunk_rows, keep_gradient)
     return (rows[0], rows[1], rows[2], rows[3]), gradient if keep_gradient else None
 
 
@@ -172,9 +170,7 @@ def backward_pass(
     tile = tile_columns(head, chunk_rows)
     if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
         return backward_tiles(head, targets, shape, tile, *rows, needed)
-    grads = backward_op(
-        head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), tile, *rows, needed
-    )
+    grads = backward_op(*head.operands, targets, *shape.numbers(), tile, *rows, needed)
     return [grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)]
 
 
@@ -191,8 +187,7 @@ def forward_compiled(
     temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logprobs, entropy, m, log s, each (N,), and U (N, D), empty where it is not kept."""
-    shape = LogitShape(temperature, scale, softcap, ignore_index)
-    head = Head(hidden, weight, bias, low, lora_b)
+    head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
     rows, gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
     return *rows, hidden.new_empty(0) if gradient is None else gradient
 
@@ -208,20 +203,14 @@ def backward_compiled(
     log_sum: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
     """Gradients of hidden, weight, bias, low and lora_b; empty where not needed."""
-    shape = LogitShape(temperature, scale, softcap, ignore_index)
-    head = Head(hidden, weight, bias, low, lora_b)
-    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
-    grads = backward_tiles(head, targets, shape, tile, *rows, needed)
+    head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
+    grads = backward_tiles(head, targets, shape, tile, maximum, log_sum, entropy, grad_logprobs, grad_entropy, needed)
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]
 
 
 def backward_fake(*arguments: Any) -> list[Tensor]:
-    needed = arguments[-1]
-    return [
-        torch.empty_like(operand, memory_format=torch.contiguous_format)
-        if is_needed else arguments[0].new_empty(0)
-        for operand, is_needed in zip(arguments[:5], needed, strict=True)
-    ]
+    return [torch.empty_like(operand, memory_format=torch.contiguous_format) if needed else arguments[0].new_empty(0)
+            for operand, needed in zip(arguments[:5], arguments[-1], strict=True)]
 
 
 forward_op = custom_op("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
@@ -244,19 +233,15 @@ def check_arguments(
     if bias is not None and bias.device != device:
         raise ValueError(f"expected bias on {device}; got {bias.device}")
     if hidden.dtype != weight.dtype or hidden.device != device or targets.device != hidden.device:
-        raise ValueError(
-            f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight {weight.dtype} "
-            f"on {device}, targets on {targets.device}"
-        )
+        raise ValueError(f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight "
+                         f"{weight.dtype} on {device}, targets on {targets.device}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
 
 
-def check_lora(
-    hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None
-) -> None:
+def check_lora(hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None) -> None:
     if lora_a is None and lora_b is None:
         return
     if lora_a is None or lora_b is None:

@@ -38,6 +38,10 @@ class Head:
     lora_b: Tensor | None = None
 
     @property
+    def operands(self) -> tuple[Tensor | NF4Weight | None, ...]:
+        return self.hidden, self.weight, self.bias, self.low, self.lora_b
+
+    @property
     def vocabulary(self) -> int:
         return self.weight.shape[0]
 

@@ -114,11 +114,9 @@ class HeadGradients:
 
     def finish(self, head: Head, scale: Tensor) -> list[Tensor | None]:
         """All five in the dtypes of their operands."""
-        for name in SUMS:
-            total = getattr(self, name)
-            if total is not None:
-                setattr(self, name, total.mul_(scale).to(head.hidden.dtype))
-        return [getattr(self, name) for name in NAMES]
+        grads = {name: getattr(self, name) for name in NAMES}
+        grads |= {name: grads[name].mul_(scale).to(head.hidden.dtype) for name in SUMS if grads[name] is not None}
+        return list(grads.values())
 
 
 def backward_tiles(
@@ -129,9 +127,7 @@ def backward_tiles(
     incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
     results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16."""
     scale = largest_magnitude([grad for grad in (grad_logprobs, grad_entropy) if grad is not None])
-    grad_logprobs = grad_logprobs / scale
-    grad_entropy = None if grad_entropy is None else grad_entropy / scale
-    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    rows = (maximum, log_sum, entropy, grad_logprobs / scale, None if grad_entropy is None else grad_entropy / scale)
     gradients = HeadGradients.empty(head, needed)
     buffer = head.buffer(head.hidden.shape[0], min(tile, head.vocabulary))
     differentiate = logprob_tile_bwd if kernels_take(buffer) else differentiate_ref

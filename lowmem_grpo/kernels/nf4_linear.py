@@ -97,10 +97,8 @@ def check_arguments(
     if lora_a is not None and lora_b is not None:
         rank = lora_b.shape[-1]
         if lora_b.shape != (out, rank) or lora_a.shape != (rank * len(weight.out_features), columns):
-            raise ValueError(
-                f"expected lora_a ({len(weight.out_features)} * rank, {columns}) and lora_b ({out}, rank); got "
-                f"{tuple(lora_a.shape)}, {tuple(lora_b.shape)}"
-            )
+            raise ValueError(f"expected lora_a ({len(weight.out_features)} * rank, {columns}) and lora_b ({out}, "
+                             f"rank); got {tuple(lora_a.shape)}, {tuple(lora_b.shape)}")
     if bias is not None and bias.shape != (out,):
         raise ValueError(f"expected bias ({out},); got {tuple(bias.shape)}")
     if isinstance(scale, Tensor) and (scale.ndim or scale.requires_grad):
@@ -124,7 +122,9 @@ class NF4LinearFunction(torch.autograd.Function):
             else:
                 y = project(x, weight, bias)
                 if xa is not None:
-                    add_adapters(y, weight, xa * scale, lora_b)
+                    low = xa * scale
+                    for rows, part in adapter_parts(weight, lora_b.shape[1]):
+                        y[:, rows].addmm_(low[:, part], lora_b[rows].T)
         ctx.weight, ctx.scale = weight, None if isinstance(scale, Tensor) else scale
         ctx.save_for_backward(
             x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
@@ -141,7 +141,8 @@ class NF4LinearFunction(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             grad_x, grad_a = project_back(grad, ctx.weight) if needs_x else None, None
             if lora_b is not None:
-                grad_xa = adapter_back(grad, ctx.weight, lora_b) * scale
+                parts = [grad[:, rows] @ lora_b[rows] for rows, _ in adapter_parts(ctx.weight, 0)]
+                grad_xa = torch.cat(parts, 1) * scale
                 grad_x = grad_x.addmm_(grad_xa, lora_a) if grad_x is not None else None
                 grad_a = grad_xa.T @ x if needs_a else None
             grad_b = adapter_grad(grad, ctx.weight, xa * scale) if needs_b else None
@@ -154,17 +155,6 @@ def adapter_parts(weight: NF4Weight, rank: int) -> Iterator[tuple[slice, slice]]
     for number, features in enumerate(weight.out_features):
         yield slice(start, start + features), slice(number * rank, (number + 1) * rank)
         start += features
-
-
-def add_adapters(y: Tensor, weight: NF4Weight, xa: Tensor, lora_b: Tensor) -> None:
-    """y (N, out) += each part of x A^T times its B^T."""
-    for rows, part in adapter_parts(weight, lora_b.shape[1]):
-        y[:, rows].addmm_(xa[:, part], lora_b[rows].T)
-
-
-def adapter_back(grad: Tensor, weight: NF4Weight, lora_b: Tensor) -> Tensor:
-    """(N, S * r): dy of each matrix times its B."""
-    return torch.cat([grad[:, rows] @ lora_b[rows] for rows, _ in adapter_parts(weight, 0)], 1)
 
 
 def adapter_grad(grad: Tensor, weight: NF4Weight, xa: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.once_differentiable import once_differentiable
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, adjacent, flagged, next_power_of_2, tl, triton, types_of
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, read, tl, triton, types_of
 
 MAX_WIDTH = 65536
 WHOLE_ROW = 8192  # columns up to which a row stays in registers; the blocks of a wider one are read twice
@@ -56,11 +56,6 @@ def rows_rule(rows: int, block: int, partial_sums: bool) -> int:
     if not partial_sums:
         return block
     return block * -(-max(rows, 8 * PARTIAL_SUMS) // (PARTIAL_SUMS * block))
-
-
-@triton.jit
-def read(row_ptr, columns, inside):
-    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -156,6 +151,11 @@ def new_results(
     dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd
+
+
+def adjacent(rows: Tensor) -> Tensor:
+    """Rows (N, D) whose columns are adjacent in memory, copied only if they are not."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def rms_norm_fwd_triton(

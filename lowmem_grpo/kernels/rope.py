@@ -10,14 +10,13 @@ frequencies (llama3, yarn, longrope, linear, dynamic) is in cos and sin already.
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.once_differentiable import once_differentiable
-from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, tl, triton, types_of
+from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, read, tl, triton, types_of
 
 MAX_WIDTH = 1024  # columns of cos and sin
 
@@ -46,11 +45,6 @@ def launch_rule(half: int) -> Launch:
     in place is safe. Fused, the first product would not be rounded, and results not those of transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
-
-
-@triton.jit
-def read(row_ptr, columns, inside):
-    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -151,9 +145,7 @@ def rope_new_triton(
     return q_out, k_out
 
 
-def rope_in_place_triton(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
-) -> None:
+def rope_in_place_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
     launch(q, k, q, k, cos, sin, heads_first, backward)
 
 
@@ -181,16 +173,14 @@ class RopeFunction(torch.autograd.Function):
     """Turned q and k in new tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, q, k, cos, sin, heads_first):
         ctx.save_for_backward(cos, sin)
         ctx.heads_first = heads_first
         return rope_new(q, k, cos, sin, heads_first, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_q, grad_k):
         cos, sin = ctx.saved_tensors
         # new tensors: autograd may have given these gradients to others as well
         return *rope_new(grad_q, grad_k, cos, sin, ctx.heads_first, True), None, None, None
@@ -200,7 +190,7 @@ class RopeInPlaceFunction(torch.autograd.Function):
     """q or k turned in place; one at a time, since autograd lets a function change only one view."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> Tensor:
+    def forward(ctx, x, cos, sin, heads_first):
         ctx.save_for_backward(cos, sin)
         ctx.heads_first = heads_first
         ctx.mark_dirty(x)
@@ -209,7 +199,7 @@ class RopeInPlaceFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
         grad_x, _ = rope_new(grad, without_heads(grad, ctx.heads_first), cos, sin, ctx.heads_first, True)
         return grad_x, None, None, None

@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 try:
     import triton
@@ -88,11 +87,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def adjacent(x: Tensor) -> Tensor:
-    """The tensor with adjacent columns in memory, copied only where they are not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@triton.jit
+def read(row_ptr, columns, inside):
+    """A tile in float32, 0 outside."""
+    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)

@@ -25,11 +25,8 @@ class Reducer:
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
         """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
         for name, value in metrics.items():
-            if name.endswith(("min", "max")):
-                self.add_value(name, value, 1.0)
-            else:
-                share = (counts or {}).get(name, weight)
-                self.add_value(name, value * share if share else torch.zeros_like(value), share)  # no mean: NaN
+            share = 1.0 if name.endswith(("min", "max")) else (counts or {}).get(name, weight)
+            self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of none is NaN
 
     def add_value(self, name: str, value: Tensor, weight: float) -> None:
         """Take in an extreme, or a sum over `weight` things."""
@@ -41,9 +38,7 @@ class Reducer:
             self.sums[name] = value if seen is None else seen + value
             self.weights[name] = self.weights.get(name, 0.0) + weight
 
-    def join(
-        self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]
-    ) -> None:
+    def join(self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]) -> None:
         for name, value in sums.items():
             self.add_value(name, value, weights[name])
         for name, parts in samples.items():

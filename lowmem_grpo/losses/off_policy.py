@@ -30,7 +30,8 @@ Bounds = tuple[float | None, float | None]
 class Correction:
     """One way to weigh tokens, as the code dispatches on it and as the documentation shows it."""
 
-    weights: Callable[[Tensor, Tensor, Tensor, Bounds], Tensor]
+    measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # what is bounded, from d_t (N,), sequence ids and lengths
+    bounded: Callable[[Tensor, Bounds], Tensor]
     formula: str
     when: str
     source: str
@@ -45,6 +46,10 @@ def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
     return torch.where(inside(ratio, bounds), ratio, 0.0)
 
 
+def kept(values: Tensor, bounds: Bounds) -> Tensor:
+    return inside(values, bounds).to(values.dtype)
+
+
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
     """Bool, of the shape of `values`: within the bounds, which are inclusive; None is no bound."""
     low, high = bounds
@@ -53,36 +58,20 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
     return kept if high is None else kept & (values <= high)
 
 
-def token_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """rho_t, clamped to the bounds (N,) (TIS)."""
-    return truncated(ratio_of(mismatch), bounds)
+def token_ratio(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return ratio_of(mismatch)
 
 
-def token_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """rho_t inside of the bounds, else 0 (N,) (MIS, IcePop)."""
-    return masked(ratio_of(mismatch), bounds)
+def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return ratio_of(sequence_sums(mismatch, ids, len(lengths)))
 
 
-def sequence_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """The product of rho over the sequence, clamped, for each of its tokens (N,)."""
-    return truncated(ratio_of(sequence_sums(mismatch, ids, len(lengths))), bounds)[ids]
+def geometric_mean(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return sequence_means(mismatch, ids, lengths).exp()
 
 
-def sequence_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """The product of rho over the sequence inside of the bounds, else 0 (N,)."""
-    return masked(ratio_of(sequence_sums(mismatch, ids, len(lengths))), bounds)[ids]
-
-
-def geometric_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """1 for tokens of sequences whose geometric mean of rho lies inside of the bounds, else 0 (N,)."""
-    kept = inside(sequence_means(mismatch, ids, lengths).exp(), bounds)
-    return kept.to(mismatch.dtype)[ids]
-
-
-def k3_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """1 for tokens of sequences whose mean k3 lies inside of the bounds, else 0 (N,)."""
-    kept = inside(sequence_means(k3_of(mismatch), ids, lengths), bounds)
-    return kept.to(mismatch.dtype)[ids]
+def sequence_k3(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return sequence_means(k3_of(mismatch), ids, lengths)
 
 
 def k3_of(mismatch: Tensor) -> Tensor:
@@ -97,30 +86,30 @@ def mean_k3(ratio: Tensor) -> float:
 
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
-        token_truncate, "c_t = min(max(rho_t, clip_min), clip_max)",
+        token_ratio, truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
         "The default where a correction is due (TIS): a bounded bias, and no completion is lost whatever its length.",
         "TIS; verl",
     ),
     "token_mask": Correction(
-        token_mask, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
+        token_ratio, masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
         "A few wild tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
         "MIS; IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(
-        sequence_truncate, "c = min(max(prod_t rho_t, clip_min), clip_max)",
+        sequence_product, truncated, "c = min(max(prod_t rho_t, clip_min), clip_max)",
         "Only short completions: the product grows or vanishes with length.", "TRL", True,
     ),
     "sequence_mask": Correction(
-        sequence_mask, "c = prod_t rho_t where inside of the bounds, else 0",
+        sequence_product, masked, "c = prod_t rho_t where inside of the bounds, else 0",
         "TRL's default, for comparison: it drops long completions first.", "TRL", True,
     ),
     "geometric_mask": Correction(
-        geometric_mask, "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
+        geometric_mean, kept, "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
         "Whole sequences that drifted are left out, fairly for every length; bounds near 1, such as 0.99 and 1.01.",
         "Geometric rejection, verl", True,
     ),
     "k3_mask": Correction(
-        k3_mask, "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
+        sequence_k3, kept, "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
         "As geometric_mask, where deviations of both signs must not cancel; clip_max such as 0.01.",
         "K3 rejection, verl", True,
     ),
@@ -132,7 +121,9 @@ def correction_weights(
 ) -> Tensor:
     """Weights c (N,) without gradient, from log-probabilities (N,) of the trainer and of the sampler."""
     mismatch = (old_logprobs - rollout_logprobs).detach()
-    return CORRECTIONS[mode].weights(mismatch, sequence_ids, lengths, bounds)
+    correction = CORRECTIONS[mode]
+    weights = correction.bounded(correction.measured(mismatch, sequence_ids, lengths), bounds)
+    return weights[sequence_ids] if correction.per_sequence else weights
 
 
 def off_policy_sequence_mask(

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.memory.plan import MemoryPlan, PlanRow
+from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.units import size_text
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class MemoryAdvice:
         """The plan's rows of a phase, the largest first, and their sum; empty without a plan."""
         if self.plan is None:
             return ""
-        rows = sorted(((row.name, size_of(row, phase)) for row in self.plan.rows), key=lambda row: row[1], reverse=True)
+        rows = sorted(((row.name, getattr(row, phase)) for row in self.plan.rows), key=lambda row: -row[1])
         rows.append(("together", sum(size for _, size in rows)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
@@ -168,18 +169,14 @@ class MemoryAdvice:
         if self.plan is None or not self.plan.rows:
             return ""
         rows = self.plan.rows
-        named = [row for row in rows if row.name.split()[0].lower() in what.split() and size_of(row, phase)]
+        named = [row for row in rows if row.name.split()[0].lower() in what.split() and getattr(row, phase)]
         grows = [row for row in rows if not any(word in row.name.lower() for word in FIXED)]
-        blamed = max(named or grows or rows, key=lambda row: size_of(row, phase))
-        planned = sum(size_of(row, phase) for row in rows)
+        blamed = max(named or grows or rows, key=attrgetter(phase))
+        planned = sum(getattr(row, phase) for row in rows)
         return (
             f"The plan has {size_text(planned)} in this phase and {size_text(peak)} were measured; its row that is "
-            f"most likely wrong: {blamed.name} ({size_text(size_of(blamed, phase))})"
+            f"most likely wrong: {blamed.name} ({size_text(getattr(blamed, phase))})"
         )
-
-
-def size_of(row: PlanRow, phase: str) -> int:
-    return row.train if phase == "train" else row.rollout
 
 
 @dataclass

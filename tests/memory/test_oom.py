@@ -8,7 +8,7 @@ import pytest
 import torch
 from memory import WORDS
 
-from lowmem_grpo.memory import bounds
+from lowmem_grpo.memory import oom
 from lowmem_grpo.memory.oom import (
     BatchLimit,
     MemoryExhaustedError,
@@ -85,7 +85,7 @@ def test_what_other_programs_hold_of_a_card_is_said_in_place_of_a_row_of_the_pla
     """A card of 24 GiB, 10 of them torch's here and none free for the 20 MiB that were asked for."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((14 - held) << 30, 24 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
-    monkeypatch.setattr(bounds, "peak_memory", lambda device: {"memory/peak_bytes": 1})
+    monkeypatch.setattr(oom, "peak_memory", lambda device: {"memory/peak_bytes": 1})
     found = shortage_of(torch.OutOfMemoryError(WORDS), torch.device("cuda"))
     BatchLimit("train", "tokens").lower("a test", found, 50)
     assert (said in caplog.text) and ("Other programs" in caplog.text) == bool(said)

@@ -129,7 +129,7 @@ def test_refused_pinned_memory_is_pageable_and_said_once(
 ) -> None:
     copies = StreamCopies(torch.device("cuda"))
     with caplog.at_level(logging.WARNING, logger="lowmem_grpo"):
-        pages = PagePool(copies, page_bytes=64).take(64 * 3)
+        pages = PagePool(copies, page_bytes=64).take_pages(64 * 3)
     assert [page.nbytes for page in pages] == [64] * 3
     (record,) = caplog.records
     message = record.getMessage()
