@@ -58,9 +58,8 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
     api = api or client()
     try:
         api.create_repo(repo_id=repo, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            folder_path=str(folder), repo_id=repo, commit_message=message or "Model trained with lowmem-grpo"
-        )
+        commit = api.upload_folder(folder_path=str(folder), repo_id=repo,
+                                   commit_message=message or "Model trained with lowmem-grpo")
     except Exception as error:  # as above
         raise HubError(f"the hub did not take {repo}: {first_line(error)}. What lies in {folder} is whole: `hf "
                        f"auth login`, then `hf upload {repo} {folder}`") from error

@@ -187,14 +187,11 @@ def chunked(parts: Parts, runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     since_start = step.cumsum(-1).exp()[..., None]
     until_end = decay[..., -1, :, None]
     system = rate * (k @ k.mT) * decay  # only what lies below the diagonal is read
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([rate * v, rate * since_start * k], -1), upper=False, unitriangular=True
-    )
+    solved = torch.linalg.solve_triangular(system, torch.cat([rate * v, rate * since_start * k], -1), upper=False,
+                                           unitriangular=True)
     added, read = solved.split((v.shape[-1], k.shape[-1]), -1)
-    laid_results, final = scan(
-        added, read, q * since_start, (q @ k.mT) * decay, k * until_end, since_start[..., -1:, :],
-        initial.index_select(0, chunks.order), chunks.counts,
-    )
+    laid_results, final = scan(added, read, q * since_start, (q @ k.mT) * decay, k * until_end,
+                               since_start[..., -1:, :], initial.index_select(0, chunks.order), chunks.counts)
     result = laid_results.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places)
     return result.to(value.dtype), final.index_select(0, chunks.back)
 

@@ -44,11 +44,9 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
-    result, final = rule(
-        query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
-        initial_state=torch.cat([state for state, length in states if length]),
-        use_qk_l2norm_in_kernel=True, cu_seqlens=runs.filled.cu_seqlens,
-    )
+    result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
+                         initial_state=torch.cat([state for state, length in states if length]),
+                         use_qk_l2norm_in_kernel=True, cu_seqlens=runs.filled.cu_seqlens)
     new = iter(final.split(1))
     return result[0], torch.cat([next(new) if length else state for state, length in states])
 

@@ -159,9 +159,8 @@ def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
     for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
-            raise ValueError(
-                f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of {weight.dtype}"
-            )
+            raise ValueError(f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of "
+                             f"{weight.dtype}")
         if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
             raise ValueError("the weights are frozen: call weight.requires_grad_(False) and train LoRA")
     shapes = list(shapes_of(weights))
@@ -173,9 +172,8 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
         rank = lora.a.shape[0]
         expected = ((rank, shape[1]), (shape[0], rank))
         if (tuple(lora.a.shape), tuple(lora.b.shape)) != expected:
-            raise ValueError(
-                f"expected LoRA a {expected[0]} and b {expected[1]}; got {tuple(lora.a.shape)}, {tuple(lora.b.shape)}"
-            )
+            raise ValueError(f"expected LoRA a {expected[0]} and b {expected[1]}; got {tuple(lora.a.shape)}, "
+                             f"{tuple(lora.b.shape)}")
 
 
 def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:

@@ -163,11 +163,9 @@ def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factor
         rank = 0 if lora is None else lora.a.shape[0]
         columns.append(slice(end, end + rank))
         end += rank
-    return Factors(
-        stacked([lora.a for lora in present], dtype, copies),
-        [None if lora is None else next(factors) for lora in group], columns,
-        [0.0 if lora is None else lora.scale for lora in group],
-    )
+    return Factors(stacked([lora.a for lora in present], dtype, copies),
+                   [None if lora is None else next(factors) for lora in group], columns,
+                   [0.0 if lora is None else lora.scale for lora in group])
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:

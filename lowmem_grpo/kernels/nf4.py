@@ -131,27 +131,21 @@ class NF4Weight:
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")
         blocks = slice(start * columns // size, -(stop * columns // -size))
-        band = replace(
-            self, packed=self.packed[start * columns // 2 : (stop * columns + 1) // 2], absmax=self.absmax[blocks],
-            shape=(stop - start, columns), out_features=(stop - start,),
-        )
+        band = replace(self, packed=self.packed[start * columns // 2 : (stop * columns + 1) // 2],
+                       absmax=self.absmax[blocks], shape=(stop - start, columns), out_features=(stop - start,))
         if self.nested_absmax is None or self.offset is None:
             return band
         before = self.first_block + blocks.start
         groups = slice(before // self.nested_blocksize, -((self.first_block + blocks.stop) // -self.nested_blocksize))
-        return replace(
-            band, first_block=before % self.nested_blocksize, nested_absmax=self.nested_absmax[groups],
-            offset=self.offset[groups] if self.offset.ndim else self.offset,
-        )
+        return replace(band, first_block=before % self.nested_blocksize, nested_absmax=self.nested_absmax[groups],
+                       offset=self.offset[groups] if self.offset.ndim else self.offset)
 
     def gather(self, index: Tensor) -> "NF4Weight":
         """Copies of the rows at `index` (n,) int64, for an embedding: still in 4 bits, scales in float32."""
         (rows, columns), size = self.shape, self.blocksize
         if columns % size or index.ndim != 1 or index.dtype != torch.long:
-            raise ValueError(
-                f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} {index.dtype}, "
-                f"rows of {columns} in blocks of {size}"
-            )
+            raise ValueError(f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} "
+                             f"{index.dtype}, rows of {columns} in blocks of {size}")
         blocks = torch.arange(columns // size, device=index.device) + index[:, None] * (columns // size)
         return NF4Weight(
             self.packed.view(rows, columns // 2)[index].flatten(), self.scales(blocks).flatten(), self.code,
@@ -174,10 +168,8 @@ def check_adjacent(weights: Sequence[NF4Weight]) -> None:
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.blocksize, w.dtype, w.absmax.dtype, w.nested_blocksize) for w in (first, weight))
         if want != got:
-            raise ValueError(
-                f"weight {number} does not fit: (in, blocksize, dtype, dtype of absmax, nested blocksize) is {got}, "
-                f"and {want} in weight 0"
-            )
+            raise ValueError(f"weight {number} does not fit: (in, blocksize, dtype, dtype of absmax, nested blocksize) "
+                             f"is {got}, and {want} in weight 0")
         tables = [table for w in (first, weight) for table in (w.code, w.nested_code) if table is not None]
         if not all(map(torch.equal, tables[: len(tables) // 2], tables[len(tables) // 2 :])):
             raise ValueError(f"weight {number} has other code tables than weight 0")
@@ -274,10 +266,8 @@ def dequantized(weight: Any, out: Tensor | None) -> Tensor:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
     if not fits or out.device != weight.device:
-        raise ValueError(
-            f"expected out {weight.shape}, contiguous, floating, on {weight.device}; got {tuple(out.shape)}, "
-            f"strides {out.stride()}, {out.dtype} on {out.device}"
-        )
+        raise ValueError(f"expected out {weight.shape}, contiguous, floating, on {weight.device}; got "
+                         f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}")
     weight.fill(out)
     return out
 

@@ -126,10 +126,8 @@ class NF4LinearFunction(torch.autograd.Function):
                     for rows, part in adapter_parts(weight, lora_b.shape[1]):
                         y[:, rows].addmm_(low[:, part], lora_b[rows].T)
         ctx.weight, ctx.scale = weight, None if isinstance(scale, Tensor) else scale
-        ctx.save_for_backward(
-            x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
-            lora_b if needs_x or needs_a else None, scale if isinstance(scale, Tensor) else None,
-        )
+        ctx.save_for_backward(x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
+                              lora_b if needs_x or needs_a else None, scale if isinstance(scale, Tensor) else None)
         return y
 
     @staticmethod

@@ -39,7 +39,6 @@ class FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> None:
-        raise RuntimeError(
-            f"{ctx.name} has no second derivative, so a gradient penalty (create_graph=True) cannot pass through it. "
-            "Leave the penalty out, or compute it on a model whose layers are torch's own"
-        )
+        raise RuntimeError(f"{ctx.name} has no second derivative, so a gradient penalty (create_graph=True) cannot "
+                           "pass through it. Leave the penalty out, or compute it on a model whose layers are torch's "
+                           "own")

@@ -277,10 +277,8 @@ def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if weight.device != x.device:
         raise ValueError(f"expected one device; got x on {x.device}, weight on {weight.device}")
     if residual is not None and (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
-        raise ValueError(
-            f"expected residual like x, {tuple(x.shape)} {x.dtype} on {x.device}; got {tuple(residual.shape)} "
-            f"{residual.dtype} on {residual.device}"
-        )
+        raise ValueError(f"expected residual like x, {tuple(x.shape)} {x.dtype} on {x.device}; got "
+                         f"{tuple(residual.shape)} {residual.dtype} on {residual.device}")
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

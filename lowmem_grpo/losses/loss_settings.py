@@ -109,20 +109,17 @@ class LossSettings:
         asks_nothing: dict[str, Any] = {"importance_sampling_level": kind.level, **(OF_TRL if kind.in_trl else {})}
         for name in OF_TYPES:
             if getattr(self, name) not in (None, asks_nothing.get(name)) and name not in used:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, and loss_type {self.loss_type!r} does not use it; it uses "
-                    f"{', '.join(used) or 'no option of its own'}. Leave {name} out, or choose another loss_type"
-                )
+                raise ValueError(f"{name} is {getattr(self, name)}, and loss_type {self.loss_type!r} does not use it; "
+                                 f"it uses {', '.join(used) or 'no option of its own'}. Leave {name} out, or choose "
+                                 "another loss_type")
         if self.kl_estimator is not None and not self.beta:
             raise ValueError(f"kl_estimator is {self.kl_estimator!r}, and beta is 0: there is no KL term; set beta")
 
     def check_clipping(self) -> None:
         options = self.chosen()
         if self.loss_type == "cispo" and options["epsilon_high"] < 1:
-            raise ValueError(
-                f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: below 1 it would "
-                "shrink every gradient, on-policy too. 5.0 is usual"
-            )
+            raise ValueError(f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: "
+                             "below 1 it would shrink every gradient, on-policy too. 5.0 is usual")
         if options.get("delta") is not None:
             upper = 1 + (options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"])
             if not options["delta"] > upper:
@@ -130,19 +127,16 @@ class LossSettings:
 
     def check_entropy(self) -> None:
         if self.top_entropy_quantile < 1 and self.whole_sequences:
-            raise ValueError(
-                f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one ratio for "
-                "all tokens of a completion, which a mask over tokens would break up; use loss_type='gspo_token'"
-            )
+            raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
+                             "ratio for all tokens of a completion, which a mask over tokens would break up; use "
+                             "loss_type='gspo_token'")
         if not self.use_adaptive_entropy:
             for name, default in ADAPTIVE.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is {getattr(self, name)}, which only use_adaptive_entropy=True uses")
         elif not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef is {self.entropy_coef}; it must be between entropy_coef_min ({self.entropy_coef_min}) "
-                f"and entropy_coef_max ({self.entropy_coef_max})"
-            )
+            raise ValueError(f"entropy_coef is {self.entropy_coef}; it must be between entropy_coef_min "
+                             f"({self.entropy_coef_min}) and entropy_coef_max ({self.entropy_coef_max})")
 
     @property
     def whole_sequences(self) -> str:
@@ -161,10 +155,8 @@ class LossSettings:
         if self.vllm_importance_sampling_correction is False and (mode, low, high) != ("token_truncate", None, 2.0):
             raise ValueError(f"{name}_correction is False, and its mode or bounds are set; leave one of them out")
         if mode == "token_mask" and self.whole_sequences:
-            raise ValueError(
-                f"{name}_mode is 'token_mask', and {self.whole_sequences} has one ratio for all tokens of a "
-                "completion; use 'token_truncate', or 'geometric_mask' to leave out whole completions"
-            )
+            raise ValueError(f"{name}_mode is 'token_mask', and {self.whole_sequences} has one ratio for all tokens of "
+                             "a completion; use 'token_truncate', or 'geometric_mask' to leave out whole completions")
         if mode == "geometric_mask" and (low is None or high is None):
             raise ValueError(f"'geometric_mask' needs {name}_clip_min and _clip_max, such as 0.99 and 1.01")
         if mode == "k3_mask" and low is not None:

@@ -60,10 +60,8 @@ def grpo_loss(
     per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, term_factors)
     if settings.beta:
         per_token = per_token + settings.beta * kl_term(tokens, settings, ref_logprobs, report)
-    step = StepCounts(
-        given(num_sequences_in_step, (tokens.lengths > 0).sum()), given(num_tokens_in_step, len(logprobs)),
-        settings.max_completion_length,
-    )
+    step = StepCounts(given(num_sequences_in_step, (tokens.lengths > 0).sum()),
+                      given(num_tokens_in_step, len(logprobs)), settings.max_completion_length)
     policy_loss = (per_token * kind.weights(tokens.lengths[sequence_ids].to(per_token.dtype), step)).sum()
     loss, coef = policy_loss, given(entropy_coef, settings.entropy_coef)
     if coef:
@@ -113,9 +111,8 @@ def loss_tokens(
     if correct:
         sampled = needed(rollout_logprobs, "rollout_logprobs", "the sampler's mismatch is to be corrected")
         correction = correction_weights(mode, old, sampled, sequence_ids, lengths, settings.correction_bounds)
-    return LossTokens(
-        logprobs, log_ratio, log_weight, advantages, sequence_ids, lengths, correction, CORRECTIONS[mode].per_sequence
-    )
+    return LossTokens(logprobs, log_ratio, log_weight, advantages, sequence_ids, lengths, correction,
+                      CORRECTIONS[mode].per_sequence)
 
 
 def at_level(log_ratio: Tensor, sequence_ids: Tensor, lengths: Tensor, level: str) -> Tensor:
@@ -137,10 +134,8 @@ def factors(
     if settings.off_policy_mask_threshold is not None:
         logprobs = tokens.logprobs.detach()
         sampler = logprobs - tokens.log_ratio.detach() if rollout_logprobs is None else rollout_logprobs
-        kept = off_policy_sequence_mask(
-            logprobs, sampler, tokens.advantages, tokens.sequence_ids, tokens.lengths,
-            settings.off_policy_mask_threshold,
-        ).to(logprobs.dtype)
+        kept = off_policy_sequence_mask(logprobs, sampler, tokens.advantages, tokens.sequence_ids, tokens.lengths,
+                                        settings.off_policy_mask_threshold).to(logprobs.dtype)
         report.mean("off_policy/masked_share", 1 - kept)
         yield kept
     if policy_mask is not None:

@@ -105,25 +105,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", turns=IM,
                      attention=Attention("Qwen2Attention", window="layers", bias=True)),
     "qwen3": decoder("Qwen3", "Qwen3", turns=IM, attention=Attention("Qwen3Attention", norm="heads", window="layers")),
-    "gemma3_text": decoder(
-        "Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
-        attention=Attention("Gemma3Attention", norm="heads", window="layers"),
-    ),
-    "phi3": decoder(
-        "Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
-        attention=Attention("Phi3Attention", FUSED, window="config"),
-    ),
+    "gemma3_text": decoder("Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
+                           attention=Attention("Gemma3Attention", norm="heads", window="layers")),
+    "phi3": decoder("Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
+                    attention=Attention("Phi3Attention", FUSED, window="config")),
     "smollm3": decoder(
         "SmolLM3", "SmolLM3", vllm=None, turns=IM,
         attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
-    "olmo2": decoder(
-        "OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
-        attention=Attention("Olmo2Attention", norm="whole"),
-    ),
-    "olmo3": decoder(
-        "OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
-        attention=Attention("Olmo3Attention", norm="whole", window="layers"),
-    ),
+    "olmo2": decoder("OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
+                     attention=Attention("Olmo2Attention", norm="whole")),
+    "olmo3": decoder("OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
+                     attention=Attention("Olmo3Attention", norm="whole", window="layers")),
     "granite": decoder("Granite 3, 4 (dense)", "Granite", turns=("<|start_of_role|>", "<|end_of_role|>")),
     "glm4": decoder("GLM-4", "Glm4", norms=4, turns=("<|user|>", "<|assistant|>"), mlp=MLP("Glm4MLP", FUSED_GATE_UP),
                     attention=Attention("Glm4Attention", position="pairs", turned=0.5)),
@@ -140,10 +132,8 @@ FAMILIES: dict[str, Family] = {
         attention=Attention("Qwen3_5Attention", norm="heads", turned=0.25, gated=True, lean=False),
         delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM,
     ),
-    "qwen3_moe": decoder(
-        "Qwen3-MoE", "Qwen3Moe", turns=IM, experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
-        attention=Attention("Qwen3MoeAttention", norm="heads", window="config"),
-    ),
+    "qwen3_moe": decoder("Qwen3-MoE", "Qwen3Moe", turns=IM, experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
+                         attention=Attention("Qwen3MoeAttention", norm="heads", window="config")),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
         "Exaone4Attention", norm="heads", window="layers", lean=False)),
     "gemma2": refused("Gemma 2", "soft-capped scores"),

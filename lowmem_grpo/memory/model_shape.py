@@ -104,10 +104,8 @@ class ModelShape:
         elif not self.forms:
             yield self.layers, self
         for form, count in Counter(self.forms).items():
-            yield count, replace(
-                self, head_size=form.head_size, kv_heads=form.kv_heads, inner=form.inner, window=form.window,
-                own_keys=form.own_keys, own_values=form.own_values, forms=(),
-            )
+            yield count, replace(self, head_size=form.head_size, kv_heads=form.kv_heads, inner=form.inner,
+                                 window=form.window, own_keys=form.own_keys, own_values=form.own_values, forms=())
 
     @property
     def for_all_layers(self) -> int:

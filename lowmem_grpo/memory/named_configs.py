@@ -29,9 +29,8 @@ def named_config(name: str) -> dict[str, Any]:
     if short is None:
         close = difflib.get_close_matches(plain_name(name), named_shapes(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(
-            f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a config.json"
-        )
+        raise ValueError(f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a "
+                         "config.json")
     config: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
     return config
 

@@ -68,6 +68,5 @@ class PhasePeaks:
         self.peaks = {}
         if self.plan is None:
             return measured
-        return measured | {
-            "memory/planned_generate_bytes": self.plan.rollout, "memory/planned_train_bytes": self.plan.train
-        }
+        return measured | {"memory/planned_generate_bytes": self.plan.rollout,
+                           "memory/planned_train_bytes": self.plan.train}

@@ -46,10 +46,8 @@ def embed_on_host(model: Any) -> int:
     needs the only one."""
     moved = movable(model)
     if not moved:
-        raise ValueError(
-            f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, which is "
-            "needed on the device; nothing would be saved. Leave it out"
-        )
+        raise ValueError(f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, "
+                         "which is needed on the device; nothing would be saved. Leave it out")
     if any(table.weight.requires_grad for table in moved):
         raise ValueError("offload_embedding=True: the input embedding is trained; only a frozen one can be on the host")
     for owner in list(model.modules()):

@@ -173,7 +173,5 @@ def span(tensor: Tensor) -> int:
 def check_untouched(untouched: bool, size: torch.Size) -> None:
     """RuntimeError, as autograd's own, where a tensor that backward needs was written to after it was saved."""
     if not untouched:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(size)} that backward needs was modified by an in-place operation after it was "
-            "saved; clone it before that operation"
-        )
+        raise RuntimeError(f"a tensor of shape {tuple(size)} that backward needs was modified by an in-place operation "
+                           "after it was saved; clone it before that operation")

@@ -146,10 +146,9 @@ def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
 
 
 def generous(asked: RunSettings, device: Device) -> RunSettings:
-    defaults: dict[str, Any] = {
-        "max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked), "mlp_tile": TILES[0],
-        "chunk_rows": CHUNKS[0], "host_embedding": False, "optim": "adamw_torch_fused", "head_groups": 1,
-    }
+    defaults: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
+                                "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
+                                "optim": "adamw_torch_fused", "head_groups": 1}
     return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 
 
