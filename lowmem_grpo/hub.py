@@ -52,8 +52,7 @@ def full_name(repo: str, token: str | None = None, api: Any = None) -> str:
 
 
 def push(folder: Path, repo: str, private: bool = True, api: Any = None, message: str | None = None) -> str:
-    """Create the repository if there is none, and upload the folder; returns the address of the commit. `api` is a
-    huggingface_hub.HfApi, which takes its token from `hf auth login`. HubError where the hub refuses."""
+    """Create the repository if there is none and upload the folder; returns the commit's address or HubError."""
     check_repo(repo)
     api = api or client()
     try:
@@ -67,8 +66,7 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """The files of a model: a folder as it is, or those of a name on the hub (out of its cache where they are there).
-    OSError where the hub does not give it."""
+    """The files of a model: a folder as it is, or those of a name on the hub or in its cache. OSError otherwise."""
     if Path(path).is_dir():
         return Path(path)
     find_model(path, revision)
@@ -123,8 +121,7 @@ def dataset_cache() -> Path:
 
 
 def is_loaded_before(dataset: str) -> bool:
-    """Return whether the cache has rows of a dataset of the hub; the library changes case and underscores in its names.
-    """
+    """Return whether the cache has rows of a dataset of the hub, whose name it changes in case and underscores."""
     def plain(text: str) -> str:
         return text.replace("_", "").replace("/", "").lower()
 
@@ -134,8 +131,7 @@ def is_loaded_before(dataset: str) -> bool:
 
 @cache  # a refusal is not kept: the next call asks again
 def find_dataset(name: str, api: Any = None) -> None:
-    """ValueError for a dataset that the hub does not have, OSError where the hub cannot be reached: told in seconds,
-    where loading would try for half a minute. One that is in the cache is not asked for."""
+    """ValueError for a dataset that the hub does not have, OSError for no hub, soon; the cache comes first."""
     if is_loaded_before(name):
         return
     api = api or huggingface_hub.HfApi()

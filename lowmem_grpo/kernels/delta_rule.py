@@ -78,8 +78,7 @@ def delta_rule_ref(
 
 @cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the field's kernels give what the rule token by token gives, with all gradients; tried once on
-    each card. Where they do not, one line says so, and plain torch computes."""
+    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once a card."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)
@@ -107,8 +106,7 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of each of B rows: query, key (B, H_k, K), value (B, H, V), g, beta (B, H), state (B, H, K, V); returns
-    (B, H, V) and the next states."""
+    """One token of B rows, shaped as above with B for T; state (B, H, K, V). Returns (B, H, V) and the next states."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]

@@ -73,8 +73,7 @@ def max_rows(capability: int) -> int:
 
 
 def taken_rows(capability: int, form: str) -> int:
-    """Rows that the kernel of this form, "nf4" or "fp8", takes in as many blocks as they need; for more it is better to
-    dequantize."""
+    """Rows up to which the kernel of this form, "nf4" or "fp8", beats dequantizing first."""
     return next(most for least, most in TAKEN_ROWS[form].items() if capability >= least)
 
 
@@ -94,8 +93,7 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Narrow blocks of few warps: enough warps to fill a card, and at least `LEAST_STEPS` steps for each. Of 209
-    launches on an H100, at 30 sizes, it takes 1.05 times the best one's time (`decode_launch` 1.45)."""
+    """Few warps a block, enough for a card: 1.05 times the best of 209 launches on an H100 (`decode_launch` 1.45)."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))
@@ -143,8 +141,7 @@ def finish(
 
 
 def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Any:
-    """The operation `name`, on the CPU and with `kernel` on a card: out (M, N) of x, of the tensors and sizes of a
-    weight, of which `values` makes W (N, K) in a dtype, and of what `given_adapters` returns."""
+    """The operation `name` with `kernel` on a card; `values` makes W (N, K) of a weight's tensors and sizes."""
 
     def decode_cpu(
         x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None,
@@ -172,8 +169,7 @@ def finish_arguments(
     x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
     scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of the kernels' `finish`, in its order. Where a tensor is not given, x or the float32
-    `table` of the weight stands for it, and nothing reads it."""
+    """Return the arguments of `finish`, in its order; x or the float32 `table` stands, unread, for a missing tensor."""
     ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
     return (
         x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,

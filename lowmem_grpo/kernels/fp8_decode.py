@@ -18,8 +18,7 @@ NATIVE = 89  # compute capability from which on Triton has the type e4m3
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W that begin at multiples of 16 bytes,
-    and a scale for each 64 columns of them."""
+    """Return whether the kernel takes x: few 16-bit rows on CUDA, W in steps of 16 bytes, a scale for 64 columns."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
     return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 

@@ -93,8 +93,7 @@ def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype. Each
-    has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole."""
+    """x W_i^T + bias_i (N, out_i) of each matrix, without autograd, each in memory of its own; x (N, in)."""
     with torch.autocast(x.device.type, enabled=False):
         if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)
@@ -150,8 +149,7 @@ def project_back(grad: Tensor, weight: FrozenWeight) -> Tensor:
 def project_back_each(
     grads: Sequence[Tensor | None], weight: QuantizedWeight, features: Sequence[int] | None = None
 ) -> Tensor:
-    """The sum of grad_i W_i (N, in) over the matrices of the weight, without autograd: grad_i (N, out_i), not all of
-    them None. The weight is dequantized as a whole."""
+    """The sum of grad_i W_i (N, in) over the matrices, without autograd: grad_i (N, out_i), not all None."""
     ends = list(accumulate(weight.out_features if features is None else features))
     pairs = [(grad, slice(end - grad.shape[1], end)) for grad, end in zip(grads, ends, strict=True) if grad is not None]
     like = pairs[0][0]
@@ -165,8 +163,7 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like` (M, in); all
-    rows at once where they are held so."""
+    """(first row, those rows dequantized) in the dtype of `like`: equal bands in one buffer, or all at once."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -194,8 +191,7 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal
-    size."""
+    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, equal bands."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 

@@ -247,8 +247,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up without autograd: the building block of fused layers. gate, up (..., F) of one shape, dtype and
-    device; activation "silu", "gelu_tanh" or "gelu"."""
+    """act(gate) * up without autograd; gate, up (..., F); activation "silu", "gelu_tanh" or "gelu"."""
     check_arguments(gate, up, activation)
     if not gate.numel():
         return gate.new_empty(gate.shape)

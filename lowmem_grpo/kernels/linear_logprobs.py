@@ -165,8 +165,7 @@ def backward_pass(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int,
     rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], needed: list[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the head's five operands, None where not needed. `rows` are m, log s, the entropy and the
-    gradients of logprobs and entropy, each (N,)."""
+    """The gradients of the head's five operands, None where not needed; `rows` as `backward_tiles` takes them."""
     tile = tile_columns(head, chunk_rows)
     if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
         return backward_tiles(head, targets, shape, tile, *rows, needed)

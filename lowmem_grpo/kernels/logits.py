@@ -92,8 +92,7 @@ class LogitShape:
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope_(self, shifted: Tensor, maximum: Tensor) -> Tensor | float:
-        """The slope, given z - maximum (R, V), over which it is written with a softcap, and maximum (R, 1); without a
-        softcap it is one number."""
+        """The slope, written over z - maximum (R, V) with a softcap; maximum (R, 1). Without one it is a number."""
         slope = self.scale / self.temperature
         if not self.softcap:
             return slope

@@ -45,8 +45,7 @@ def update_state_ref(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
-    """Takes raw logits (N, T) of the entries from `first` on into the state (6, N), with one more buffer of their size;
-    bias (T,) is theirs."""
+    """Takes raw logits (N, T) of the entries from `first` on into the state (6, N); bias (T,) is theirs."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets

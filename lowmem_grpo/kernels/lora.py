@@ -90,8 +90,7 @@ def forward_linears(
 def backward_linears(
     grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx (N, in) or None, [dA, dB of each layer] in float32, or float64 for such x) without autograd; a layer whose
-    gradient is None adds nothing."""
+    """(dx (N, in) or None, [dA, dB of each layer], float32 or float64) without autograd; dy_i None adds nothing."""
     grad_x = back_to_x(grads, weights) if needs_x else None
     grad_low = None if factors is None else factors.grad_low(grads)
     if factors is None or grad_low is None:

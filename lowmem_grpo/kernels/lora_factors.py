@@ -96,9 +96,7 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Inside, passes without gradient convert the pairs of a layer once, and read them adjacent and in the dtype of x
-    from then on: 2 bytes for each number of the adapters where x is in 16 bits. The adapters must not change inside.
-    What was kept in `lasting` before is converted again, into the tensors that it had, and stays there."""
+    """Inside, passes without gradient convert a layer's pairs once; `lasting` is converted again, in place."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -133,8 +131,7 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`, and each time
-    outside."""
+    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`."""
     kept = KEPT.get()
     if kept is None:
         return find()

@@ -260,8 +260,7 @@ nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequanti
 
 
 def dequantized(weight: Any, out: Tensor | None) -> Tensor:
-    """The values (out, in) of a weight in NF4 or FP8 in its dtype, or written to `out` (contiguous, any floating dtype)
-    where it is given. ValueError where that does not fit."""
+    """The values (out, in) of a weight in NF4 or FP8, or written to `out`. ValueError where that does not fit."""
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()

@@ -87,8 +87,7 @@ def nf4_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
 ) -> Tensor:
-    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype. `launch`: another one
-    than the rule's, to time it."""
+    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous. `launch` replaces the rule's."""
     rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = launch or few_rows.narrow_launch(rows, outputs, x.shape[1], capability(x.device))

@@ -201,8 +201,7 @@ def steps_of(experts: int) -> int:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Both directions, both sizes of tiles, with gate values and without, single and double quantization; of 128
-    experts. None before sm_80."""
+    """Both directions and tile sizes, scaled or not, single and double quantization; 128 experts. None before sm_80."""
     if capability < 80:
         return []
     return [

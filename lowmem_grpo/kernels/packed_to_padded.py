@@ -50,15 +50,13 @@ def sum_copies_ref(grads: list[Tensor], sources: Tensor, places: Tensor, copies:
 
 
 def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """(count, H, K), each row the sum of those rows (N, H, K) that `places` (N,) sends there; in float32, rounded
-    once."""
+    """(count, H, K): the sums, in float32 and rounded once, of the rows (N, H, K) that `places` (N,) sends there."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
 
 
 def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Each x (T, H, K) as y (S, H, W, K). With `places` it is there only, and 0 elsewhere: nothing of a prompt is in
-    its later sequences."""
+    """Each x (T, H, K) as y (S, H, W, K); with `places` it is there only, and 0 elsewhere."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
     return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)
@@ -149,8 +147,7 @@ def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
 
 
 def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Launches the forward kernel on up to three tensors (T, H, K) of any strides; with `places` each token goes to its
-    own place only."""
+    """Launches the forward kernel on up to three tensors (T, H, K) of any strides."""
     rows = [part.new_empty(len(sources), *part.shape[1:]) for part in packed]
     tensors, heads = three(packed)
     launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]

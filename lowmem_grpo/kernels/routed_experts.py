@@ -179,8 +179,7 @@ def grouped_backward(
 def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(rows of x, places in the flattened ids, both weights of the expert) for pieces of each expert's rows, in order.
-    Knowing how many rows each expert has waits for the device once."""
+    """(rows of x, places in the flattened ids, the expert's two weights) for pieces of rows. Waits for the device."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))

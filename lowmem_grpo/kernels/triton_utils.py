@@ -67,8 +67,7 @@ class Variant:
 
 
 def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
-    """Return the types of a kernel's run-time arguments: `others` by name, all else integers and pointers to `dtype`.
-    Names of compile-time arguments are long and in capitals."""
+    """Return the types of a kernel's run-time arguments: `others`, and else integers and pointers to `dtype`."""
     names = [name for name in kernel.arg_names if len(name) == 1 or not name.isupper()]
     value = "*" + TRITON_TYPES[dtype]
     return {name: value if name.endswith("_ptr") else "i32" for name in names} | others

@@ -27,8 +27,7 @@ def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
-    """The rewards (..., R), with NaN for completions that only functions of weight 0 scored: those are metrics, which
-    move nothing."""
+    """The rewards (..., R), with NaN for completions that only metrics, functions of weight 0, scored."""
     return rewards.masked_fill((rewards.isnan() | (weights == 0)).all(-1, keepdim=True), torch.nan)
 
 

@@ -50,8 +50,7 @@ def assign_credit(
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
-    """The returns of turns (of one number in a group, of one state in a group), from episodes with the number of their
-    group and their returns."""
+    """The returns of turns that compare by number, and by state, from (group, rollout, returns) of episodes."""
     turns: Compared = {}
     states: Compared = {}
     for episode, (group, rollout, returns) in enumerate(episodes):

@@ -102,8 +102,7 @@ class LossSettings:
         return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
     def check_used(self) -> None:
-        """Raise ValueError for an option that the loss type does not use. TRL's default written out asks for nothing,
-        nor does the level that the type has anyway."""
+        """Raise ValueError for an option that the loss type does not use; TRL's default asks for nothing."""
         kind = LOSS_TYPES[self.loss_type]
         used = kind.options
         asks_nothing: dict[str, Any] = {"importance_sampling_level": kind.level, **(OF_TRL if kind.in_trl else {})}

@@ -37,8 +37,7 @@ def ratio(log_ratio: Tensor) -> Tensor:
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """The log ratios, which where they overflow and are `bounded` by what follows become a constant without gradient.
-    Where nothing bounds them, infinity stays: nothing else is true there."""
+    """The log ratios; where they overflow and are `bounded` by what follows, a constant without gradient."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 

@@ -138,8 +138,7 @@ def off_policy_sequence_mask(
 
 @dataclass
 class MismatchWatch:
-    """Decides when a correction is due where the settings leave it open: for stale samples, and while the last
-    measured mean k3 between sampler and trainer is above `bound`."""
+    """Decides when a correction is due: for stale samples, and while the last mean k3 is above `bound`."""
 
     bound: float = 1e-3
     last_k3: float | None = None

@@ -147,8 +147,7 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """The policy term times its factors, (N,). Where the advantage or a factor is 0 the term and its gradient are 0,
-    even if another overflows."""
+    """The policy term times its factors, (N,): 0, with its gradient, where a factor is 0, even if another overflows."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)

@@ -106,8 +106,7 @@ def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> T
 
 
 def sequence_change(change: Tensor, mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:
-    """The mean of `change` (N,) over each sequence, weighted by `mask` (N,), at each of its tokens; 0 where the mask
-    of a sequence is 0 all over."""
+    """The mean of `change` (N,) over each sequence, weighted by `mask` (N,), at each token; 0 without a mask."""
     weight = sequence_sums(mask, sequence_ids, sequences)
     means = sequence_sums(change * mask, sequence_ids, sequences) / torch.where(weight == 0, 1.0, weight)
     return means[sequence_ids]

@@ -91,29 +91,25 @@ def prefill_tokens(total: int, sequences: int = 1) -> int:
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine reads in one pass: `LARGE_PREFILL` of all prompts,
-    or fewer, so that the masks (prompts, piece, longest) have at most `MASK_PLACES`."""
+    """Return how many tokens of each prompt the transformers engine reads in one pass, so that its masks stay small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 
 def graph_rows(rows: int) -> int:
-    """Return the rows of the CUDA graph that computes so many of our own engine: 1, 2, 4, 8, then by eights as vLLM's,
-    above 64 by an eighth of the next power of 2."""
+    """Return the rows of our engine's CUDA graph for so many: 1, 2, 4, 8, by eights, above 64 by eighths of 2^n."""
     power = 1 << (rows - 1).bit_length()
     step = power if rows <= 8 else max(8, power // 8)
     return -(-rows // step) * step
 
 
 def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
-    """Return the places of the cache that such a graph reads for rows of `width` places: a multiple of `least`, above
-    2,048 of a sixteenth of the next power of 2, so that long contexts need few graphs."""
+    """Return the places that a graph reads: multiples of `least`, above 2,048 of a sixteenth of the next power of 2."""
     step = max(least, (1 << (width - 1).bit_length()) // 16)
     return -(-width // step) * step
 
 
 def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
-    """Sequences that are decoded together: those that a run samples (None: not known), and no more than a cache for
-    `longest_in_cache` sequences of the longest length holds when they are half as long."""
+    """Sequences decoded together: those a run samples, and no more than fit a cache when they are half as long."""
     return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))
 
 

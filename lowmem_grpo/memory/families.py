@@ -179,8 +179,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def check_family(config: Any, name: str) -> str | None:
-    """Return a note on a model of this config before it is loaded: one line for a family without a row, else None.
-    ValueError names a family that is refused, and the reason."""
+    """Return a note on a model without a row before it is loaded, else None; ValueError for a refused family."""
     check_images(config, name)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:

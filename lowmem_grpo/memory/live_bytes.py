@@ -59,8 +59,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def update_peak(trainer: Any, groups: list[Any]) -> int:
-    """Train on scored groups (`trainer.update(groups)`); the most bytes that tensors took meanwhile, on a card or on
-    the CPU: weights, adapters, gradients, optimizer states and activations."""
+    """Train on scored groups (`trainer.update(groups)`); the most bytes that tensors took, on a card or on the CPU."""
     if trainer.policy.device.type == "cuda":
         trainer.update(groups)  # its phase begins with a reset of the allocator's peak
         return torch.cuda.max_memory_allocated(trainer.policy.device)

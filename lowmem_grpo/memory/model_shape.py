@@ -109,8 +109,7 @@ class ModelShape:
 
     @property
     def for_all_layers(self) -> int:
-        """Numbers of a token that all layers share while a micro-batch is computed: cosines and sines of the positions,
-        those that each layer takes beside its input, and keys and values of layers that serve later ones."""
+        """Numbers of a token that all layers share: cosines and sines, their own inputs, lent keys and values."""
         if not self.forms:
             return 2 * self.turned_size
         lent = {(form.window, form.head_size * form.kv_heads) for form in self.forms if form.own_keys}
@@ -180,8 +179,7 @@ class ModelShape:
                    for count, shape in self.each())
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all layers and norms, with linear layers in this form; embeddings and head are apart.
-        ValueError for a form in which experts are not held."""
+        """Return the bytes of all layers and norms in this form, without embeddings; ValueError for experts in FP8."""
         if self.experts is not None and form in (FP8, FP8_BLOCK):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
@@ -195,8 +193,7 @@ class ModelShape:
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
     def norm_bytes(self) -> int:
-        """Return the bytes of a layer's norms, those of the hidden size and those of queries and keys, and of its
-        router."""
+        """Return the bytes of a layer's norms of the hidden size, of queries and keys, and of its router."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
         hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
@@ -224,8 +221,7 @@ class ModelShape:
         return groups
 
     def offset_bytes(self) -> int:
-        """Return the bytes of the offsets of a layer's weights side by side: one offset for each nested block, in place
-        of one for each weight."""
+        """Return the bytes of the offsets of weights side by side: one for each nested block, not weight."""
         blocks = [-(-linear.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
                   for linear in group]
         return 4 * (sum(blocks) - len(blocks))
@@ -249,8 +245,7 @@ class ModelShape:
                           for count, shape in self.each())
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Return the bytes of keys and values of one sequence in numbers of `itemsize` bytes, and of its states in
-        layers without attention, which keep their own."""
+        """Return the bytes of keys and values of one sequence, and of its states in layers without attention."""
         keys = 2 * itemsize * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
         return keys + self.states_bytes
 

@@ -108,9 +108,7 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Inside, and once more at the end, freed pages go back to the system if the C library can do that (glibc).
-    Quantizing on the CPU makes temporaries of several times a tensor's size and frees them, but the C library keeps the
-    room between what stays: after a few hundred tensors that can be more than the whole model in 16 bit."""
+    """Inside and at the end, freed pages go back to the system (glibc keeps them after quantizing on the CPU)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     done = threading.Event()
 
@@ -164,8 +162,7 @@ class MemoryAdvice:
         return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
-        """Planned and measured bytes, and the row to blame: the one named like what failed, or the largest row that
-        grows with the amount done at once. Empty without a plan."""
+        """Planned and measured bytes, and the row to blame: named like what failed, or the largest that grows."""
         if self.plan is None or not self.plan.rows:
             return ""
         rows = self.plan.rows
@@ -198,8 +195,7 @@ class BatchLimit:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage and remember the new limit; MemoryExhaustedError where that is None. The first time, what
-        there is to spare goes in place of that."""
+        """Count a shortage and remember the new limit; MemoryExhaustedError for None. What is spare goes first."""
         if self.spare is not None:
             self.spare()
             self.spare = None

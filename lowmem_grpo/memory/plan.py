@@ -144,8 +144,7 @@ class MemoryPlan:
         return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
 
     def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
-        """Return how many micro-batches one optimizer step makes of groups: (tokens of the prompt, of each completion).
-        """
+        """Return how many micro-batches a step makes of groups: (tokens of the prompt, of each completion)."""
         return len(cut(groups, self.limits))
 
     def short_of(self) -> list[str]:

@@ -78,9 +78,7 @@ def recorded(shape: ModelShape) -> bool:
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of the first sequence of the longest length in the cache, and of each further one of its group.
-    vLLM holds the whole blocks of their prompt once (but that of its last token, which it always computes); of a hybrid
-    model, whose prefixes it does not keep, none."""
+    """Return the bytes in the cache of the first longest sequence, and of each further one of its group."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
     itemsize = cache_itemsize(settings.kv_cache_dtype)
@@ -127,8 +125,7 @@ def embedded(shape: ModelShape) -> str:
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of what is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the
-    adapters."""
+    """Return the rows of what lies beside the trainer's tensors while sampling; vLLM keeps its copy of the adapters."""
     copied = WORD * trained_numbers(shape, settings)
     rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
@@ -181,8 +178,7 @@ def working_row(component: str, peak: str, moments: dict[str, Moment], groups: i
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:
-    """Return the bytes that the rollout engine holds beside weights and cache while it samples, CUDA graphs left out.
-    """
+    """Return the bytes that the engine holds while it samples beside weights, cache and CUDA graphs."""
     sequences = settings.sequences or settings.num_generations
     sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
     most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
@@ -192,8 +188,7 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 
 
 def mask_bytes(settings: RunSettings, sequences: int) -> int:
-    """Return the bytes of attention's masks while our own engine reads a piece of each prompt: of bools, one of what
-    came before and one of all, and one in 16 bits as fused attention takes it."""
+    """Return the bytes of attention's masks while our engine reads prompts: two of bools, one in 16 bits."""
     prompts = -(-sequences // settings.num_generations)
     return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
 

@@ -23,8 +23,7 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Rows (queries, keys, values and outputs of a token) that attention holds beside the packed ones. Where prompts
-    are computed once, keys and values only are copied, and count as a part of a row."""
+    """Rows that attention holds beside the packed ones; keys and values copied alone count as a part of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):

@@ -74,8 +74,7 @@ class StepShape:
 
     @property
     def laid(self) -> int:
-        """Bytes of q and output, k and v, and their float32 log-sums as attention holds them for its backward pass:
-        copies side by side, or the packed ones where there is one sequence."""
+        """Bytes of q, k, v, output and log-sums as attention keeps them: side by side, or packed for one sequence."""
         token = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
         if self.by_groups:  # no log-sums; the output of packed tokens is kept, but by what comes next
             token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
@@ -110,8 +109,7 @@ class StepShape:
         return (self.model.layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
-        """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also its output packed
-        again."""
+        """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also the packed output."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
         if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # outputs by block, and joined
             kept += WORD * self.model.queries * (self.area or self.tokens)
@@ -131,8 +129,7 @@ class StepShape:
         return self.hidden + self.queries + others  # normed input, output
 
     def delta_saved(self) -> int:
-        """Return the bytes that a gated delta net keeps: normed input; the convolution's input, output and that after
-        SiLU; of the gated norm its input, gate and SiLU in float32, and two results."""
+        """Return the bytes a gated delta net keeps: normed input, three of the convolution, and the gated norm's."""
         delta = self.model.delta
         if delta is None:
             return 0

@@ -136,8 +136,7 @@ class ActivationOffload:
             self.entered.pop().__exit__(*error)
 
     def read_ahead(self, ahead: bool) -> None:
-        """Set whether the tensor that is wanted next comes back while another one is in use, which hides its copy and
-        takes its memory."""
+        """Set whether the next tensor comes back while another is in use, which hides its copy and takes its memory."""
         if self.store is not None:
             self.store.ahead = ahead
 

@@ -42,8 +42,7 @@ class HostEmbedding(nn.Module):
 
 
 def embed_on_host(model: Any) -> int:
-    """Put the model's embeddings on the host; the bytes that this frees on its device. ValueError where the output head
-    needs the only one."""
+    """Put the model's embeddings on the host; returns the bytes freed. ValueError where the head needs the only one."""
     moved = movable(model)
     if not moved:
         raise ValueError(f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, "

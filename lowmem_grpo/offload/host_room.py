@@ -53,8 +53,7 @@ def container_room(cgroup: Path) -> int | None:
 
 
 def check_host_room(needed_bytes: int) -> None:
-    """Raise MemoryError if the host has no room for `needed_bytes`; log a warning if little would be left, or if the
-    room is unknown."""
+    """Raise MemoryError without room for `needed_bytes`; warn if little would be left or nothing is known."""
     available = available_host_bytes()
     if available is None:
         logger.warning("cannot tell whether the host has %s for layer inputs", size_text(needed_bytes))

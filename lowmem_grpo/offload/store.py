@@ -121,8 +121,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably wants after `index`: the next one in its direction that it had not
-        yet."""
+        """Return the tensor that backward probably wants after `index`: the next in its direction not yet given."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # all over again, on a graph that was kept
         if index not in self.asked:

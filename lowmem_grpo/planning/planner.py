@@ -70,8 +70,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
 
 
 def worth(draft: MemoryPlan) -> tuple[Any, ...]:
-    """Return the values that decide between two plans; if all are equal, the plan with larger micro-batches is taken.
-    """
+    """Return what decides between two plans; if all is equal, the plan with larger micro-batches is taken."""
     settings = draft.settings
     return (draft.fits, draft.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
@@ -90,8 +89,7 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
 
 
 def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """The plan with quantized weights dequantized while sampling, where the cache is as large beside them, and where
-    the card decodes faster so."""
+    """The plan with weights dequantized while sampling, if the cache stays as large and decoding is faster."""
     settings, rows = draft.settings, draft.settings.sequences or draft.settings.num_generations
     own = settings.engine != "vllm"
     if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
@@ -105,8 +103,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a micro-batch in one tile of the MLP, where that was left open and there is room: on an H100
-    tiles of 4,096 tokens made a step wait for the host, which launches the kernels of each."""
+    """Return the plan with a micro-batch in one MLP tile if there is room: tiles make an H100 wait for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -164,9 +161,7 @@ def enough(asked: RunSettings, device: Device) -> int:
 
 
 def paid_spread(asked: RunSettings) -> float:
-    """Return the layout side by side in attention that is worth memory of its own: completions that share a prompt take
-    2 to 4 times their places there. Where one sequence alone keeps a card busy, only what costs nothing is taken
-    (`widened`)."""
+    """Return the layout side by side in attention that is worth memory of its own, unless one sequence is enough."""
     return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
 
 

@@ -111,8 +111,7 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work of a context in tokens, with the shares that GSM8K has where a length is left out. ValueError
-        where prompt and longest completion do not fit it together."""
+        """Return the work of a context, with GSM8K's shares for lengths left out. ValueError where it is too much."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -170,8 +169,7 @@ class StepTime:
 
     @cached_property
     def few(self) -> int:
-        """Rows up to which the kernel of codes takes no longer than products in 16 bits: steps of no more read codes
-        also where weights in 16 bits are there for others."""
+        """Rows up to which the kernel of codes takes no longer than products in 16 bits, and is therefore used."""
         linears, rows = [linear for linear in self.linears if linear.experts == 1], 1
         while (decode_instructions(rows, self.speed, self.settings.form) is not None
                and sum(self.by_codes(linear, rows) - self.multiply(linear.weights, rows) for linear in linears) <= 0):
@@ -220,8 +218,7 @@ class StepTime:
         return self.token_steps(stretches) + graphs * RECORD_SECONDS
 
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
-        """Return the rows and places of the graphs that our own engine records in each step: of what is given back
-        while training, the cache or weights in 16 bits."""
+        """Return the (rows, places) of the graphs that our own engine records in each step, for what it gave back."""
         place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
         for steps, _, rows, _ in stretches:
             if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
@@ -247,8 +244,7 @@ class StepTime:
         return card + (graph + SAMPLER_LAUNCHES * HOST_US_PER_LAUNCH) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows, or of the experts that M rows take: each token's choice is
-        taken as independent of the others'."""
+        """Return the seconds of one matrix times M rows, or of the experts that M rows take, chosen independently."""
         again = self.dequantize([linear]) if self.quantized else 0.0
         if linear.experts > 1:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
@@ -271,8 +267,7 @@ class StepTime:
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
-        """Return the seconds of reading each prompt once. Weights are dequantized for each pass, or once where token
-        steps multiply with 16 bits."""
+        """Return the seconds of reading each prompt once; weights are dequantized for each pass, or once for all."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
         card = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
@@ -305,8 +300,7 @@ class StepTime:
                 "backward": (shape.layers * backward, host * launches)}
 
     def layer(self, linears: list[Linear], lora: int) -> float:
-        """Return the seconds of all tokens times these weights, which are dequantized for each micro-batch, of an MLP
-        for each tile, and so often times the layer's LoRA."""
+        """Return the seconds of all tokens times these weights, dequantized for each tile, and their LoRA."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
         seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
@@ -318,8 +312,7 @@ class StepTime:
         return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
 
     def elementwise(self) -> float:
-        """Return the seconds of a layer's norms, residuals, rope (10 launches), q, k, v side by side and back, and its
-        gated activation, forward; LoRA reads x and adds to y."""
+        """Return the seconds of a layer's norms, residuals, rope, layout of q, k and v, and activation, forward."""
         shape, linears = self.shape, sum(w.taken * (2 * w.columns + 4 * w.rows) for w in self.linears)
         size = 20 * shape.hidden + 28 * (shape.queries + shape.keys) + 6 * shape.inner + linears
         return self.move(self.work.places * size)
@@ -346,8 +339,7 @@ def decode_instructions(rows: int, speed: CardSpeed, form: str = NF4) -> float |
 
 
 def block_outputs(outputs: int, rows: int, form: str) -> int:
-    """Return the outputs of a block of the decode kernel, all of which read the same x (`few_rows.narrow_launch` and
-    `decode_launch`)."""
+    """Return the outputs of a block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
     if form == NF4:
         return 16 if rows <= 32 else 32
     return 64 if outputs >= 8192 and rows <= 32 else 32
@@ -366,8 +358,7 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
 
 
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
-    """Return up to how many rows a card computes a token step sooner with codes than with weights in 16 bits; 0 for a
-    card without a data sheet."""
+    """Return up to how many rows a token step is sooner with codes than in 16 bits; 0 without a data sheet."""
     name = card_of(card)
     settings = RunSettings(1, load_in_fp8=form == FP8)
     return 0 if name is None else StepTime(shape, settings, SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
