@@ -82,12 +82,9 @@ def fp8_decode_triton(
     return out
 
 
-def fp8_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
-    codes, scales = tensors
-    return fp8_dequantize_ref(FP8Weight(codes, scales, (sizes[0], sizes[1]), dtype, tuple(features)))
-
-
-fp8_decode_op = few_rows.decode_op("fp8_decode", fp8_values, fp8_decode_triton)
+fp8_decode_op = few_rows.decode_op(
+    "fp8_decode", lambda tensors, sizes, features, dtype: fp8_dequantize_ref(
+        FP8Weight(*tensors, (sizes[0], sizes[1]), dtype, tuple(features))), fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -126,7 +126,9 @@ def backward_tiles(
     """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed. The
     incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
     results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16."""
-    scale = largest_magnitude([grad for grad in (grad_logprobs, grad_entropy) if grad is not None])
+    smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # above 0 where all are 0
+    present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
+    scale = torch.cat([smallest, *present]).abs().amax()
     rows = (maximum, log_sum, entropy, grad_logprobs / scale, None if grad_entropy is None else grad_entropy / scale)
     gradients = HeadGradients.empty(head, needed)
     buffer = head.buffer(head.hidden.shape[0], min(tile, head.vocabulary))
@@ -137,9 +139,3 @@ def backward_tiles(
         differentiate(logits, targets, head.bias_rows(band), *rows, *shape.numbers(), band.start, head.hidden.dtype)
         gradients.add(head, band, weight, packed_gradient(logits, head.hidden.dtype), scale)
     return gradients.finish(head, scale)
-
-
-def largest_magnitude(values: list[Tensor]) -> Tensor:
-    """() the largest absolute value, above zero even where all are zero or there are none."""
-    smallest = values[0].new_full((1,), torch.finfo(values[0].dtype).tiny)
-    return torch.cat([smallest, *values]).abs().amax()

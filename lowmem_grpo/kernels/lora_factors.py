@@ -96,7 +96,8 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Inside, passes without gradient convert a layer's pairs once; `lasting` is converted again, in place."""
+    """Inside, passes without gradient convert a layer's pairs once: 2 bytes for each number where x is in 16 bits. The
+    adapters must not change inside. What was kept in `lasting` is converted again, in place, and stays there."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)

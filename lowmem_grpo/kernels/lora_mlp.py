@@ -74,8 +74,10 @@ def lora_mlp(
     check_linears(x, inner, loras[:-1])
     check_mlp(x, weights, loras[-1])
     rows, tensors = x.reshape(-1, x.shape[-1]), tensors_of(loras)
-    if tile_rows is not None:
-        check_tiles(weights, x.shape[-1], tile_rows)
+    if tile_rows is not None and tile_rows < 1:
+        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
+    if tile_rows is not None and weights.down.shape[0] != x.shape[-1]:
+        raise ValueError(f"in tiles, expected out = in = {x.shape[-1]}; got a down weight {tuple(weights.down.shape)}")
     if not torch.is_grad_enabled() and (tile_rows is None or len(rows) <= tile_rows):
         inside, down_factors = held_factors([loras[:-1], loras[-1:]], x.dtype)
         y = weights.output(forward_linears(rows, weights.inner, inside), down_factors)
@@ -204,13 +206,6 @@ def gradients(
         down_grads = of_down.gradients([grad], grad_low, grad_h)
     grad_x, inner_grads = backward_linears(inner, x, weights.inner, of_inner, needs_x)
     return grad_x, [*inner_grads, *down_grads]
-
-
-def check_tiles(weights: MLPWeights, width: int, tile_rows: int) -> None:
-    if tile_rows < 1:
-        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
-    if weights.down.shape[0] != width:
-        raise ValueError(f"in tiles, expected out = in = {width}; got a down weight {tuple(weights.down.shape)}")
 
 
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:

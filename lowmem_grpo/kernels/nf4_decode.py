@@ -100,11 +100,8 @@ def nf4_decode_triton(
     return out
 
 
-def nf4_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
-    return nf4_dequantize_ref(NF4Weight.from_parts(tensors, sizes, features, dtype))
-
-
-nf4_decode_op = few_rows.decode_op("nf4_decode", nf4_values, nf4_decode_triton)
+nf4_decode_op = few_rows.decode_op(
+    "nf4_decode", lambda *parts: nf4_dequantize_ref(NF4Weight.from_parts(*parts)), nf4_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -143,7 +143,11 @@ class NF4LinearFunction(torch.autograd.Function):
                 grad_xa = torch.cat(parts, 1) * scale
                 grad_x = grad_x.addmm_(grad_xa, lora_a) if grad_x is not None else None
                 grad_a = grad_xa.T @ x if needs_a else None
-            grad_b = adapter_grad(grad, ctx.weight, xa * scale) if needs_b else None
+            grad_b = None
+            if needs_b:
+                low, rank = xa * scale, xa.shape[1] // len(ctx.weight.out_features)
+                parts = [grad[:, rows].T @ low[:, part] for rows, part in adapter_parts(ctx.weight, rank)]
+                grad_b = torch.cat(parts)
         return grad_x, None, grad_a, grad_b, None, grad.sum(0) if needs_bias else None
 
 
@@ -153,9 +157,3 @@ def adapter_parts(weight: NF4Weight, rank: int) -> Iterator[tuple[slice, slice]]
     for number, features in enumerate(weight.out_features):
         yield slice(start, start + features), slice(number * rank, (number + 1) * rank)
         start += features
-
-
-def adapter_grad(grad: Tensor, weight: NF4Weight, xa: Tensor) -> Tensor:
-    """(out, r): dy of each matrix transposed times its part of x A^T."""
-    rank = xa.shape[1] // len(weight.out_features)
-    return torch.cat([grad[:, rows].T @ xa[:, part] for rows, part in adapter_parts(weight, rank)])

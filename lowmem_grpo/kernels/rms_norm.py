@@ -51,13 +51,6 @@ def launch_rule(columns: int) -> Launch:
     return Launch({"WHOLE_ROW": whole, "BLOCK_N": tile // block, "BLOCK_D": block}, tile // 512, num_stages=1)
 
 
-def rows_rule(rows: int, block: int, partial_sums: bool) -> int:
-    """Rows of one program, a multiple of `block`: few programs where each writes a partial sum."""
-    if not partial_sums:
-        return block
-    return block * -(-max(rows, 8 * PARTIAL_SUMS) // (PARTIAL_SUMS * block))
-
-
 @triton.jit
 def rms_norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, N, D, x_stride, residual_stride, eps, offset,
@@ -181,7 +174,9 @@ def rms_norm_bwd_triton(
     grad, h, weight = adjacent(grad), adjacent(h), weight.contiguous()
     other = grad if grad_sum is None else adjacent(grad_sum)
     launch = launch_rule(columns)
-    rows_per_program = rows_rule(rows, launch.constexprs["BLOCK_N"], grad_weight)
+    rows_per_program = block = launch.constexprs["BLOCK_N"]
+    if grad_weight:  # few programs, since each writes a partial sum
+        rows_per_program *= -(-max(rows, 8 * PARTIAL_SUMS) // (PARTIAL_SUMS * block))
     programs = -(-rows // rows_per_program)
     grad_h = h.new_empty(h.shape)
     partial = rstd.new_empty(programs, columns) if grad_weight else rstd

@@ -34,18 +34,13 @@ class Linear:
         """Numbers that a token is multiplied with."""
         return self.taken * self.rows * self.columns
 
-    @property
-    def nf4_bytes(self) -> int:
-        """In NF4 with double quantization."""
+    def bytes_in(self, form: str) -> int:
+        """In one of FORMS: NF4 is doubly quantized; FP8 has a scale for each row, or for each block of 128 x 128."""
+        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
+        if form != NF4:
+            return self.weights + 4 * scales[form] if form in scales else 2 * self.weights
         blocks = -(-self.weights // BLOCK)
         return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
-
-    def bytes_in(self, form: str) -> int:
-        """In one of FORMS: FP8 has a scale for each row, or for each block of 128 x 128."""
-        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
-        if form in scales:
-            return self.weights + 4 * scales[form]
-        return self.nf4_bytes if form == NF4 else 2 * self.weights
 
 
 @dataclass(frozen=True)

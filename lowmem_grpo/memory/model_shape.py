@@ -231,14 +231,10 @@ class ModelShape:
         """The embedding, and the head likewise, in 16 bits."""
         return 2 * self.vocabulary * self.hidden
 
-    @property
-    def per_layer_table_bytes(self) -> int:
-        """The embedding that gives each layer numbers of its own, in 16 bits."""
-        return 2 * self.per_layer_vocabulary * self.layers * self.per_layer
-
     def host_bytes(self) -> int:
         """Return the bytes of the embeddings that can be on the host: not of one that is the head too."""
-        return self.per_layer_table_bytes + (0 if self.tied else self.table_bytes)
+        per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
+        return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int) -> int:
         return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)

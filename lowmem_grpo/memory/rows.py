@@ -48,13 +48,16 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     working = [working_row(component, name, moments, settings.head_groups or 1) for component in WORKING
                if (component != EXPERTS or shape.experts is not None)
                and (component != REWARD_MODEL or settings.reward_bytes)]
-    allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
+    shown = (sum(size for part, size in moment.items() if part not in CARD_ONLY) for moment in moments.values())
+    allocated = sum(row.train for row in fixed) + max(shown)
     graphs = GRAPHS if settings.engine == "vllm" or recorded(shape) else 0
     kept = graphs if settings.engine == "vllm" or not settings.sleeps else 0
     engine = PlanRow("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
                  note="prefill and sampling" + ("; CUDA graphs" if graphs else "") + (", which stay" if kept else "")
                  + " (estimated)")
-    driver = driver_rows(engine.rollout, sum(row.train for row in working))
+    holes = int(RESERVE * engine.rollout), int(RESERVE * sum(row.train for row in working))
+    driver = [PlanRow("CUDA context", *[CUDA_CONTEXT] * 2, note="driver and libraries (estimated)", card_only=True),
+              PlanRow("reserve", *holes, note="holes between blocks (estimated)", card_only=True)]
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     first, each = cache_bytes(shape, settings)
@@ -163,10 +166,6 @@ def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
             for name in all_moments[0]}
 
 
-def without_card(moment: Moment) -> int:
-    return sum(size for component, size in moment.items() if component not in CARD_ONLY)
-
-
 def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> PlanRow:
     """A component's bytes at the peak; its note says where it holds more at another moment."""
     now = moments[peak].get(component, 0)
@@ -203,11 +202,3 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
                 note="layer inputs in pinned memory" + (", embedding" if embedding else "")
                 + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
                 + (", reward models" if scorers else ""))]
-
-
-def driver_rows(rollout: int, train: int) -> list[PlanRow]:
-    return [
-        PlanRow("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, note="driver and libraries (estimated)", card_only=True),
-        PlanRow("reserve", int(RESERVE * rollout), int(RESERVE * train), note="holes between blocks (estimated)",
-            card_only=True),
-    ]

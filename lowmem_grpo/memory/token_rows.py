@@ -18,8 +18,12 @@ ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wa
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Return whether prompts are computed once, because the pairs that this saves are worth its calls."""
-    return pairs_side_by_side(prompts) - pairs_once(prompts) > PAIRS_A_CALL * (calls_once(prompts) - 1)
+    """Return whether prompts are computed once, because the pairs of a query and a key that this saves are worth its
+    calls; a completion without others goes with its prompt."""
+    side_by_side = count_sequences(prompts) * widest(prompts) ** 2 // 2
+    pairs = sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
+    calls = sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
+    return side_by_side - pairs > PAIRS_A_CALL * (calls - 1)
 
 
 def token_rows(prompts: Prompts) -> int:
@@ -39,21 +43,6 @@ def count_sequences(prompts: Prompts) -> int:
 def widest(prompts: Prompts) -> int:
     """W, places of the longest sequence."""
     return max(own + max(others) for own, *others in prompts)
-
-
-def pairs_side_by_side(prompts: Prompts) -> int:
-    """Pairs of a query and a key, all sequences as wide as the longest."""
-    return count_sequences(prompts) * widest(prompts) ** 2 // 2
-
-
-def pairs_once(prompts: Prompts) -> int:
-    """Pairs of a query and a key, each prompt computed once."""
-    return sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
-
-
-def calls_once(prompts: Prompts) -> int:
-    """Calls of attention where prompts are computed once; a completion without others goes with its prompt."""
-    return sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
 
 
 def window_block(width: int) -> int:

@@ -66,7 +66,9 @@ def tables(model: Any) -> list[Any]:
 
 def movable(model: Any) -> list[Any]:
     """Those that the output head does not need."""
-    return tables(model)[1:] if is_tied(model) else tables(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
+    return tables(model)[1:] if tied else tables(model)
 
 
 def on_host(model: Any) -> list[HostEmbedding]:
@@ -83,8 +85,3 @@ def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterato
     finally:
         for table in embeddings:
             table.known = None
-
-
-def is_tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()

@@ -119,14 +119,12 @@ class PagePool:
     def bytes_in_use(self) -> int:
         return len(self.in_use) * self.page_bytes
 
-    def pages_for(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.page_bytes)
-
     def take_pages(self, num_bytes: int) -> list[Tensor]:
         """Pages for `num_bytes`: free ones first, new ones where those do not suffice."""
-        missing = self.pages_for(num_bytes) - len(self.free)
+        count = -(-num_bytes // self.page_bytes)
+        missing = count - len(self.free)
         self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # where one fails, none is taken
-        pages = [self.free.pop() for _ in range(self.pages_for(num_bytes))]
+        pages = [self.free.pop() for _ in range(count)]
         self.in_use |= {id(page): page for page in pages}
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return pages

@@ -214,8 +214,10 @@ def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings)
     if asked.kv_bytes is not None:
         return []
     group = asked.num_generations
-    why = f"{draft.concurrent_sequences} of {group} sequences of the longest length at a time" + (
-        f"; {cached_in_8_bits(shape, draft)} with kv_cache_dtype=fp8" if may_be_halved(draft) else "")
+    why = f"{draft.concurrent_sequences} of {group} sequences of the longest length at a time"
+    if may_be_halved(draft):
+        halved = build(shape, replace(draft.settings, kv_cache_dtype="fp8"), draft.device)
+        why += f"; {halved.concurrent_sequences} with kv_cache_dtype=fp8"
     return [Choice("kv_bytes", draft.kv_bytes, 0, why)]
 
 
@@ -224,11 +226,6 @@ def may_be_halved(draft: MemoryPlan) -> bool:
     settings = draft.settings
     return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
             and draft.concurrent_sequences < settings.num_generations)
-
-
-def cached_in_8_bits(shape: ModelShape, draft: MemoryPlan) -> int:
-    """Sequences of the longest length that would be decoded together from a cache in 8 bits."""
-    return build(shape, replace(draft.settings, kv_cache_dtype="fp8"), draft.device).concurrent_sequences
 
 
 def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str]:
