@@ -1,11 +1,9 @@
 """Operations that PyTorch sees as one each, whatever is inside: in graphs, on fake tensors, in a dispatch mode.
 
-`torch.library.custom_op` gives the same, but a call of it costs 20 to 90 microseconds of Python when it writes to its
-arguments, more than the launch itself. Here an operation is registered with the dispatcher directly: about 2.
-
-What a kernel writes to gets a new version, as with any operation of torch that works in place, so that autograd and the
-checks of `offload` refuse a saved tensor that was overwritten. The operations have no gradient of their own: they are
-called inside of autograd functions, or without autograd.
+A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
+launch itself. Here an operation is registered with the dispatcher directly: about 2. What a kernel writes to gets a new
+version, so that autograd and the checks of `offload` refuse a saved tensor that was overwritten. The operations have no
+gradient of their own: they are called inside of autograd functions, or without autograd.
 """
 
 import inspect

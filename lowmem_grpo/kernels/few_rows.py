@@ -1,4 +1,5 @@
-"""What the kernels that multiply a few rows with codes share: token steps of sampling, which read a weight once.
+"""The shared part of the kernels that multiply a few rows with codes: token steps of sampling, which read a weight
+once.
 
     out = x W^T + scale * xa_s B^T + bias        xa_s: the columns of xa = x A^T that belong to a row's matrix
 
@@ -6,9 +7,8 @@ x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S m
 (nf4_decode.py) or FP8 (fp8_decode.py).
 
 The weight is the large operand of the tensor cores and M, padded to 8, 16, 32 or 64, the narrow one, so M costs next
-to nothing. Each weight is scaled in float32 and rounded to x.dtype before the product: these are the very values that
-training multiplies with. The SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed
-order at the end: enough warps for narrow weights without a second kernel, and the same bits every time.
+to nothing. Each weight is scaled in float32 and rounded to x.dtype first: these are the very values of training. The
+SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed order: the same bits always.
 
 Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most. More rows (`taken_rows`) are shared out
 over blocks of 8 in the same launch, and get the bits that they would get on their own.

@@ -4,13 +4,11 @@
 
 A code has a sign, 4 bits of exponent (bias 7) and 3 of mantissa, no infinity, and NaN at 127 and 255; its largest value
 is 448 (Micikevicius et al., arXiv 2209.05433, table 1). Scales by row are blocks of (1, in), one scale for all is a
-block of (out, in), and fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); the last
-blocks of a row and of a column may be cut. Products are taken in float32 and rounded once.
+block of (out, in), fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); last blocks
+may be cut. Products are taken in float32 and rounded once.
 
-Activations are never quantized: a tile of weights is decoded and multiplied in the dtype of x, so that all chips
-compute the same, and the gradient with respect to x is that of the dequantized weight. Triton has no type e4m3 below
-sm_89; here a code is decoded by moving its bits into a float16, on every chip: 7 bits of exponent and mantissa shifted
-to those of a float16 give the value / 256, subnormals included.
+Activations are never quantized: weights are decoded and multiplied in the dtype of x, so that all chips compute the
+same. A code's bits are moved into a float16 (Triton has no e4m3 below sm_89), which gives the value / 256.
 """
 
 from collections.abc import Sequence

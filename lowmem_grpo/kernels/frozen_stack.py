@@ -1,9 +1,8 @@
-"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or as they are.
+"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or as they are:
+expert e is rows e * out to (e + 1) * out.
 
-    expert e is rows e * out to (e + 1) * out
-
-Where a block of 64 weights (that share a scale) ends at each border between experts, an expert is a slice of the codes
-and of their scales: a view, with no copy. Blocks of nested scales may span a border; `NF4Weight.rows` counts them.
+Where a block of 64 weights ends at each border between experts, an expert is a view of codes and scales. Blocks of
+nested scales may span a border; `NF4Weight.rows` counts them.
 """
 
 from collections.abc import Sequence

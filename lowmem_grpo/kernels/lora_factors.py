@@ -3,10 +3,9 @@
     low = x A^T (N, sum of r_i)       y_i += scale_i low_i B_i^T
     d_low_i = scale_i dy_i B_i;  dx += d_low A;  dA = d_low^T x;  dB_i = dy_i^T (scale_i low_i)
 
-So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually
-kept in float32 while x is in 16 bits: all of them are converted by one launch, for as long as a pass over the layer
-takes. Nothing is kept between passes, so nothing can be out of date; but sampling, in which adapters stay as they are,
-keeps what it has converted (`kept_factors`).
+So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually in
+float32 while x is in 16 bits: all are converted by one launch and kept for one pass over the layer, so that nothing is
+out of date; but sampling, in which adapters stay as they are, keeps what it has converted (`kept_factors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,14 +2,13 @@
 
     gate, up = x W_g^T + LoRA, x W_u^T + LoRA;  h = act(gate) * up;  y = h W_d^T + LoRA
 
-Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. Plain autograd keeps x, gate,
-up, act(gate), h and the small LoRA products. Here the backward pass writes d_gate over gate, d_up over up and h, made
-again, over dh: two buffers (N, F) kept and one made, where F is the inner size.
+Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. The backward pass writes
+d_gate over gate, d_up over up and h, made again, over dh: two buffers (N, F) kept and one made, F the inner size.
 
 In tiles of t rows nothing but x is kept and no buffer is larger than (t, F): the backward pass makes gate and up of a
-tile again. For that there are two autograd nodes. The first keeps x, gives it on, and makes all gradients; the second
-computes y, keeps nothing, and hands dy back as it is. So what is kept is kept before y is computed, and a checkpoint
-around it all that stops at the last tensor kept (torch's non-reentrant one does) never computes y a second time.
+tile again. There are two autograd nodes: the first keeps x, gives it on, and makes all gradients; the second computes
+y, keeps nothing, and hands dy back as it is. So all is kept before y is computed, and a checkpoint around it that stops
+at the last tensor kept (torch's non-reentrant one does) never computes y a second time.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -3,11 +3,9 @@
 A byte holds an even and an odd column: the high nibbles are multiplied with the even columns of x, the low ones with
 the odd columns, in two products, and nothing is interleaved.
 
-What bounds it: by the compiled loop a weight takes one shuffle (32 a clock and multiprocessor), one shift (64), one
-multiplication (128) and half a conversion (64), and 5 instructions in all (128), which makes 10 us for 4096 x 14336 and
-3 us for 4096 x 4096 on an H100. Measured there, in a CUDA graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and
-26 us for 64 (dense 47 and 15). So its warps wait for something else than instructions or bytes, which is not known yet.
-Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
+Bounds by the compiled loop are 10 us for 4096 x 14336 and 3 us for 4096 x 4096 on an H100; measured there in a CUDA
+graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and 26 us for 64 (dense 47 and 15). What its warps wait for is
+not known yet. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
 """
 
 import torch

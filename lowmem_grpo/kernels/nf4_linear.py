@@ -7,10 +7,8 @@ x (..., in), W (out, in); A (r, in) and B (out, r), or with S adjacent matrices 
 product with x, and B (out, r), whose rows of matrix s take part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
 equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
 
-A few rows on CUDA go through `nf4_decode`, which reads the 4-bit weight once. All other cases dequantize bands of the
-weight (`frozen.py`). That includes rows of W that are not made of whole blocks, blocks of 32, float32, and the backward
-pass, for which no dequantized weight is kept: it needs x for dA, x A^T for dB, the adapters for dx, and keeps what
-these ask for.
+A few rows on CUDA go through `nf4_decode`; all else, the backward pass too, dequantizes bands of the weight
+(`frozen.py`). It needs x for dA, x A^T for dB, the adapters for dx, and keeps what these ask for.
 """
 
 from collections.abc import Iterator, Sequence

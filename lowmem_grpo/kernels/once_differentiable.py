@@ -1,8 +1,7 @@
 """Backward passes that refuse to be differentiated once more, as a gradient penalty would do.
 
-The gradients that a kernel computes have no graph of their own. Where autograd is asked for one (`create_graph=True`),
-a penalty on them would be a constant to it, and its gradient would be missing without a word. torch's own
-`once_differentiable` notices that only if the incoming gradients need gradients too, which those of a sum do not.
+Where autograd is asked for a graph of the gradients (`create_graph=True`), a penalty on them would be a constant to it,
+without a word. torch's own `once_differentiable` notices that only if the incoming gradients need gradients too.
 """
 
 import functools

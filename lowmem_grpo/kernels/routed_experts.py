@@ -7,11 +7,9 @@
 with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
 (T, k). Products and activations are in the dtype of x; sums over experts are in float32, as are w and its gradient.
 
-On a card, up to GROUPED_ROWS rows an expert go through `nf4_grouped.py`, which decodes tiles within its products and
-never waits for the host. More rows would decode each weight many times. They, the CPU, and experts that are no NF4 take
-one expert after the other: its two matrices are decoded into buffers that serve for all of them, and at most PIECE rows
-are computed together, so scratch memory does not grow with T beside one sum (T, D) in float32.
-Backward decodes again and computes gate and up again: only x, ids and w are kept, and they are kept before y is
+On a card, up to GROUPED_ROWS rows an expert go through `nf4_grouped.py`, which never waits for the host. More rows, the
+CPU, and experts that are no NF4 take one expert after the other, decoded into buffers that serve for all, and at most
+PIECE rows at a time. Backward decodes and computes gate and up again: only x, ids and w are kept, and before y is
 computed, so a checkpoint that stops at the last tensor kept does not compute y twice (as in `lora_mlp.py`).
 """
 

@@ -1,9 +1,6 @@
-"""Runs of neighbouring tokens, packed without padding, that each begin from a state of their own: where they lie, and
-how they are cut into chunks of equal width.
-
-A chunk's tokens are computed together and chunks of one run one after the other, so step j takes chunk j of all runs
-that have one. Chunks lie step by step, and within a step the longest runs come first: the runs that go on are then
-always the first ones.
+"""Runs of neighbouring tokens, packed without padding, that each begin from a state of their own, and their chunks of
+equal width. A chunk's tokens are computed together and chunks of one run one after the other: step j takes chunk j of
+all runs that have one. Within a step the longest runs come first, so that the runs that go on are the first ones.
 """
 
 from dataclasses import dataclass

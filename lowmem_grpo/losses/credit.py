@@ -5,9 +5,8 @@
     A_t = G_t less the mean of the group's G_t at the same turn   with `turn_discount`; else the episode's advantage
         + state_weight (G_t less the mean of G over the group's turns that acted in the same state)
 
-The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8). Each difference is divided as `scale_rewards` says: by
-the standard deviation of what it is compared with, by that of the batch, or by nothing. Without `turn_discount` the
-discount of the last line is 1. A turn that has nothing to be compared with gets 0 from that comparison.
+The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8), with discount 1 where there is no `turn_discount`. Each
+difference is divided as `scale_rewards` says. A turn that has nothing to be compared with gets 0 from that comparison.
 """
 
 from __future__ import annotations

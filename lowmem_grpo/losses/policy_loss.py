@@ -1,7 +1,5 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate.
-
-`loss_types.py` holds what the loss types differ in; this file what they share: the level of the importance weight, the
-KL term, masks, the correction for the sampler, the entropy bonus and the order in which they apply:
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate: what
+the loss types of `loss_types.py` share, and the order in which it applies.
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)

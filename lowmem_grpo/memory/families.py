@@ -1,8 +1,7 @@
 """The model families that were checked here: what their layers are, and which of our modules take their places.
-
-`FAMILIES` has one row for each, under transformers' `model_type` of the text config. Everything that the code asks of a
-family is answered here. A model of a family without a row trains on transformers' own layers, if they can be packed.
-docs/families.md is made of this table, and tests/models/test_families.py tries each row.
+`FAMILIES` has one row for each, under transformers' `model_type` of the text config. A model of another family trains
+on transformers' own layers, if they can be packed. docs/families.md is made of it, tests/models/test_families.py tries
+it.
 """
 
 from collections.abc import Mapping

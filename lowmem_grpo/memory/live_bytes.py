@@ -1,7 +1,5 @@
-"""Bytes that tensors really took while a run made its optimizer steps, to compare with a plan.
-
-On a card the allocator counts. On the CPU every storage that an operation makes is counted here while it lives; what
-one operation makes and frees within itself is not seen.
+"""Bytes that tensors really took while a run made its optimizer steps, to compare with a plan: the allocator's on a
+card; on the CPU those of every storage that an operation makes, while it lives.
 
 `TorchDispatchMode` is torch's documented way to see operations, in a module whose name is private. Only this file of
 the package uses it. Checked with torch 2.13; tests/memory/test_live_bytes.py fails if it moves.

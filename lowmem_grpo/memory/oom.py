@@ -1,8 +1,6 @@
 """What happens when memory runs out: the error is recognised, what it held is freed, less is done at once, and the user
-is told of the plan's table, of the row that was probably wrong and of settings that would help.
-
-`catch_oom` makes an attempt and returns an `OutOfMemory` instead of raising the error. A `BatchLimit` is how much is
-done at once, in training or in sampling; each shortage lowers it for the rest of the run.
+is told of the plan's table, its row that was probably wrong, and settings that would help. `catch_oom` makes an attempt
+and returns an `OutOfMemory` instead of raising the error; each lowers a `BatchLimit` for the rest of the run.
 """
 
 import ctypes

@@ -1,9 +1,8 @@
 """Bytes of a training step, moment by moment: what is alive when a layer's MLP, its attention, or the head is at work.
 
 T tokens of a micro-batch, A places that attention lays side by side, D hidden size, I inner size, R rows of an MLP
-tile; 16 bits a number. A moment lists what is alive beside weights, adapters, gradients and optimizer, under the names
-of a plan's rows. The sizes are those of the code that runs (`offload`, `lean_modules`, `lora_layers`, `attention`,
-`linear_logprobs`), and are held against it by tests that weigh a real step.
+tile; 16 bits a number. A moment lists, by a plan's rows, what is alive beside weights, adapters, gradients and
+optimizer. The sizes are those of the code that runs, and tests that weigh a real step hold them against it.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest.
 
-A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves its inputs as ordinary saved tensors, and hides
-all others. So hooks on saved tensors around a forward pass see the layers' inputs. Those go to pages of pinned host
-memory, on a side stream, while the next layer computes; in backward the next one wanted comes back while a layer is
-recomputed. What belongs to the model, is small, or holds no floating point numbers stays where it is.
+A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves only its inputs as ordinary saved tensors, so
+hooks around a forward pass see these. They go to pinned host memory on a side stream while the next layer computes; in
+backward the next one comes back while a layer is recomputed. Weights, small tensors and whole numbers stay.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,6 @@
-"""Embeddings looked up on the host: a step needs only T rows of a matrix (V, D).
-
-For Llama-3.1-8B that is 1.05 GB less on the card, against 8 KB copied for each token. A matrix that is also the output
-head is needed on the card anyway. Gemma 4 has a second embedding, of numbers that each layer takes for itself: 5.6 GB
-for its E4B, against 21 KB copied for each token.
+"""Embeddings looked up on the host: a step needs only T rows of a matrix (V, D), which for Llama-3.1-8B is 1.05 GB less
+on the card against 8 KB copied for each token. Gemma 4 has a second embedding, of numbers that each layer takes for
+itself: 5.6 GB for its E4B, against 21 KB. A matrix that is also the output head is needed on the card anyway.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
-"""Pages of host memory, used again and again, and the copies that fill and empty them beside the computation.
-
-All pages have one size, so tensors of any length share them, and a run whose micro-batches differ in length holds
-only as many as its largest one needs.
+"""Pages of host memory, used again and again, and the copies that fill and empty them beside the computation. All have
+one size, so tensors of any length share them, and a run holds only as many as its largest micro-batch needs.
 """
 
 import logging

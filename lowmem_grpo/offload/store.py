@@ -1,7 +1,6 @@
-"""Tensors that a graph keeps for backward, held on the host; at most two of them are on the device as well.
-
-On their way out, the device keeps a tensor until the copy after the next one starts. On their way back, the one in
-use and the one that is wanted next are on the device. Where memory is short (`ahead` is False), there is only one.
+"""Tensors that a graph keeps for backward, held on the host; at most two of them are on the device as well: on their
+way out until the copy after the next one starts, and on their way back the one in use and the one that is wanted next.
+Where memory is short (`ahead` is False), there is only one.
 """
 
 import itertools

@@ -1,8 +1,7 @@
-"""Plans memory before a run: what each phase will hold, and settings with which the run fits a card.
+"""Plans memory before a run: what each phase will hold, and settings with which the run fits a card. Nothing is loaded.
 
-Nothing is loaded: a model's config, the run's settings and a card's memory are enough. The sizes of weights and
-adapters are exact. Those of a training step follow the code, and tests compare them with a step that is weighed. Those
-of the rollout engine and of the driver are estimates and say so.
+The sizes of weights and adapters are exact. Those of a training step follow the code, and tests compare them with a
+step that is weighed. Those of the rollout engine and of the driver are estimates and say so.
 """
 
 from dataclasses import replace

@@ -1,7 +1,6 @@
-"""Estimates the seconds of a step on a named card before it runs: from the card's data sheet, never measured.
-
-docs/plan.md says what each part counts. A token step of M rows takes the time of the bytes of adapter, cache, head and
-logits, that of its launches, and for a layer's W weights
+"""Estimates the seconds of a step on a named card before it runs: from the card's data sheet, never measured
+(docs/plan.md). A token step of M rows takes the time of the bytes of adapter, cache, head and logits, that of its
+launches, and for a layer's W weights
 
     16 bits                    the larger of 2 W bytes over memory bandwidth and 2 M W FLOP
     4 bits and FP8, few rows   the largest of the weight's bytes, of 2 M W / BLOCK_N bytes of x that are read from L2,
