@@ -116,7 +116,6 @@ def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: b
 
 
 def dataset_cache() -> Path:
-    """Return the folder where the library `datasets` keeps what it loaded; it is not imported for this."""
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
 
 
@@ -183,7 +182,6 @@ def patience() -> float:
 
 
 def away(kind: str, name: str, why: str) -> str:
-    """One line about what is neither here nor to be had, and what to do."""
     fetch = f"hf download {name}; or give its folder"
     if kind == "dataset":  # the library cannot read what `hf download` brings where there is no network
         fetch = f"datasets.load_dataset({name!r}, split='train').to_json('rows.jsonl'); then give that file"

@@ -26,7 +26,6 @@ def at_least(least: int, kind: Any = Real) -> Rule:
 
 
 def up_to(most: int, kind: Any = Real) -> Rule:
-    """A rule for whole numbers from 1 to `most`."""
     return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
 
 

@@ -51,7 +51,6 @@ class FP8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
@@ -77,7 +76,6 @@ class FP8Weight:
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """(ceil(out / h), ceil(in / w))."""
     return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
 
 

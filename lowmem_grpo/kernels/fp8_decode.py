@@ -70,7 +70,6 @@ def fp8_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> Tensor:
-    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
     rows, outputs, chip, (codes, scales) = x.shape[0], sum(features), capability(x.device), tensors
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = few_rows.decode_launch(rows, outputs, chip, STEP)

@@ -59,7 +59,6 @@ class FrozenStack:
 
     @classmethod
     def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
-        """From `tensors` and `sizes`; NF4 gives weights in `dtype`."""
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)

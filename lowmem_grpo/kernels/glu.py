@@ -137,7 +137,6 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The forward kernel into a new tensor; gate and up may have any strides."""
     rows, columns = gate.shape
     gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
     launch = launch_rule(columns)
@@ -149,7 +148,6 @@ def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    """The backward kernel into new tensors, from tensors of any strides."""
     gradients = new_gradients(gate, fused)
     launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), activation, product=False)
     return gradients

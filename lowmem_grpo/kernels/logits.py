@@ -63,7 +63,6 @@ class Head:
         return out
 
     def buffer(self, rows: int, columns: int) -> Tensor:
-        """Uninitialised room for logits (rows, columns), float32 or float64."""
         dtype = accumulator_dtype(self.hidden.dtype)
         return torch.empty(rows, columns, dtype=dtype, device=self.hidden.device)
 
@@ -78,7 +77,6 @@ class LogitShape:
     ignore_index: int = NONE_IGNORED
 
     def numbers(self) -> tuple[float, float, float | None, int]:
-        """The four of them, as ops and kernels take them."""
         return self.temperature, self.scale, self.softcap, self.ignore_index
 
     def apply_(self, logits: Tensor, bias: Tensor | None) -> Tensor:

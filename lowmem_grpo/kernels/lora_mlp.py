@@ -102,7 +102,6 @@ class MLPWeights:
         return sum(weight.shape[0] for weight in self.inner) // 2
 
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
-        """Return the factors of gate and up, and those of down, from their LoRA tensors."""
         loras = pairs_of(tensors, self.scales)
         inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
         return inner, down

@@ -46,7 +46,6 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
-    """Places of a tile: few where experts have few."""
     return 64 if places >= 32 * experts else 16
 
 

@@ -147,7 +147,6 @@ def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
 
 
 def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Launches the forward kernel on up to three tensors (T, H, K) of any strides."""
     rows = [part.new_empty(len(sources), *part.shape[1:]) for part in packed]
     tensors, heads = three(packed)
     launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]
@@ -160,12 +159,10 @@ def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tenso
 
 
 def new_sums(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
-    """Uninitialised grad_x (T, H, K) for each grad_y (S, H, W, K)."""
     return [grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads]
 
 
 def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
-    """Launches the backward kernel on up to three tensors (S, H, W, K) of any strides."""
     sums = new_sums(grads, sources, places, copies, width)
     tensors, heads = three(grads)
     launch, size = launch_rule(grads[0].shape[3]), grads[0].shape[3]
@@ -178,7 +175,6 @@ def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copi
 
 
 def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Uninitialised y (S, H, W, K) for each x (T, H, K)."""
     return laid_side_by_side([part.new_empty(len(sources), *part.shape[1:]) for part in packed], width)
 
 

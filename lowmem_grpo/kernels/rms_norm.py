@@ -169,7 +169,6 @@ def rms_norm_fwd_triton(
 def rms_norm_bwd_triton(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel on rows (N, D) of any strides, and adds up its partial sums."""
     rows, columns = h.shape
     grad, h, weight = adjacent(grad), adjacent(h), weight.contiguous()
     other = grad if grad_sum is None else adjacent(grad_sum)

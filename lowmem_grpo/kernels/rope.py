@@ -138,7 +138,6 @@ def new_like(x: Tensor) -> Tensor:
 def rope_new_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """The kernel into new tensors; q and k may have any strides."""
     q_out, k_out = new_like(q), new_like(k)
     q, k = (x if x.stride(-1) == 1 else out.copy_(x) for x, out in ((q, q_out), (k, k_out)))
     launch(q, k, q_out, k_out, cos, sin, heads_first, backward)

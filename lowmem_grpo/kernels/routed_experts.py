@@ -43,7 +43,6 @@ def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenS
 
 
 def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
-    """One expert's weight in `dtype`, by definition."""
     part = stack.expert(number)
     return nf4_dequantize_ref(part).to(dtype) if isinstance(part, NF4Weight) else part.to(dtype)
 
@@ -118,7 +117,6 @@ def routed_forward(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
     down_sizes: list[int],
 ) -> Tensor:
-    """y (T, D) in the dtype of x."""
     stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_forward(x, ids, weights, *stacks)

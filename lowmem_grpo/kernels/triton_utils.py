@@ -47,7 +47,6 @@ class Launch:
 
     @property
     def compiler(self) -> dict[str, Any]:
-        """Return what the compiler is told beside the compile-time values."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property

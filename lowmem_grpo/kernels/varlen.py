@@ -34,7 +34,6 @@ class VarlenSequences:
 
     @property
     def tokens(self) -> int:
-        """T, of all runs together."""
         return sum(self.lengths)
 
     @cached_property
@@ -43,7 +42,6 @@ class VarlenSequences:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """(S + 1,) int64, summed lengths."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(self.device)
 
     @cached_property

@@ -46,7 +46,6 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def batch_std(values: Tensor) -> Tensor:
-    """Unbiased standard deviation () of all values that are not NaN."""
     return nanstd(values.flatten(), dim=-1)
 
 
@@ -246,7 +245,6 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
 
 
 def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
-    """Weighted sums (P, G) of rewards (P, G, R), within `reward_clip_range`."""
     sums, limits = combine_rewards(rewards, weights), settings.reward_clip_range
     return sums if limits is None else sums.clamp(*limits)
 

@@ -48,7 +48,6 @@ class EntropyControl:
         return self.adaptive or self.coef != 0
 
     def update(self, entropy: float) -> None:
-        """Take the mean entropy of the step that was just made."""
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
             self.coef = min(max(self.coef + step, self.lowest), self.highest)

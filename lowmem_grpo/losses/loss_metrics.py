@@ -37,7 +37,6 @@ def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
 
 
 def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
-    """The mean of each sequence, `fill` for one without tokens."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means.masked_fill(tokens.lengths == 0, fill)
 
@@ -50,7 +49,6 @@ def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> 
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """The same on log ratios, token by token."""
     ratio = tokens.log_ratio.detach()
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)

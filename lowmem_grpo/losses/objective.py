@@ -27,7 +27,6 @@ class Reducer:
             self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of none is NaN
 
     def add_value(self, name: str, value: Tensor, weight: float) -> None:
-        """Take in an extreme, or a sum over `weight` things."""
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
             extreme = torch.minimum if name.endswith("min") else torch.maximum
@@ -43,7 +42,6 @@ class Reducer:
             self.samples.setdefault(name, []).extend(parts)
 
     def keep(self, samples: dict[str, Tensor]) -> None:
-        """Keep values (N,) that are wanted for the whole step."""
         for name, values in samples.items():
             self.samples.setdefault(name, []).append(values)
 
@@ -113,7 +111,6 @@ class Objective:
         return reducer.result()
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -121,5 +118,4 @@ class Objective:
 
 
 def policy_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout whose policy term counts."""
     return rollout.num_trained if rollout.policy_mask is None else int(rollout.policy_mask.sum())

@@ -17,7 +17,6 @@ def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
 
 
 def cache_text(cache_dtype: str) -> str:
-    """Return a plan's words for it."""
     return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else "16 bits"
 
 

@@ -173,7 +173,6 @@ def has_experts(config: Any) -> bool:
 
 
 def family_of(config: Any) -> Family | None:
-    """The row of a model's config, or of a config.json's fields; None for a family without one."""
     return FAMILIES.get(model_type_of(config))
 
 
@@ -199,7 +198,6 @@ def check_images(config: Any, name: str) -> None:
 
 
 def check_float16(config: Any) -> None:
-    """ValueError for a model that cannot compute in float16."""
     row = family_of(config)
     if row is not None and row.only_bfloat16:
         raise ValueError(NO_FLOAT16.format(row.name))
@@ -215,7 +213,6 @@ def trained(by_vllm: bool = False) -> str:
 
 
 def with_experts() -> str:
-    """The names of the families whose experts are trained in 4 bits."""
     return ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
 
 

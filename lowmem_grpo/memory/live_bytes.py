@@ -48,7 +48,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in what an operation takes or gives: tuples, lists and dicts of them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):

@@ -276,5 +276,4 @@ def turned_share(fields: Mapping[str, Any], row: Family) -> float:
 
 
 def family_named(model_type: str) -> Family:
-    """The row of a family; where there is none, that of a plain decoder."""
     return FAMILIES.get(model_type, PLAIN)

@@ -144,7 +144,6 @@ class MemoryAdvice:
     plan: MemoryPlan | None = None
 
     def text(self, phase: str) -> str:
-        """The table, if there is one, and the settings that would help."""
         settings = self.settings.get(phase, [])[:SHOWN]
         helpful = "What would help: " + "; ".join(settings or ["a shorter context", "a smaller model"])
         table = self.table(phase)
@@ -204,7 +203,6 @@ class BatchLimit:
         self.note(what, shortage, f"the bound on {self.unit} is now {limit:,}, and the work is repeated")
 
     def note(self, what: str, shortage: OutOfMemory, answer: str) -> None:
-        """Count a shortage and log what is done about it."""
         self.failures += 1
         bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
         wrong = shortage.others or self.advice.wrong_row(self.phase, what, shortage.peak)

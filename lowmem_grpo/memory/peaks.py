@@ -48,7 +48,6 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside is part of the phase "generate" or "train"."""
         if not self.counted:
             yield
             return

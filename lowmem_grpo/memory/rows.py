@@ -93,7 +93,6 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of both phases; gradients only while training."""
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()

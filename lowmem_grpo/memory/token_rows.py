@@ -41,12 +41,10 @@ def count_sequences(prompts: Prompts) -> int:
 
 
 def widest(prompts: Prompts) -> int:
-    """W, places of the longest sequence."""
     return max(own + max(others) for own, *others in prompts)
 
 
 def window_block(width: int) -> int:
-    """Queries of a block where the longest sequence has `width` tokens."""
     return min(BLOCK, width)
 
 

@@ -89,7 +89,6 @@ class StepShape:
         return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
     def moments(self) -> dict[str, Moment]:
-        """Each moment at which a step may hold most."""
         return {"MLP backward": self.mlp(), "attention backward": self.attention(),
                 "attention forward": self.attention_forward(), "head": self.head()}
 

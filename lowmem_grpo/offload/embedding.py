@@ -63,7 +63,6 @@ def tables(model: Any) -> list[Any]:
 
 
 def movable(model: Any) -> list[Any]:
-    """Those that the output head does not need."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     return tables(model)[1:] if tied else tables(model)

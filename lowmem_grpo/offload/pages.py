@@ -4,7 +4,7 @@ one size, so tensors of any length share them, and a run holds only as many as i
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,17 @@ PAGE_BYTES = 4 * 2**20
 Pair = tuple[Tensor, Tensor]  # target and source of a copy, of the same shape
 
 
-class Copies(Protocol):
-    """Starts copies between device and host, and orders the computation behind them."""
+class Copies:
+    """Copies between device and host that are done when `start` returns: for tests and measurements on fake tensors."""
 
     def page(self, num_bytes: int) -> Tensor:
         """New host memory, (num_bytes,) uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> Any:
         """Copy each source to its target, after all that was computed so far and all copies started before."""
+        for target, source in pairs:
+            target.copy_(source)
 
     def wait(self, ticket: Any) -> None:
         """Make what is computed from here on wait for the copies that `start` gave this ticket for."""
@@ -35,27 +38,7 @@ class Copies(Protocol):
         """Give the memory of pages that nobody holds any more back to the system."""
 
 
-class ImmediateCopies:
-    """Copies that are done when `start` returns: for tests and for measurements on fake tensors."""
-
-    def page(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def start(self, pairs: Sequence[Pair]) -> None:
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait(self, ticket: None) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    def trim(self) -> None:
-        pass
-
-
-class StreamCopies:
+class StreamCopies(Copies):
     """Copies on one side stream of a CUDA device, to and from pinned pages. Both directions share the stream, so a page
     that was given back can be filled again at once: the copy that reads it comes first. Device tensors belong to the
     compute stream; whoever frees one waits for its copy there."""
@@ -139,7 +122,6 @@ class PagePool:
             yield page[: len(part)], part
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The host memory of all pages, for those who count bytes."""
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:

@@ -112,7 +112,6 @@ class HostStore:
         return resident.tensor
 
     def fetch(self, packed: Offloaded) -> Resident:
-        """Start the copy of a tensor back to the device."""
         flat = torch.empty(packed.span, dtype=packed.dtype, device=self.device)
         ticket = self.copies.start([(part, page) for page, part in self.pool.pairs(packed.pages, flat)])
         resident = Resident(flat.as_strided(packed.size, packed.stride), ticket, False, flat._version)
@@ -139,14 +138,12 @@ class HostStore:
         packed.spoiled |= resident is not None and resident.original and resident.touched
 
     def retire(self, index: int) -> None:
-        """The device no longer keeps this tensor; the host does."""
         packed = self.live.get(index)
         if packed is not None:
             self.note_spoiled(packed)
         self.drop(index)
 
     def drop(self, index: int) -> None:
-        """Free a resident's memory, behind the copy that uses it."""
         resident = self.residents.pop(index, None)
         if resident is not None:
             self.settle(resident)

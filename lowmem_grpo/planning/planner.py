@@ -203,7 +203,6 @@ def spreads(most: float, least: float) -> list[Step]:
 
 
 def merged(choices: list[Choice]) -> list[Choice]:
-    """One choice a setting: its last value, and what all its steps saved."""
     last = {choice.name: choice for choice in choices}
     return [replace(final, saved=sum(choice.saved for choice in choices if choice.name == name))
             for name, final in last.items()]

@@ -122,7 +122,6 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """P G."""
         return self.prompts * self.generations
 
     @property

@@ -19,7 +19,7 @@ from lowmem_grpo.models.head_groups import by_head_groups, ranges, without_waiti
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout, packed_attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.offload.pages import ImmediateCopies
+from lowmem_grpo.offload.pages import Copies
 
 # of the largest value: attention over fewer heads at once may add up in another order
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -100,7 +100,7 @@ def test_mixed_precision_and_a_backward_pass_inside_the_offload_lose_no_accuracy
     policy, batch = Policy(model, torch.bfloat16), batch_of(GROUPS["two groups"])
     together = trained(policy, batch)
     policy.head_groups = 2
-    with ActivationOffload(policy.model, ImmediateCopies(), min_bytes=1) as offload:
+    with ActivationOffload(policy.model, Copies(), min_bytes=1) as offload:
         found = trained(policy, batch)
         assert offload.host_bytes_peak > 0
     exact = trained(Policy(copy.deepcopy(model).double()), batch)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from card import HAS_CARD
 
-from lowmem_grpo.offload.pages import PAGE_BYTES, ImmediateCopies, PagePool, StreamCopies
+from lowmem_grpo.offload.pages import PAGE_BYTES, Copies, PagePool, StreamCopies
 
 
 def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
-    pool = PagePool(ImmediateCopies(), page_bytes=64)
+    pool = PagePool(Copies(), page_bytes=64)
     first, second = pool.take_pages(65), pool.take_pages(1)
     assert (len(first), len(second), pool.bytes_in_use, pool.peak_bytes) == (2, 1, 192, 192)
     pool.return_pages(first)
@@ -25,7 +25,7 @@ def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
 
 def test_release_drops_free_pages_and_no_others_and_none_is_given_back_twice() -> None:
     assert PAGE_BYTES & (PAGE_BYTES - 1) == 0  # a size that torch does not round up
-    pool = PagePool(ImmediateCopies(), page_bytes=64)
+    pool = PagePool(Copies(), page_bytes=64)
     kept, gone = pool.take_pages(64), pool.take_pages(128)
     pool.return_pages(gone)
     with pytest.raises(KeyError):
@@ -35,7 +35,7 @@ def test_release_drops_free_pages_and_no_others_and_none_is_given_back_twice() -
 
 
 def test_where_a_page_cannot_be_had_none_is_taken() -> None:
-    class Full(ImmediateCopies):
+    class Full(Copies):
         left = 2
 
         def page(self, num_bytes: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_where_a_page_cannot_be_had_none_is_taken() -> None:
 
 def test_bytes_are_spread_over_pages_and_gathered_unchanged() -> None:
     for count, dtype in product((1, 31, 32, 33, 100), (torch.bfloat16, torch.float32, torch.float64)):
-        pool = PagePool(ImmediateCopies(), page_bytes=64)
+        pool = PagePool(Copies(), page_bytes=64)
         values, back = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
         pages = pool.take_pages(values.nbytes)
         pool.copies.start(list(pool.pairs(pages, values)))
