@@ -36,7 +36,6 @@ def custom_op(
 
 
 def raising_versions(function: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
-    """`function`, after which the arguments at these places have a new version."""
     if not written:
         return function
 

@@ -173,7 +173,6 @@ def fp8_dequantize_kernel(
 def fp8_dequantize_cpu(
     out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
 ) -> None:
-    """Fills out (rows, width) with the weight's rows from first_row and columns from first_column on."""
     rows, width = out.shape
     columns = torch.arange(first_column, first_column + width, device=codes.device) // max(block_columns, 1)
     step = max(1, REFERENCE_ELEMENTS // max(width, 1))

@@ -233,7 +233,6 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", 
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
-    """act(gate) * up with autograd, for tensors of any leading shape."""
     check_arguments(gate, up, activation)
     if reuse and torch.is_grad_enabled():
         check_reuse(gate, up)

@@ -100,7 +100,6 @@ class HeadGradients:
         return cls(**made)
 
     def add(self, head: Head, band: slice, weight: Tensor, difference: Tensor, scale: Tensor) -> None:
-        """Takes one band's d (N, T) in; weight (T, D) is the band's."""
         if self.hidden is not None:
             addmm_fp32(self.hidden, difference, weight)
         if self.weight is not None:
@@ -113,7 +112,6 @@ class HeadGradients:
             self.lora_b[band] = matmul_fp32(difference.T, head.low).mul_(scale)
 
     def finish(self, head: Head, scale: Tensor) -> list[Tensor | None]:
-        """All five in the dtypes of their operands."""
         grads = {name: getattr(self, name) for name in NAMES}
         grads |= {name: grads[name].mul_(scale).to(head.hidden.dtype) for name in SUMS if grads[name] is not None}
         return list(grads.values())

@@ -121,7 +121,6 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """`factors_of`, kept where `kept_factors` says so."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
@@ -150,7 +149,6 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Return the factors of a group; a tensor of another dtype gets a place, and its copy is noted."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None
@@ -166,7 +164,6 @@ def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factor
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
-    """The tensor, or a place for its copy."""
     if tensor.dtype == dtype:
         return tensor
     copies.append((tensor.new_empty(tensor.shape, dtype=dtype), tensor))
@@ -174,7 +171,6 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, copies: Copies) -> Tensor:
-    """Matrices (r_i, in) below each other, or a place for them."""
     if len(parts) == 1:
         return in_dtype(parts[0], dtype, copies)
     if all(part.dtype == dtype for part in parts):

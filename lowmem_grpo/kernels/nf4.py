@@ -85,7 +85,6 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
-        """The weight of `tensors` and `sizes`, as operations of torch are given them."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
@@ -97,7 +96,6 @@ class NF4Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the kernels read: three, and three more with double quantization."""
         parts = (self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset)
         return [part for part in parts if part is not None]
 
@@ -234,7 +232,6 @@ def nf4_dequantize_kernel(
 
 
 def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """Fills out (rows, width) with columns first_column to first_column + width of the weight's first rows."""
     rows, width = out.shape
     weight = NF4Weight.from_parts(tensors, sizes, [rows], out.dtype)
     unit = weight.row_unit

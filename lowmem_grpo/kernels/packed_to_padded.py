@@ -25,12 +25,10 @@ TILE = 4096  # numbers of one program
 
 
 def packed_to_padded_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
-    """Each x (T, H, K) as y (S, H, W, K), by autograd's own backward."""
     return laid_side_by_side([x.index_select(0, sources) for x in packed], width)
 
 
 def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
-    """y (S, H, W, K) as x (T, H, K), by autograd's own backward."""
     return by_place(side_by_side).index_select(0, places)
 
 

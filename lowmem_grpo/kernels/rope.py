@@ -151,7 +151,6 @@ def rope_in_place_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_f
 def rope_new_cpu(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turned q and k; cos and sin (B or 1, T, R) of the same strides."""
     q_out, k_out = new_like(q), new_like(k)
     for x, out in ((q, q_out), (k, k_out)):
         values = rotated(tokens_first(x, heads_first), cos[:, :, None], sin[:, :, None], backward)

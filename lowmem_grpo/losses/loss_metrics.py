@@ -67,7 +67,6 @@ def both_sides(
 
 
 def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Tokens with A > 0 whose weight the bound lowered."""
     bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
     return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
 

@@ -127,7 +127,6 @@ def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-sg(phi(w)) A logp, with w of the whole sequence."""
     return -vespo_phi(tokens, options) * tokens.advantages * tokens.logprobs
 
 

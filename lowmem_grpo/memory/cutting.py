@@ -88,7 +88,6 @@ def places(batch: list[Span]) -> int:
 
 
 def area(batch: list[Span]) -> int:
-    """Places that attention lays side by side, as `token_rows` counts them."""
     return token_rows(families(batch))
 
 

@@ -118,7 +118,6 @@ class ModelShape:
 
     @property
     def turned_size(self) -> int:
-        """R, numbers of a head that RoPE turns."""
         return int(self.head_size * self.turned)
 
     @property
@@ -169,7 +168,6 @@ class ModelShape:
 
     @property
     def linear_weights(self) -> int:
-        """Numbers in the linear layers of all decoder layers, biases aside."""
         return sum(count * sum(linear.weights for linear in shape.linears()) for count, shape in self.each())
 
     @property

@@ -150,7 +150,6 @@ class MemoryAdvice:
         return f"Planned:\n{table}\n{helpful}" if table else helpful
 
     def table(self, phase: str) -> str:
-        """The plan's rows of a phase, the largest first, and their sum; empty without a plan."""
         if self.plan is None:
             return ""
         rows = sorted(((row.name, getattr(row, phase)) for row in self.plan.rows), key=lambda row: -row[1])

@@ -25,7 +25,6 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 
 def this_card(device: torch.device) -> Device:
-    """The card that a run is on, and what of it this process may fill."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
     return Device(torch.cuda.get_device_name(device), total, int(total * share))

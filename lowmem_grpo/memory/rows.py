@@ -159,7 +159,6 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
-    """Each moment as it is in the micro-batch that holds most in it."""
     all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}

@@ -65,7 +65,6 @@ def drops(model: Any) -> bool:
 
 
 def drop_nothing(model: Any) -> None:
-    """Set every dropout of a PEFT model to 0, those of its config too."""
     config = model.get_base_model().config.get_text_config()
     for name, rate in vars(config).items():
         if "drop" in name and isinstance(rate, float):

@@ -87,7 +87,6 @@ class HostStore:
         return tensor
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
-        """Start the copy to the host; the device keeps the tensor meanwhile, and older ones no longer."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.retire(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
@@ -101,7 +100,6 @@ class HostStore:
         return packed
 
     def recall(self, packed: Offloaded) -> Tensor:
-        """The tensor on the device, behind its copy if it came from the host."""
         resident = self.residents.get(packed.index)
         self.note_spoiled(packed)
         check_untouched(not packed.spoiled, packed.size)

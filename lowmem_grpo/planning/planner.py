@@ -123,13 +123,11 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def short_of_ease(draft: MemoryPlan) -> list[str]:
-    """Return what is short if some of the room is kept free: plans are estimates."""
     tight = draft.train > EASE * draft.device.budget
     return [*(["train"] if tight else []), *(["host"] if "host" in draft.short_of() else [])]
 
 
 def needed(draft: MemoryPlan, phase: str) -> int:
-    """Bytes of a phase, without the cache, which takes what is left."""
     return {"train": draft.train, "rollout": draft.rollout - draft.kv_bytes, "host": draft.host}[phase]
 
 
@@ -173,7 +171,6 @@ def sizes(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def steps_down(asked: RunSettings, device: Device) -> list[Step]:
-    """Return the changes that lower a peak, the cheapest in speed first."""
     steps: list[Step] = [
         ("optim", "adamw_8bit", "optimizer states in 8 bits"),
         *fewer(enough(asked, device), 1, asked),
@@ -220,14 +217,12 @@ def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings)
 
 
 def may_be_halved(draft: MemoryPlan) -> bool:
-    """Return whether more sequences could be decoded together from a cache in 8 bits, which is never chosen unasked."""
     settings = draft.settings
     return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
             and draft.concurrent_sequences < settings.num_generations)
 
 
 def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str]:
-    """Return what would fit: a shorter context, a smaller model, a larger card."""
     device, room = draft.device, size_text(draft.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
     fixed = sum(row.train for row in draft.rows if row.name in FIXED)
@@ -245,7 +240,6 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
 
 
 def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
-    """By halving: what a run needs grows with its context."""
     low, high = 0, (shape.context or FAR) // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -255,7 +249,6 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 
 
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
-    """The shapes that ship with the package and fit, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
     fitting = {name: shape for name, shape in shapes.items()
                if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}

@@ -191,7 +191,6 @@ class StepTime:
         return size / (self.speed.memory_tb_s * MEMORY)
 
     def dequantize(self, linears: Iterable[Linear]) -> float:
-        """Return the seconds of weights from 4 bits or FP8 to 16, read and written; 0 where they are not quantized."""
         form = self.settings.form
         return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
 
@@ -228,7 +227,6 @@ class StepTime:
         return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
 
     def token_step(self, rows: int, cached: float) -> float:
-        """Return the seconds of a step of M rows with so many tokens each in the cache."""
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
             cached = graph_width(ceil(cached))
@@ -254,7 +252,6 @@ class StepTime:
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows by the kernel that reads codes."""
         instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
@@ -421,7 +418,6 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
 
 
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
-    """Return the sequences that decode at a time: those whose cache fits what the plan leaves."""
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(MOST_SEQUENCES, room // longest))
