@@ -10,15 +10,7 @@ from threading import Thread
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import constants
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SECONDS = 4.0  # for an answer of the hub, unless HF_HUB_ETAG_TIMEOUT says otherwise
@@ -92,17 +84,17 @@ def find_model(
             raise OSError(away("model", name, "local_files_only=True allows no download"))
         url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision)
         answer(lambda: huggingface_hub.get_hf_file_metadata(url, token=token, timeout=patience()))
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise OSError(f"no model {name!r}: that is no name on the hub ({first_line(error)})") from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise OSError(f"no model {name!r}: the hub gives it only to those whom its owner admits. Ask on its page, then "
                       "hf auth login, or token=...") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise OSError(f"no model {name!r}: the hub has no such model, or not for everyone (then: hf auth login, or "
                       "token=...)") from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise OSError(f"no model {name!r}: on the hub it has no revision {revision!r}") from error
-    except HfHubHTTPError:
+    except errors.HfHubHTTPError:
         return  # there is a network, and whoever loads the model says what is wrong
     except NoAnswerError as error:
         raise OSError(away("model", name, str(error))) from None  # it names the cause
@@ -136,11 +128,11 @@ def find_dataset(name: str, api: Any = None) -> None:
     api = api or huggingface_hub.HfApi()
     try:
         answer(lambda: api.dataset_info(name, timeout=patience()))
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ValueError(f"the hub has no dataset {name!r}, or not for everyone (then: hf auth login)") from error
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ValueError(f"{name!r} is no name on the hub ({first_line(error)})") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise OSError(f"the hub refused {name!r} ({first_line(error)})") from error
     except NoAnswerError as error:
         raise OSError(away("dataset", name, str(error))) from None  # it names the cause
@@ -160,9 +152,9 @@ def answer(ask: Callable[[], Any]) -> None:
         error = answers.get(timeout=patience())
     except Empty:
         raise NoAnswerError(f"the hub gave no answer in {patience():g} s (HF_HUB_ETAG_TIMEOUT=30 waits 30 s)") from None
-    if isinstance(error, (HfHubHTTPError, HFValidationError)):
+    if isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError)):
         raise error
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         raise NoAnswerError("HF_HUB_OFFLINE allows no download") from error
     if error is not None:  # network errors come from another library in each version
         raise NoAnswerError(f"the hub does not answer ({first_line(error)})") from error

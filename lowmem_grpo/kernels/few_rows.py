@@ -22,17 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels import triton_utils
 from lowmem_grpo.kernels.custom_op import custom_op
-from lowmem_grpo.kernels.triton_utils import (
-    SHARED_MEMORY,
-    Launch,
-    Variant,
-    capability,
-    next_power_of_2,
-    tl,
-    triton,
-    types_of,
-)
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, next_power_of_2, tl, triton, types_of
 
 MAX_MATRICES = 3  # that lie adjacent in a weight
 WARPS, LEAST_STEPS = 1024, 6  # that `narrow_launch` aims at: warps in all, and steps of a warp (64 weights each)
@@ -86,7 +78,7 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
         constexprs = {"BLOCK_M": block_m, "BLOCK_N": 32, "SPLIT": 4, "BYTES": step}
         return Launch(constexprs, num_warps=8 if block_m == 8 else 4, num_stages=2)
     block_m, wide = max(8, next_power_of_2(rows)), outputs >= WIDE
-    roomy = SHARED_MEMORY.get(capability, 0) >= 160 << 10
+    roomy = triton_utils.SHARED_MEMORY.get(capability, 0) >= 160 << 10
     split = min(8 if wide else 16, (256 if roomy else 128) // block_m)
     constexprs = {"BLOCK_M": block_m, "BLOCK_N": 64 if wide and block_m < 64 else 32, "SPLIT": split, "BYTES": step}
     return Launch(constexprs, num_warps=split, num_stages=3 if roomy and block_m == 8 else 2)
@@ -100,7 +92,7 @@ def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Lau
     block_n = 32 if block_m == 64 else 16
     wanted = min(WARPS * 16 / outputs, columns / (64 * LEAST_STEPS))
     split = min(1 << max(0, round(math.log2(max(wanted, 1)))), 256 // block_m, 16)
-    roomy = SHARED_MEMORY.get(capability, 0) >= 160 << 10
+    roomy = triton_utils.SHARED_MEMORY.get(capability, 0) >= 160 << 10
     constexprs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT": max(split, 32 // block_n), "BYTES": 32}
     return Launch(constexprs, num_warps=constexprs["SPLIT"], num_stages=3 if roomy or block_m == 8 else 2)
 

@@ -5,32 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowmem_grpo.memory.families import (
-    DELTA_IN,
-    DELTA_OUT,
-    FAMILIES,
-    FUSED,
-    FUSED_GATE_UP,
-    Family,
-    decoder,
-    has_experts,
-    with_experts,
-)
-from lowmem_grpo.memory.layer_forms import (
-    BLOCK,
-    FP8,
-    FP8_BLOCK,
-    NESTED_BLOCK,
-    NF4,
-    DeltaForm,
-    ExpertForm,
-    LayerForm,
-    Linear,
-    forms_of,
-)
+from lowmem_grpo.memory import families, layer_forms
+from lowmem_grpo.memory.families import Family
+from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear
 
 PAGED_BLOCK = 16  # tokens of a block of vLLM's cache on a card
-PLAIN = decoder("a plain decoder", "")
+NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights in a nested block
+PLAIN = families.decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -70,10 +51,11 @@ class ModelShape:
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
-        row, mixed = family_named(kind), has_experts(fields)
+        row, mixed = family_named(kind), families.has_experts(fields)
         if mixed and row.experts is None:
-            raise ValueError(f"{kind} has several experts; of such models, plans are made for {with_experts()} only")
-        bias, forms = row.attention.bias, forms_of(fields) if row.unlike_layers else ()
+            raise ValueError(f"{kind} has several experts; of such models, plans are made for "
+                             f"{families.with_experts()} only")
+        bias, forms = row.attention.bias, layer_forms.forms_of(fields) if row.unlike_layers else ()
         shape = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
@@ -139,9 +121,9 @@ class ModelShape:
         bias, lora = self.attention_bias, self.family.experts is None  # with experts, attention only is adapted
         if self.delta is not None:
             sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
-            yield from (Linear(name, rows, self.hidden) for name, rows in zip(DELTA_IN, sizes, strict=True))
-            yield Linear(DELTA_OUT, self.hidden, self.delta.values)
-        elif self.family.attention.inner == FUSED:
+            yield from (Linear(name, rows, self.hidden) for name, rows in zip(families.DELTA_IN, sizes, strict=True))
+            yield Linear(families.DELTA_OUT, self.hidden, self.delta.values)
+        elif self.family.attention.inner == families.FUSED:
             yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
         else:
             yield Linear("q_proj", self.queries * (1 + self.family.attention.gated), self.hidden, bias)
@@ -156,7 +138,7 @@ class ModelShape:
             yield Linear("experts.gate_up_proj", 2 * self.experts.inner, self.hidden, **many)
             yield Linear("experts.down_proj", self.hidden, self.experts.inner, **many)
             return
-        if self.family.mlp.inner == FUSED_GATE_UP:
+        if self.family.mlp.inner == families.FUSED_GATE_UP:
             yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
         else:
             yield Linear("gate_proj", self.inner, self.hidden, lora=lora)
@@ -178,7 +160,7 @@ class ModelShape:
 
     def weight_bytes(self, form: str) -> int:
         """Return the bytes of all layers and norms in this form, without embeddings; ValueError for experts in FP8."""
-        if self.experts is not None and form in (FP8, FP8_BLOCK):
+        if self.experts is not None and form in (layer_forms.FP8, layer_forms.FP8_BLOCK):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
@@ -186,7 +168,7 @@ class ModelShape:
 
     def layer_bytes(self, form: str) -> int:
         linears = sum(linear.bytes_in(form) for linear in self.linears())
-        linears += self.offset_bytes() if form == NF4 else 0
+        linears += self.offset_bytes() if form == layer_forms.NF4 else 0
         biases = 2 * sum(linear.rows for linear in self.linears() if linear.bias)
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
@@ -212,16 +194,17 @@ class ModelShape:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
         linears = {linear.name: linear for linear in self.linears()}
         form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
-        for names in (DELTA_IN, (DELTA_OUT,), form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
+        delta = families.DELTA_IN, (families.DELTA_OUT,)
+        for names in (*delta, form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
             group = [linears[name] for name in names if name in linears]
-            whole = len(group) == len(names) and not any(w.weights % (BLOCK * NESTED_BLOCK) for w in group[:-1])
+            whole = len(group) == len(names) and not any(linear.weights % NESTED_WEIGHTS for linear in group[:-1])
             groups += [group] if whole else [[linear] for linear in group]
         return groups
 
     def offset_bytes(self) -> int:
         """Return the bytes of the offsets of weights side by side: one for each nested block, not weight."""
-        blocks = [-(-linear.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
-                  for linear in group]
+        side_by_side = (group for group in self.groups() if len(group) > 1)
+        blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
         return 4 * (sum(blocks) - len(blocks))
 
     @property
@@ -274,4 +257,4 @@ def turned_share(fields: Mapping[str, Any], row: Family) -> float:
 
 
 def family_named(model_type: str) -> Family:
-    return FAMILIES.get(model_type, PLAIN)
+    return families.FAMILIES.get(model_type, PLAIN)

@@ -1,24 +1,12 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
+from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
 from lowmem_grpo.memory.cards import GRAPH_PLACES, LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
-from lowmem_grpo.memory.training_step import (
-    BAND_BYTES,
-    CARD_ONLY,
-    CHUNK,
-    EXPERTS,
-    HEAD,
-    INPUTS,
-    LAYER,
-    TILE,
-    WORD,
-    WORKSPACE,
-    Moment,
-    StepShape,
-)
+from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, EXPERTS, WORD, Moment, StepShape
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
@@ -27,14 +15,7 @@ GRAPHS = 384 * MIB  # CUDA graphs, vLLM's and ours
 RESERVE = 0.04  # share of what is freed and made again: holes between blocks
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
 REWARD_MODEL = "reward model"
-WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS, REWARD_MODEL)
-NOTES = {
-    INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
-    HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
-    WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
-    EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
-    REWARD_MODEL: "weights, and what is inside a layer (estimated)",
-}
+NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a layer (estimated)"}
 
 
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
@@ -45,7 +26,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     if settings.reward_bytes:
         moments["scoring"] = {REWARD_MODEL: settings.reward_bytes}
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
-    working = [working_row(component, name, moments, settings.head_groups or 1) for component in WORKING
+    working = [working_row(component, name, moments, settings.head_groups or 1) for component in NOTES
                if (component != EXPERTS or shape.experts is not None)
                and (component != REWARD_MODEL or settings.reward_bytes)]
     shown = (sum(size for part, size in moment.items() if part not in CARD_ONLY) for moment in moments.values())

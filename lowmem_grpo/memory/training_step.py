@@ -23,6 +23,12 @@ INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
 )
 EXPERTS = "experts at work"
 CARD_ONLY = (WORKSPACE, EXPERTS)  # within one operation, which fake tensors do not show
+NOTES = {
+    INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
+    HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
+    WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
+    EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
+}
 Moment = dict[str, int]
 
 

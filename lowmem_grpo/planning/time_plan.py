@@ -14,17 +14,8 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
+from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
-from lowmem_grpo.memory.cards import (
-    LARGE_PREFILL,
-    MOST_SEQUENCES,
-    SPEEDS,
-    CardSpeed,
-    card_of,
-    graph_rows,
-    graph_width,
-    prefill_tokens,
-)
 from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -150,11 +141,11 @@ class StepTime:
 
     shape: ModelShape
     settings: RunSettings
-    speed: CardSpeed
+    speed: cards.CardSpeed
     work: Workload
     together: int = 1  # sequences decoded at a time
     micro_batches: int = 1  # in a pass of training; taken to be of one size
-    reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
+    reads: int = cards.LARGE_PREFILL  # tokens of prompts read in one pass
 
     @cached_property
     def linears(self) -> list[Linear]:
@@ -203,7 +194,7 @@ class StepTime:
         stretches: list[Stretch] = [(waiting, rows, rows, work.prompt_length + work.completion_length / 2)]
         ends = [0.0, *reversed(work.lengths(rows)[1:]), float(work.longest)]
         for running, (begin, end) in zip(range(rows, 0, -1), pairwise(ends), strict=True):
-            held = running if self.settings.engine == "vllm" else min(graph_rows(running), rows)
+            held = running if self.settings.engine == "vllm" else min(cards.graph_rows(running), rows)
             stretches.append((end - begin, running, held, work.prompt_length + (begin + end) / 2))
         return [stretch for stretch in stretches if stretch[0]]
 
@@ -219,7 +210,7 @@ class StepTime:
         place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
         for steps, _, rows, _ in stretches:
             if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
-                sizes |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+                sizes |= {(rows, cards.graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
             place += round(steps)
         return sizes
 
@@ -229,7 +220,7 @@ class StepTime:
     def token_step(self, rows: int, cached: float) -> float:
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
-            cached = graph_width(ceil(cached))
+            cached = cards.graph_width(ceil(cached))
         moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
         card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)
@@ -327,7 +318,7 @@ class StepTime:
         return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # which do not read ahead
 
 
-def decode_instructions(rows: int, speed: CardSpeed, form: str = NF4) -> float | None:
+def decode_instructions(rows: int, speed: cards.CardSpeed, form: str = NF4) -> float | None:
     """Return a weight's instructions in the decode kernel of this form; None where it does not take so many rows."""
     table = next(table for least, table in DECODE_INSTRUCTIONS[form].items() if speed.capability >= least)
     return next((count for most, count in table.items() if rows <= most), None)
@@ -345,18 +336,19 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
     """Return whether a card decodes M sequences of at most so many tokens sooner, by a share of `WORTH`, with
     dequantized weights beside the codes, which steps of few rows read, than with codes alone. It is an estimate from
     the data sheet, and True for a card without one, but for our own engine, which would record graphs anew."""
-    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
+    name = cards.card_of(card)
+    settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
     if name is None:
         return engine == "vllm"
-    codes = StepTime(shape, settings, SPEEDS[name], Workload.within(tokens, 1, rows), rows)
+    codes = StepTime(shape, settings, cards.SPEEDS[name], Workload.within(tokens, 1, rows), rows)
     return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() < (1 - WORTH) * codes.decode()
 
 
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
     """Return up to how many rows a token step is sooner with codes than in 16 bits; 0 without a data sheet."""
-    name = card_of(card)
+    name = cards.card_of(card)
     settings = RunSettings(1, load_in_fp8=form == FP8)
-    return 0 if name is None else StepTime(shape, settings, SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
+    return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
 @dataclass(frozen=True)
@@ -382,15 +374,15 @@ class TimePlan:
 
 def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     """Return the seconds of a step under a memory plan."""
-    card, settings = card_of(plan.device.name), plan.settings
+    card, settings = cards.card_of(plan.device.name), plan.settings
     if card is None:
         return TimePlan(work, why=f"no data sheet is known of {plan.device.name!r}, so no speed; name a card, such as "
-                        f"t4, rtx4090 or h200 ({len(SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
+                        f"t4, rtx4090 or h200 ({len(cards.SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
     if not plan.fits:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
     rows = sampled_together(plan, shape, work)
-    reads = prefill_tokens(plan.device.total, rows)
-    step = StepTime(shape, settings, SPEEDS[card], work, rows, micro_batches(plan, work), reads)
+    reads = cards.prefill_tokens(plan.device.total, rows)
+    step = StepTime(shape, settings, cards.SPEEDS[card], work, rows, micro_batches(plan, work), reads)
     passes = step.passes()
     forward, backward = map(max, passes.values())
     sampling, training = calibration(card, "generate"), calibration(card, "train")
@@ -420,7 +412,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
-    return max(1, plan.concurrent_sequences, min(MOST_SEQUENCES, room // longest))
+    return max(1, plan.concurrent_sequences, min(cards.MOST_SEQUENCES, room // longest))
 
 
 def micro_batches(plan: MemoryPlan, work: Workload) -> int:

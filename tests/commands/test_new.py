@@ -303,7 +303,7 @@ def test_a_hub_that_does_not_answer_leaves_columns_to_fill_in_and_says_so(
 
 
 def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    class NotThereError(hub.RepositoryNotFoundError):
+    class NotThereError(hub.errors.RepositoryNotFoundError):
         def __init__(self) -> None:
             pass  # without a response of a server
 
