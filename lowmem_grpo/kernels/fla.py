@@ -54,5 +54,4 @@ def delta_rule(
 def causal_conv(x: Tensor, weight: Tensor) -> Tensor:
     """silu of the causal depthwise convolution of x (T, C) with weight (C, W), as of one sequence."""
     conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
-    result: Tensor = conv(x[None], weight, activation="silu")[0][0]
-    return result
+    return conv(x[None], weight, activation="silu")[0][0]

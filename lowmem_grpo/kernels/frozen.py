@@ -70,9 +70,8 @@ def decode(
     """x W^T + scale * xa_s B^T + bias (M, N) where `can_decode`, without autograd (few_rows.py): x (M, K) of any
     strides; xa (M, S * R), lora_b (N, R) and bias (N,) of its dtype."""
     operation = nf4_decode_op if isinstance(weight, NF4Weight) else fp8_decode_op
-    y: Tensor = operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
-                          *given_adapters(xa, lora_b, scale, bias))
-    return y
+    return operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
+                     *given_adapters(xa, lora_b, scale, bias))
 
 
 @torch.no_grad()
@@ -199,8 +198,7 @@ def even_step(count: int, size: int, unit: int) -> int:
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept for
     the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
-    y: Tensor = FrozenLinearFunction.apply(x, weight, bias)
-    return y
+    return FrozenLinearFunction.apply(x, weight, bias)
 
 
 class FrozenLinearFunction(torch.autograd.Function):

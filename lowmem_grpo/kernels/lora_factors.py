@@ -125,8 +125,7 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
                     for group in groups for lora in (*group, None)))
-    factors: list[Factors | None] = held(key, groups, lambda: factors_of(groups, dtype))
-    return factors
+    return held(key, groups, lambda: factors_of(groups, dtype))
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:

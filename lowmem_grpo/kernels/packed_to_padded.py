@@ -217,14 +217,12 @@ def packed_to_padded(
     packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
 ) -> tuple[Tensor, ...]:
     """One to three packed tensors (T, H, K) as (S, H, W, K), with one dtype and one K."""
-    padded: tuple[Tensor, ...] = PackedToPadded.apply(sources, places, copies, width, *packed)
-    return padded
+    return PackedToPadded.apply(sources, places, copies, width, *packed)
 
 
 def padded_to_packed(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
     """(S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
-    packed: Tensor = PaddedToPacked.apply(sources, places, side_by_side)
-    return packed
+    return PaddedToPacked.apply(sources, places, side_by_side)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

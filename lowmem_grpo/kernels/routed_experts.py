@@ -53,8 +53,7 @@ def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack
     are frozen. The ids of a row should differ. ValueError where shapes or dtypes do not fit."""
     check_arguments(x, ids, weights, gate_up, down)
     x, weights = RoutedBackward.apply(x.contiguous(), weights, ids, gate_up, down)
-    y: Tensor = RoutedForward.apply(x, weights, ids, gate_up, down)
-    return y
+    return RoutedForward.apply(x, weights, ids, gate_up, down)
 
 
 def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:

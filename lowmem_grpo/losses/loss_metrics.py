@@ -104,8 +104,7 @@ def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -
         return [float("nan")] * len(shares)
     ordered = values.sort().values
     places = [round(share * (len(ordered) - 1)) for share in shares]
-    result: list[float] = ordered[torch.tensor(places, device=values.device)].tolist()
-    return result
+    return ordered[torch.tensor(places, device=values.device)].tolist()
 
 
 def effective_sample_share(weights: Tensor) -> float:

@@ -133,8 +133,7 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
     each = fields.get("per_layer_config")
     if each is not None:
-        own: Mapping[str, Any] = each.get(str(number), each.get(number)) or {}
-        return own
+        return each.get(str(number), each.get(number)) or {}
     if not full:
         return {}
     heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None

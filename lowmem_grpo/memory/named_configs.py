@@ -31,8 +31,7 @@ def named_config(name: str) -> dict[str, Any]:
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a "
                          "config.json")
-    config: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
-    return config
+    return json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
 
 
 def shape_name(name: str) -> str | None:

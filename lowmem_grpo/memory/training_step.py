@@ -148,9 +148,7 @@ class StepShape:
 
     def layers_kept(self) -> int:
         """Return the bytes kept of all layers where nothing is recomputed, or of the one that is."""
-        if self.checkpointing:
-            return self.saved()
-        return self.model.layers * (self.saved() + self.hidden)
+        return self.saved() if self.checkpointing else self.model.layers * (self.saved() + self.hidden)
 
     def mlp(self) -> Moment:
         """The gradient of an MLP: gate, up and their common gradient of a tile; of experts, what is inside."""
