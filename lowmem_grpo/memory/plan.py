@@ -1,7 +1,7 @@
 """What a plan is made of: settings that decide memory, rows of bytes, choices and what each bought."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
@@ -159,6 +159,3 @@ class MemoryPlan:
         totals = {name: getattr(self, name) for name in
                   ("rollout", "train", "host", "kv_bytes", "peak", "fits")}
         return asdict(self) | totals
-
-    def named(self, model: str) -> "MemoryPlan":
-        return replace(self, model=model)

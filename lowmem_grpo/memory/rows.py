@@ -37,8 +37,8 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
                  note="prefill and sampling" + ("; CUDA graphs" if graphs else "") + (", which stay" if kept else "")
                  + " (estimated)")
     holes = int(RESERVE * engine.rollout), int(RESERVE * sum(row.train for row in working))
-    driver = [PlanRow("CUDA context", *[CUDA_CONTEXT] * 2, note="driver and libraries (estimated)", card_only=True),
-              PlanRow("reserve", *holes, note="holes between blocks (estimated)", card_only=True)]
+    driver = [PlanRow("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, 0, "driver and libraries (estimated)", True),
+              PlanRow("reserve", *holes, 0, "holes between blocks (estimated)", True)]
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     first, each = cache_bytes(shape, settings)
