@@ -101,10 +101,9 @@ def find_model(
 
 
 def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: bool) -> bool:
-    def holds(file: str) -> bool:
-        return isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache_dir, revision), str)
-
-    return holds("config.json") and (not weights or any(map(holds, WEIGHTS)))
+    config, *held = (isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache_dir, revision), str)
+                     for file in ("config.json", *WEIGHTS))
+    return config and (not weights or any(held))
 
 
 def dataset_cache() -> Path:

@@ -58,20 +58,8 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
     return kept if high is None else kept & (values <= high)
 
 
-def token_ratio(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    return ratio_of(mismatch)
-
-
 def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     return ratio_of(sequence_sums(mismatch, ids, len(lengths)))
-
-
-def geometric_mean(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    return sequence_means(mismatch, ids, lengths).exp()
-
-
-def sequence_k3(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    return sequence_means(k3_of(mismatch), ids, lengths)
 
 
 def k3_of(mismatch: Tensor) -> Tensor:
@@ -86,12 +74,12 @@ def mean_k3(ratio: Tensor) -> float:
 
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
-        token_ratio, truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
+        lambda mismatch, *_: ratio_of(mismatch), truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
         "The default where a correction is due (TIS): a bounded bias, and no completion is lost whatever its length.",
         "TIS; verl",
     ),
     "token_mask": Correction(
-        token_ratio, masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
+        lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
         "A few wild tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
         "MIS; IcePop (Ring-1T), arXiv 2510.18855",
     ),
@@ -104,12 +92,14 @@ CORRECTIONS: dict[str, Correction] = {
         "TRL's default, for comparison: it drops long completions first.", "TRL", True,
     ),
     "geometric_mask": Correction(
-        geometric_mean, kept, "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
+        lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
+        "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
         "Whole sequences that drifted are left out, fairly for every length; bounds near 1, such as 0.99 and 1.01.",
         "Geometric rejection, verl", True,
     ),
     "k3_mask": Correction(
-        sequence_k3, kept, "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
+        lambda mismatch, ids, lengths: sequence_means(k3_of(mismatch), ids, lengths), kept,
+        "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
         "As geometric_mask, where deviations of both signs must not cancel; clip_max such as 0.01.",
         "K3 rejection, verl", True,
     ),

@@ -186,7 +186,7 @@ class BatchLimit:
     spread: float | None = None  # planned with it: places side by side in attention, as a multiple of the bound
 
     def under(self, asked: int | None) -> int | None:
-        """The bound that holds beside the `given` one; None is no bound."""
+        """The bound that holds beside the one that is `asked` for; None is no bound."""
         present = [value for value in (self.planned if asked is None else asked, self.lowered) if value is not None]
         return min(present, default=None)
 
@@ -231,7 +231,7 @@ class RolloutLimit(BatchLimit):
     kv_bytes: int | None = None  # None while all that was asked for could be had
 
     def cache_under(self, asked: int | None) -> int | None:
-        """The bytes that hold beside the `given` ones; None where neither is a bound."""
+        """The bytes that hold beside those that are `asked` for; None where neither is a bound."""
         return min((size for size in (asked, self.kv_bytes) if size is not None), default=None)
 
     def state(self) -> dict[str, int | None]:
@@ -260,13 +260,9 @@ class RunMemory:
         return {"memory/oom_train": self.train.failures, "memory/oom_generate": self.rollout.failures}
 
     def state(self) -> dict[str, dict[str, int | None]]:
-        return {bound.phase: bound.state() for bound in self.bounds}
+        return {bound.phase: bound.state() for bound in (self.train, self.rollout)}
 
     def restore(self, saved: dict[str, dict[str, int | None]] | None) -> None:
         """Restore `state`; an older checkpoint that has none changes nothing."""
-        for bound in self.bounds if saved else ():
+        for bound in (self.train, self.rollout) if saved else ():
             bound.restore((saved or {})[bound.phase])
-
-    @property
-    def bounds(self) -> tuple[BatchLimit, RolloutLimit]:
-        return self.train, self.rollout

@@ -156,6 +156,5 @@ class MemoryPlan:
         return [name for name, wants in short.items() if wants]
 
     def to_dict(self) -> dict[str, Any]:
-        totals = {name: getattr(self, name) for name in
-                  ("rollout", "train", "host", "kv_bytes", "peak", "fits")}
-        return asdict(self) | totals
+        totals = ("rollout", "train", "host", "kv_bytes", "peak", "fits")
+        return asdict(self) | {name: getattr(self, name) for name in totals}
