@@ -68,8 +68,7 @@ def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
     wide = torch.promote_types(x.dtype, torch.float32)
     if weights.shape != ids.shape or weights.dtype != wide:
         raise ValueError(f"expected weights {tuple(ids.shape)} in {wide}; got {tuple(weights.shape)} {weights.dtype}")
-    places: dict[str, Tensor | FrozenStack] = {
-        "ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
+    places: dict[str, Tensor | FrozenStack] = {"ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
     if wrong := [name for name, part in places.items() if part.device != x.device]:
         raise ValueError(f"expected all on the device of x, {x.device}; {', '.join(wrong)} is not")
 

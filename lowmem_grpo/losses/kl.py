@@ -44,9 +44,7 @@ def excess(x: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def weighed_kl(
-    name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True
-) -> Tensor:
+def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
     """The estimate times w = exp(log_weight), (N,), finite where the product is; `of_token`: w grows with logp."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")

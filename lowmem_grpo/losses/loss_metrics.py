@@ -54,9 +54,7 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> 
     return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
 
 
-def both_sides(
-    below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool
-) -> tuple[Means, dict[str, Tensor]]:
+def both_sides(below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
     """Shares of clipped tokens on either side, from flags (N,): the sign of A decides which flag counts."""
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
