@@ -42,7 +42,6 @@ AGREEMENT = 0.02  # relative norm; rounding to 16 bits takes about 0.005
 SCRATCH = 2**22  # numbers (T, heads, K) that are computed at a time
 
 logger = logging.getLogger(__name__)
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, value, g, beta, initial
 
 
 def delta_rule(
@@ -150,7 +149,7 @@ class DeltaRuleFunction(torch.autograd.Function):
         return (*grads, None)
 
 
-def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[Parts, slice]]:
+def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], slice]]:
     """Views of the inputs with some of the heads, and which heads of (T, H, V) these are."""
     query, key, value, g, beta, initial = parts
     groups = value.shape[1] // key.shape[1]
@@ -161,13 +160,13 @@ def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[Parts, slice]]:
         yield (query[:, few], key[:, few], value[:, heads], g[:, heads], beta[:, heads], initial[:, heads]), heads
 
 
-def without_autocast(parts: Parts, runs: VarlenSequences) -> tuple[Tensor, Tensor]:
+def without_autocast(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     """`chunked` in float32, whatever mixed precision says about matrix products."""
     with torch.autocast(parts[0].device.type, enabled=False):
         return chunked(parts, runs)
 
 
-def chunked(parts: Parts, runs: VarlenSequences) -> tuple[Tensor, Tensor]:
+def chunked(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     """The rule chunk by chunk; what does not need the state is computed for all chunks at once."""
     query, key, value, g, beta, initial = parts
     chunks, dtype, groups = runs.chunks, initial.dtype, value.shape[1] // key.shape[1]

@@ -83,7 +83,7 @@ def fp8_decode_triton(
 
 fp8_decode_op = few_rows.decode_op(
     "fp8_decode", lambda tensors, sizes, features, dtype: fp8_dequantize_ref(
-        FP8Weight(*tensors, (sizes[0], sizes[1]), dtype, tuple(features))), fp8_decode_triton)
+        FP8Weight(tensors[0], tensors[1], (sizes[0], sizes[1]), dtype, tuple(features))), fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
