@@ -16,7 +16,6 @@ from math import ceil
 
 from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
-from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
@@ -417,4 +416,4 @@ def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int
 
 def micro_batches(plan: MemoryPlan, work: Workload) -> int:
     completions = [max(1, round(length)) for length in work.lengths(work.generations)]
-    return len(cut([(round(work.prompt_length), completions)] * work.prompts, plan.limits))
+    return plan.micro_batches([(round(work.prompt_length), completions)] * work.prompts)
