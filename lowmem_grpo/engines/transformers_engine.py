@@ -172,7 +172,7 @@ class TransformersEngine:
             try:
                 with self.passes.evaluating(self.step.factors()):
                     failed = catch_oom(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
-                                   device, self.step.drop)
+                                       device, self.step.drop)
             except BaseException:
                 self.step.drop()  # it may hold NaN
                 raise

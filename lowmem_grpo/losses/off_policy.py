@@ -53,9 +53,9 @@ def kept(values: Tensor, bounds: Bounds) -> Tensor:
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
     """Bool, of the shape of `values`: within the bounds, which are inclusive; None is no bound."""
     low, high = bounds
-    kept = torch.ones_like(values, dtype=torch.bool)
-    kept = kept if low is None else kept & (values >= low)
-    return kept if high is None else kept & (values <= high)
+    within = torch.ones_like(values, dtype=torch.bool)
+    within = within if low is None else within & (values >= low)
+    return within if high is None else within & (values <= high)
 
 
 def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     graphs = GRAPHS if settings.engine == "vllm" or recorded(shape) else 0
     kept = graphs if settings.engine == "vllm" or not settings.sleeps else 0
     engine = PlanRow("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
-                 note="prefill and sampling" + ("; CUDA graphs" if graphs else "") + (", which stay" if kept else "")
-                 + " (estimated)")
+                     note="prefill and sampling" + ("; CUDA graphs" if graphs else "")
+                     + (", which stay" if kept else "") + " (estimated)")
     holes = int(RESERVE * engine.rollout), int(RESERVE * sum(row.train for row in working))
     driver = [PlanRow("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, 0, "driver and libraries (estimated)", True),
               PlanRow("reserve", *holes, 0, "holes between blocks (estimated)", True)]
@@ -113,10 +113,10 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
         rows = [PlanRow("adapter copy", copied, 0 if settings.sleeps else copied,
-                    note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
+                        note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     if settings.sampling_weights == "16bit":
         rows.append(PlanRow("sampling weights", WORD * shape.sampler_weights, card_only=True,
-                        note="weights in 16 bits while sampling; freed while training"))
+                            note="weights in 16 bits while sampling; freed while training"))
     return rows
 
 
@@ -178,6 +178,6 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
     scorers = settings.reward_host_bytes
     return [PlanRow("host buffers", host=inputs + embedding + states + kept + scorers,
-                note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
-                + (", reward models" if scorers else ""))]
+                    note="layer inputs in pinned memory" + (", embedding" if embedding else "")
+                    + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
+                    + (", reward models" if scorers else ""))]
