@@ -76,7 +76,7 @@ def test_what_was_measured_is_kept_when_a_run_is_resumed() -> None:
     objective.entropy.update(0.5)
     resumed.restore(objective.state())
     assert resumed.state() == objective.state() and resumed.entropy.applied == objective.entropy.applied > 0
-    resumed.begin(rollouts(1), 1)
+    resumed.start_update(rollouts(1), 1)
     assert resumed.correct_mismatch
 
 
