@@ -21,12 +21,10 @@ from lowmem_grpo.config.loading import (
 )
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
-from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.stored_form import look, refuse_longer
-from lowmem_grpo.rules import check_given
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import check_given, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,7 +20,7 @@ from bench.loop.section import loop_table
 from bench.memory.section import longest_table, memory_table
 from bench.notebooks import notebooks_table
 from bench.rollout.section import rollout_table
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 HERE = Path(__file__).resolve().parents[1]
 HEADER = """# Results

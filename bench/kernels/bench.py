@@ -31,7 +31,7 @@ from bench.kernels import peer_layers, peer_logprobs, peer_quantized
 from bench.kernels.goals import GOALS
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
 PROBLEMS: dict[str, Any] = peer_logprobs.PROBLEMS | peer_quantized.PROBLEMS | peer_layers.PROBLEMS

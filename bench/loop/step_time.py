@@ -24,7 +24,7 @@ from bench.common.rows import RESULTS, leave, machine, percentiles
 from bench.loop.inputs import PACKAGE
 from lowmem_grpo.models.named import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 OURS, TRL = "lowmem_grpo", "trl"

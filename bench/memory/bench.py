@@ -21,7 +21,7 @@ from bench.common.rows import leave, machine, read_rows
 from bench.memory.picture import draw
 from bench.memory.section import newest_cases
 from bench.memory.stages import CASES, STAGES, Case, completion_lengths
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory.svg"
 PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned

@@ -22,7 +22,7 @@ from bench.common import options, tables
 from bench.common.rows import append_row, machine, run_now
 from bench.memory.bench import PLANNED, bytes_of, planned
 from bench.memory.stages import CASES, Case
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
 CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not

@@ -6,7 +6,7 @@ from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import OURS, ByProvider, Goal
 from bench.memory.stages import STAGES
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 SHAPE, CONTEXT, STAGE = "llama-3.1-8b", 20480, "+ 8-bit optimizer"
 

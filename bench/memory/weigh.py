@@ -34,7 +34,7 @@ from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
 from lowmem_grpo.train.sums import Sums
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 PROMPT = 512  # tokens, or half a sequence that is shorter
 

@@ -11,7 +11,7 @@ import tenacity
 
 from lowmem_grpo.agents.progress import Progress, described, together
 from lowmem_grpo.agents.trajectories import PendingGroup, Trajectory, TrajectoryGroup, is_awaitable
-from lowmem_grpo.rules import COUNT, NOT_NEGATIVE, require
+from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, require
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -14,8 +14,8 @@ from uuid import uuid4
 from tqdm import auto
 
 from lowmem_grpo.config.launcher import this_place
-from lowmem_grpo.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 from lowmem_grpo.service.sessions import SESSION
+from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -25,8 +25,8 @@ from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Ratings
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.transcript import Transcript, as_line, compared, transcript_of
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
-from lowmem_grpo.rules import TEXT, require
 from lowmem_grpo.service.call import Call
+from lowmem_grpo.utils import TEXT, require
 
 logger = logging.getLogger(__name__)
 

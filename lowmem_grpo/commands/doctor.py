@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 from lowmem_grpo.views.terminal import columns
 
 WIDTH = 100

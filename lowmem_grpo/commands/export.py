@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.export.gguf import TYPES
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
 

@@ -18,10 +18,10 @@ from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.hub import REPO, find_dataset
 from lowmem_grpo.models.named import find
 from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
-from lowmem_grpo.rules import check_value
 from lowmem_grpo.runs.files import place_fault
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import find_adapter
+from lowmem_grpo.utils import check_value
 from lowmem_grpo.views.sinks import refuse_absent_sinks
 from lowmem_grpo.views.terminal import columns
 

@@ -9,7 +9,7 @@ import click
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
-from lowmem_grpo.rules import check_given, up_to
+from lowmem_grpo.utils import check_given, up_to
 from lowmem_grpo.views.terminal import plain_errors
 
 MOST_PROMPTS = 100_000  # in a step

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
-from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges, number, one_of
+from lowmem_grpo.utils import TRUTH, Rule, at_least, check_ranges, number, one_of
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)

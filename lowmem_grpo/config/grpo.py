@@ -11,8 +11,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
-from lowmem_grpo.rules import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
-from lowmem_grpo.units import count_text
+from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, count_text, one_of
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
 TRLS_SHARE = 0.3  # the default of vllm_gpu_memory_utilization there

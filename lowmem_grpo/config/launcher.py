@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lowmem_grpo.later import torch
+from lowmem_grpo.utils import torch
 
 logger = logging.getLogger(__name__)
 

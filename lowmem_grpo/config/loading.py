@@ -6,7 +6,7 @@ from typing import Any
 
 from lowmem_grpo.config.unsupported import Table, any_value, off, only
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
-from lowmem_grpo.rules import (
+from lowmem_grpo.utils import (
     DECAY,
     NUMBER_DICT,
     PATH,

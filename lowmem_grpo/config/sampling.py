@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.config.shared import CheckedCall
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.rules import COUNT, TEXTS, ZERO_OR_MORE, Rule, check_ranges, number
+from lowmem_grpo.utils import COUNT, TEXTS, ZERO_OR_MORE, Rule, check_ranges, number
 
 PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
 FORMAT = "The form of the text is not constrained; reward it instead."

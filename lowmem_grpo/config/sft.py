@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.unsupported import EVERY_TRAINER, RENAMED, Table, any_value, at_default, only
-from lowmem_grpo.rules import COUNT, TRUTH, Rule, one_of
+from lowmem_grpo.utils import COUNT, TRUTH, Rule, one_of
 
 FIXED: Table = EVERY_TRAINER | {
     **only("Rows are tokenised when they are needed, as their columns say; shape the dataset yourself.",

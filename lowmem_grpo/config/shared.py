@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.rules import (
+from lowmem_grpo.utils import (
     COUNT,
     DECAY,
     PATH,
@@ -18,11 +18,11 @@ from lowmem_grpo.rules import (
     ZERO_OR_MORE,
     Rule,
     check_ranges,
+    count_text,
     number,
     one_of,
     require,
 )
-from lowmem_grpo.units import count_text
 
 OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",

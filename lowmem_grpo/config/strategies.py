@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar
 
-from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges, one_of
+from lowmem_grpo.utils import TRUTH, Rule, at_least, check_ranges, one_of
 
 PARALLEL = "parallel"
 LATE = "the rewards {} are computed after sampling (score_while_sampling=True computes them before)"

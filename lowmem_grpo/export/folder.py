@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.files import aside_of, remove, removed_after, swap_in
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 RECORD = "export.json"  # marks a folder as an export; only such a folder is overwritten
 

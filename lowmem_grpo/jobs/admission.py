@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.jobs.job import Job
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 TINY = 1e-6  # shares such as 0.3, 0.3 and 0.4 add up to one
 

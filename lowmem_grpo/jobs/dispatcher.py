@@ -11,7 +11,7 @@ from lowmem_grpo.jobs.admission import JobPlan, Planning, obstacle, too_large
 from lowmem_grpo.jobs.job import DONE, FAILED, STOPPED, STOPPING, WAITING, Job
 from lowmem_grpo.jobs.queue import JobQueue
 from lowmem_grpo.runs.records import SUMMARY
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 
 logger = logging.getLogger(__name__)
 EVERY = 0.5  # seconds between looks

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import of_trained, with_context
-from lowmem_grpo.rules import NUMBERS, TRUTH, Rule, check_ranges, one_of
+from lowmem_grpo.utils import NUMBERS, TRUTH, Rule, check_ranges, one_of, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

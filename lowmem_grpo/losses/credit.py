@@ -15,9 +15,9 @@ import math
 from collections.abc import Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.advantages import COMPARING, ESTIMATORS, AdvantageSettings, of_group
 from lowmem_grpo.losses.sequences import with_context
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from lowmem_grpo.types import Rollout, RolloutGroup

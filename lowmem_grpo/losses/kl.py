@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.loss_types import held
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

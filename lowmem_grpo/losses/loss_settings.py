@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lowmem_grpo.losses.kl import KL_ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS, Bounds
-from lowmem_grpo.rules import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
+from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 LEVELS = ("token", "sequence", "sequence_token")
 OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

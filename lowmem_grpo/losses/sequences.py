@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

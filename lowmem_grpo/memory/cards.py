@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.utils import GIB, MIB
 
 
 class CardSpeed(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
-from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
+from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
 OPTIMIZER_BYTES = {  # per trained number; the states that stay on the device
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,

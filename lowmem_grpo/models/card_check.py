@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.later import torch
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text, torch
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by the first number of CUDA (NVIDIA: CUDA compatibility, minor versions)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lowmem_grpo.offload.pages import PAGE_BYTES
-from lowmem_grpo.units import GIB, size_text
+from lowmem_grpo.utils import GIB, size_text
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from lowmem_grpo.memory.named_configs import named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build, recorded
 from lowmem_grpo.planning.time_plan import faster_in_16_bit
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
 CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time

@@ -10,7 +10,7 @@ from lowmem_grpo.runs.findings import warn
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 from lowmem_grpo.views.live import StepTimes
 
 logger = logging.getLogger(__name__)

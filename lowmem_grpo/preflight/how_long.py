@@ -10,7 +10,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.planning.time_plan import COMPLETION_SHARE, TimePlan, Workload, plan_time
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 
 
 class PlannedTime:

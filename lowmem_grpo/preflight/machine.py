@@ -16,7 +16,7 @@ from lowmem_grpo import __version__
 from lowmem_grpo.models.card_check import driver_version, no_card
 from lowmem_grpo.runs.files import free_bytes
 from lowmem_grpo.runs.findings import Finding, has_error
-from lowmem_grpo.units import GIB, size_text
+from lowmem_grpo.utils import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",

@@ -14,7 +14,7 @@ from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.files import existing, free_bytes, place_fault
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.whole_files import list_checkpoints
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 # Of a completion in completions.jsonl; of each reward, each token, each turn of an episode.
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200

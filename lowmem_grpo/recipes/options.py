@@ -9,7 +9,7 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
+from lowmem_grpo.utils import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
 
 NONE_IS_A_CHOICE = ("scale_rewards",)
 MOST_ROWS = 1_000_000  # that a recipe makes

@@ -11,7 +11,7 @@ from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.models.named import EMBEDDED, resolve
 from lowmem_grpo.models.stored_form import look
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import COUNT, MIB, POSITIVE, Rule, at_least, check_ranges
 
 KINDS = {429: "rate_limit_error"}  # by status; others: the caller's below 500, the server's above
 

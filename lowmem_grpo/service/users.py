@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from lowmem_grpo.rules import COUNT, Rule, check_ranges
-from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.utils import COUNT, GIB, MIB, Rule, check_ranges
 
 OWNER = "owner"  # who started the server; sees everything
 JOBS = "jobs"  # the right to start programs of the server's machine

@@ -31,7 +31,7 @@ from lowmem_grpo.models.card_check import LARGER
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
 from lowmem_grpo.runs.summary import facts
 from lowmem_grpo.train.rendezvous import PATIENCE, Pulse, RankError, find_others
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

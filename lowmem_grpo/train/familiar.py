@@ -18,8 +18,8 @@ from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.saver import Saver
-from lowmem_grpo.units import time_text
 from lowmem_grpo.unsloth_names import UnsupportedError
+from lowmem_grpo.utils import time_text
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from lowmem_grpo.offload.host_room import (
 )
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.rewards.reward_model import RewardModel
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.runs.alarms import ALARMS
-from lowmem_grpo.units import count_text
+from lowmem_grpo.utils import count_text
 
 Record = dict[str, Any]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.runs.trajectory import ENDINGS
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 from lowmem_grpo.views.accuracy import accuracy_chart
 from lowmem_grpo.views.chart import Chart, Line
 

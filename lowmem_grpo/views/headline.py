@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from lowmem_grpo.units import count_text, size_text, time_text
+from lowmem_grpo.utils import count_text, size_text, time_text
 from lowmem_grpo.views.accuracy import Measured, baselines, before_and_after
 from lowmem_grpo.views.charts import taught
 from lowmem_grpo.views.samples import clipped

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.units import size_text, time_text
+from lowmem_grpo.utils import size_text, time_text
 from lowmem_grpo.views.console import any_console
 
 STYLES = {"running": "green", "stopping": "yellow", "done": "dim", "failed": "red", "waiting": "cyan"}

@@ -13,7 +13,7 @@ from typing import Any
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 from lowmem_grpo.views.chart import Chart, Line, how_smoothed
 from lowmem_grpo.views.charts import figures
 from lowmem_grpo.views.page_file import one_file

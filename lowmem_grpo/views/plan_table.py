@@ -4,7 +4,7 @@ from rich.table import Table
 
 from lowmem_grpo.memory.plan import Choice, MemoryPlan
 from lowmem_grpo.planning.time_plan import TimePlan
-from lowmem_grpo.units import GIB, size_text
+from lowmem_grpo.utils import GIB, size_text
 from lowmem_grpo.views.console import any_console
 
 BYTES = ("kv_bytes",)  # choices whose value is one

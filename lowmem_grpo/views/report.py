@@ -13,7 +13,7 @@ from pathlib import Path
 from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
-from lowmem_grpo.units import count_text
+from lowmem_grpo.utils import count_text
 from lowmem_grpo.views.accuracy import deciding, threshold
 from lowmem_grpo.views.alarm_list import Warned, alarms_in_words, count_alarms
 from lowmem_grpo.views.chart import how_smoothed

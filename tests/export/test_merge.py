@@ -20,7 +20,7 @@ from lowmem_grpo.export.formats import export
 from lowmem_grpo.export.lora_pairs import LoraPair, read_pairs
 from lowmem_grpo.export.merge import MergeCheck, MergeError, check_merged, size_of, tiles, write_merged
 from lowmem_grpo.memory.named_configs import named_config
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 def test_shards_together_are_the_model(adapter: Path, tmp_path: Path) -> None:

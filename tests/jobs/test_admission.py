@@ -6,7 +6,7 @@ from tables import every_row
 
 from lowmem_grpo.jobs.admission import JobPlan, obstacle, too_large
 from lowmem_grpo.jobs.job import Job
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 UNKNOWN = JobPlan()
 FITS = JobPlan(10 * GIB, 20 * GIB, 22 * GIB)

@@ -19,7 +19,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.memory.training_step import StepShape
 from lowmem_grpo.planning.planner import plan
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 routed = import_module("lowmem_grpo.kernels.routed_experts")  # whose function has its name
 NEAR = 0.05

@@ -19,7 +19,7 @@ from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.planning.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 CHECKOUT = Path(__file__).parents[2]
 NEAR = 0.05

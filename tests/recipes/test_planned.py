@@ -14,7 +14,7 @@ from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.options import fill
 from lowmem_grpo.recipes.planned import planned
 from lowmem_grpo.recipes.presets import prepare
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 def setup_of(recipe: str, *arguments: str) -> Any:

@@ -30,7 +30,7 @@ from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.preflight.checks import PreflightError
 from lowmem_grpo.rewards import RewardError, RewardScorer, check, reward_model
 from lowmem_grpo.rewards.reward_model import RewardModel, with_models
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 TURN = [{"role": "user", "content": "9 + 1"}]
 SETTINGS = ("max_steps", "save_strategy", "save_steps", "max_completion_length")

@@ -18,7 +18,7 @@ from lowmem_grpo.models.packing import pack
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 TOKENS = 160  # of a micro-batch: the groups below make at least three of them
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]

@@ -7,7 +7,7 @@ from lowmem_grpo.memory.cards import sequences_at_once
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory sets the size
 BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave more; vLLM never uses one of the blocks

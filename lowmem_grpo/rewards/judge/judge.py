@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lowmem_grpo.rewards.judge.question import Question, Ratings
-from lowmem_grpo.rules import at_least, require
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.utils import at_least, require
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from lowmem_grpo.rewards.judge.forms import Asked, Form, GroupForm, SingleForm
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question
 from lowmem_grpo.rewards.reward import Reward
-from lowmem_grpo.rules import TEXT, require
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.utils import TEXT, require
 
 
 class JudgeReward(Reward):

@@ -9,7 +9,7 @@ from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown
-from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE, require
+from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from lowmem_grpo.rewards.judge.chat_api import (
 )
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
-from lowmem_grpo.rules import COUNT, POSITIVE, TEXT, at_least, require
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
 
 MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
 OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` cannot change

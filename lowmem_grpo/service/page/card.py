@@ -5,7 +5,7 @@ import subprocess
 import time
 from threading import Lock
 
-from lowmem_grpo.units import MIB, size_text
+from lowmem_grpo.utils import MIB, size_text
 
 QUERY = "name,utilization.gpu,memory.used,memory.total"
 KEEP = 3.0  # seconds for which an answer is taken as it was

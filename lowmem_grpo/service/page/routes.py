@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.server import make_server_app
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 from lowmem_grpo.views.page_file import asset, drawing_script, style
 
 HEADERS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Asked, Ledger, Model
 from lowmem_grpo.service.tinker.shelf import Shelf, size_of
 from lowmem_grpo.service.users import Allowance, Allowances
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 SMALL = 16 * 1024  # bytes of a step or a save, which is taken where bodies are at their limit: it may make room
 

@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # DType
 STOP, LENGTH = 0, 1  # StopReason

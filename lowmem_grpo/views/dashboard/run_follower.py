@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, SUMMARY
-from lowmem_grpo.units import count_text, size_text
+from lowmem_grpo.utils import count_text, size_text
 from lowmem_grpo.views.chart import Chart
 from lowmem_grpo.views.charts import figures
 from lowmem_grpo.views.dashboard.jsonl_tail import JsonlTail

@@ -14,7 +14,7 @@ from typing import Any
 
 from lowmem_grpo.runs.lock import FILE, OWNER_BYTES, boot, is_alive
 from lowmem_grpo.runs.records import EARLIER, METRICS, SUMMARY, json_object
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 from lowmem_grpo.views.dashboard.plain_file import end_of, json_file
 
 DEPTH = 4  # folders below the watched one in which runs are looked for

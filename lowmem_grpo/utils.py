@@ -1,16 +1,58 @@
-"""Rules for the values of settings, in words and as checks: a class of settings lists those of its fields in RANGES."""
+"""Bytes, seconds and counts in words; rules for the values of settings; and torch, imported once it is needed."""
 
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+MIB = 2**20
+GIB = 2**30
 UNIONS = (UnionType, Union)
 Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
+
+
+class LazyModule:
+    """A module that is imported once it is needed: torch takes seconds, and settings are checked before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(import_module(self._name), name)
+        setattr(self, name, value)  # asked for once
+        return value
+
+
+if TYPE_CHECKING:  # a type checker sees the module itself
+    import torch as torch
+else:
+    torch = LazyModule("torch")
+
+
+def size_text(count: float) -> str:
+    """Bytes as people read them: 1.50 GiB, or 300.0 MiB where it is less than one GiB."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as people read them: 0.031 s, 4.3 s, 42 s, 12 min 34 s, 1 h 2 min."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:

@@ -1,4 +1,4 @@
-"""What is no number is refused; what YAML takes for text with what to write, as PyYAML itself reads it."""
+"""Bytes and seconds in words; what is no number is refused; what YAML takes for text with what to write."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,28 @@ from typing import Any
 import pytest
 import trl
 import yaml
+from tables import every_row
 from trl import TrlParser
 
 from lowmem_grpo import GRPOConfig, RLOOConfig, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.lora_model import check_plain
+from lowmem_grpo.utils import GIB, MIB, size_text, time_text
+
+
+@every_row(("count", "text"), [
+    (0, "0.0 MiB"), (2**16, "0.1 MiB"), (300 * MIB, "300.0 MiB"), (GIB, "1.00 GiB"), (79.25 * GIB, "79.25 GiB"),
+])
+def test_bytes_in_words(count: float, text: str) -> None:
+    assert size_text(count) == text
+
+
+@every_row(("seconds", "text"), [
+    (0, "0 s"), (0.0312, "0.031 s"), (4.26, "4.3 s"), (42.4, "42 s"), (61.7, "1 min 2 s"), (754, "12 min 34 s"),
+    (3725, "1 h 2 min"), (359_999, "99 h 59 min"),
+])
+def test_seconds_in_words(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
 
 
 @pytest.mark.parametrize(("written", "to_write"), [
