@@ -42,10 +42,10 @@ class Loaded:
     name: str
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
-    keeper: EngineKeeper  # of the rollout engine
+    keeper: EngineKeeper  # holds the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None leaves them to a run's plan
-    revision: str | None = None  # of the stored model
+    revision: str | None = None  # the stored model's
     vocabulary: int | None = None  # rows of its embedding, as it is stored
     stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens
 
@@ -94,8 +94,8 @@ class FastGeneration(Saving):
             raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
                             "and lora_request, as vLLM does. For transformers' arguments (input_ids, max_new_tokens, "
                             "streamer) call model.generate(...)")
-        given = encoded(self.loaded.tokenizer, prompts)
-        calls = calls_of(given, sampling_params, self.loaded.max_seq_length)
+        pairs = encoded(self.loaded.tokenizer, prompts)
+        calls = calls_of(pairs, sampling_params, self.loaded.max_seq_length)
         engine, request = self.engine(), as_request(lora_request)
         policy = Policy(self.inner)
         outputs: list[RequestOutput] = []
@@ -244,23 +244,23 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             model.train(training)
 
 
-def as_request(given: Any) -> LoraRequest | None:
+def as_request(adapter: Any) -> LoraRequest | None:
     """Our request of an adapter, of vLLM's own, or of the path of a saved adapter."""
-    if given is None or isinstance(given, LoraRequest):
-        return given
-    path = getattr(given, "lora_path", given)
+    if adapter is None or isinstance(adapter, LoraRequest):
+        return adapter
+    path = getattr(adapter, "lora_path", adapter)
     if not isinstance(path, str | Path):
-        raise TypeError(f"lora_request is a {type(given).__name__}; pass model.load_lora(FOLDER), "
+        raise TypeError(f"lora_request is a {type(adapter).__name__}; pass model.load_lora(FOLDER), "
                         "model.current_lora(), or None for the base model")
     return LoraRequest(Path(path))
 
 
-def calls_of(given: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
+def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
     """The calls of the engine: one for all prompts, or one for each where each has its own parameters."""
     if not isinstance(sampling_params, list | tuple):
-        return [(as_sampling_params(sampling_params, longest), given)]
-    if len(sampling_params) != len(given):
-        raise ValueError(f"sampling_params has {len(sampling_params)} entries and there are {len(given)} prompts; pass "
-                         "one for each prompt, or one for all")
+        return [(as_sampling_params(sampling_params, longest), prompts)]
+    if len(sampling_params) != len(prompts):
+        raise ValueError(f"sampling_params has {len(sampling_params)} entries and there are {len(prompts)} prompts; "
+                         "pass one for each prompt, or one for all")
     return [(as_sampling_params(each, longest), [prompt])
-            for each, prompt in zip(sampling_params, given, strict=True)]
+            for each, prompt in zip(sampling_params, prompts, strict=True)]

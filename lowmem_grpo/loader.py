@@ -93,11 +93,11 @@ class FastLanguageModel:
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         place = Path(model_name or "")
         if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
-            given = {name: value for name, value in locals().items()
+            arguments = {name: value for name, value in locals().items()
                      if name not in ("cls", "model_name", "options", "place")}
             from lowmem_grpo.lora_model import with_adapter  # not among the given
 
-            return with_adapter(cls, place, given | options)
+            return with_adapter(cls, place, arguments | options)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
         nobody_chose, fast_inference = fast_inference is None, fast_inference or False
         check_engine(fast_inference)
@@ -113,8 +113,8 @@ class FastLanguageModel:
         if model_name is None:
             raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        found = find(model_name, **where)
-        look(found, model_name, dtype, max_seq_length)
+        path = find(model_name, **where)
+        look(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
@@ -132,7 +132,7 @@ class FastLanguageModel:
             logger.warning(advice)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
-        stored = Pretrained(model_name, found, where)
+        stored = Pretrained(model_name, path, where)
         if enforce_eager is False:
             with stored.naming_the_model():
                 check_graphs(enforce_eager, keeper.choice.name, device, stored.config(), offload_embedding)

@@ -85,7 +85,7 @@ def with_lora(
     return peft_model
 
 
-def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> tuple[FastPeftModel, Any]:
+def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[FastPeftModel, Any]:
     """Return the base of a saved adapter with it, and the tokenizer beside it, or the base's. AdapterError for
     an adapter that is not plain LoRA, or that does not say its base."""
     (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
@@ -93,10 +93,10 @@ def with_adapter(cls: Any, folder: Path, given: dict[str, Any]) -> tuple[FastPef
     record = base_of_adapter(folder)
     if record.model is None:
         raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
-    own: dict[str, Any] = {"revision": given["revision"] or record.revision}
-    if given["load_in_4bit"] is None and not given["load_in_16bit"] and not given["load_in_fp8"]:
+    own: dict[str, Any] = {"revision": arguments["revision"] or record.revision}
+    if arguments["load_in_4bit"] is None and not arguments["load_in_16bit"] and not arguments["load_in_fp8"]:
         own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
-    model, _ = cls.from_pretrained(record.model, **given | own)
+    model, _ = cls.from_pretrained(record.model, **arguments | own)
     check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
     adapted = with_values_to_come(model, config)
     check_for(adapted, folder)

@@ -19,10 +19,10 @@ EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
 class Request:
     """One turn that is asked for."""
 
-    key: int  # of the episode; at most one of its turns is in the engine at a time
-    ids: list[int]  # (P,) of the prompt; they begin with those of its last turn, unless the history was rewritten
+    key: int  # names the episode, which has at most one turn in the engine at a time
+    ids: list[int]  # (P,) the prompt; they begin with those of its last turn, unless the history was rewritten
     max_tokens: int  # that may be drawn
-    seed: int  # of its random numbers
+    seed: int  # for its random numbers
 
 
 class Conversation(Protocol):

@@ -65,10 +65,10 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 
 def why_not_here(device: str) -> str | None:
     """Why the installed vLLM cannot sample with a model on `device`; None where it can, as far as its package says."""
-    found = installed()
-    if found is None:
+    package = installed()
+    if package is None:
         return why_unavailable(None)
-    name, number = found
+    name, number = package
     beside = why_not_beside(torch.__version__, requires(name) or [])
     return why_unavailable(number) or beside or why_other_device(name, number, device)
 

@@ -31,10 +31,10 @@ def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
     """Return the text up to the first stop string; `include_stop_str_in_output` keeps that."""
-    found = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
-    if not found:
+    matches = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
+    if not matches:
         return text
-    start, stop = min(found)
+    start, stop = min(matches)
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
 
 

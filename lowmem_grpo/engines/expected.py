@@ -30,9 +30,9 @@ class ExpectedLengths:
     def order(self, prompts: list[list[int]]) -> list[int]:
         """The places of the prompts, the longest expected first. One that was never answered counts as the mean of the
         others; equals stay in the given order, as all do where nothing is known."""
-        found = [self.known.get(key_of(prompt)) for prompt in prompts]
-        usual = fmean([length for length in found if length is not None] or [0.0])
-        lengths = [usual if length is None else length for length in found]
+        means = [self.known.get(key_of(prompt)) for prompt in prompts]
+        usual = fmean([length for length in means if length is not None] or [0.0])
+        lengths = [usual if length is None else length for length in means]
         return sorted(range(len(prompts)), key=lambda place: -lengths[place])
 
 

@@ -35,11 +35,11 @@ class RandomNumbers:
 
     def at(self, rows: Tensor, places: Tensor) -> Tensor:
         """Return those of rows (B,) at places (B, S): (B, S) fp64."""
-        found = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
+        numbers = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
         for index in (places // STEPS).unique().tolist():
             here = self.block(index)[rows[:, None], places % STEPS]
-            found = torch.where(places // STEPS == index, here, found)
-        return found
+            numbers = torch.where(places // STEPS == index, here, numbers)
+        return numbers
 
     def block(self, index: int) -> Tensor:
         """Return the numbers of a block, made again where it was dropped."""
@@ -140,7 +140,7 @@ class GenerationState:
     requests: list[Request] = field(default_factory=list)  # the turns of a round, one for each row
     kept: PrefixCache = field(default_factory=PrefixCache)
     room: int = 0  # rows that may be in memory together, the kept ones among them
-    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # of each row, where the model has experts
+    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # by row, where the model has experts
     routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
 
     def __post_init__(self) -> None:
@@ -193,12 +193,12 @@ class GenerationState:
         """Return the rows whose first tokens are held from earlier turns, beside so many rows that run."""
         if not self.requests:
             return []
-        found = {row: kept for row in rows if (kept := self.kept.take(self.requests[row].key)) is not None}
+        prefixes = {row: kept for row in rows if (kept := self.kept.take(self.requests[row].key)) is not None}
         self.kept.trim(self.room - running - len(rows))
-        held = {row: kept.shared(self.prompts[row]) for row, kept in found.items()}
+        held = {row: kept.shared(self.prompts[row]) for row, kept in prefixes.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}
-        exactly = any(kept.cache.whole_only for kept in found.values())
-        made = [Continuation(together, [self.prompts[row] for row in together], [found[row] for row in together],
+        exactly = any(kept.cache.whole_only for kept in prefixes.values())
+        made = [Continuation(together, [self.prompts[row] for row in together], [prefixes[row] for row in together],
                              new[together[0]]) for together in fed_together(new, exactly)]
         cached = {row: count for more in made for row, count in zip(more.rows, more.held, strict=True)}
         for row in rows:
@@ -220,9 +220,9 @@ class GenerationState:
         """Keep the routes of prompts: `fed` (P, S, layers, k), which end at the right edge."""
         if fed is None:
             return
-        given, host = iter(rows), fed.cpu()
+        left, host = iter(rows), fed.cpu()
         for own, prompt, count in zip(host, prompts, counts, strict=True):
-            new = dict.fromkeys(islice(given, count), Routes((own[-len(prompt) :].clone(),)))
+            new = dict.fromkeys(islice(left, count), Routes((own[-len(prompt) :].clone(),)))
             self.prompt_routes = new | self.prompt_routes  # rows that are resumed keep those of their first pass
 
     def keep_continued_routes(self, more: Continuation, fed: Tensor | None) -> None:

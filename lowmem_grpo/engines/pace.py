@@ -20,7 +20,7 @@ class Spent:
     """The time of a phase, and the work done in it."""
 
     seconds: float = 0.0
-    tokens: int = 0  # of prompts that were computed, in prefill; else tokens drawn
+    tokens: int = 0  # in prefill those of computed prompts, else tokens drawn
 
 
 class Pace:

@@ -24,7 +24,7 @@ class KeptPrefix:
     cache: GrowingCache
     row: int
     end: int
-    routes: Routes | None = None  # of these tokens, where the model has experts
+    routes: Routes | None = None  # where the model has experts
 
     def shared(self, ids: list[int]) -> int:
         """Return how many tokens at the beginning of a prompt are held; its last one is always left to be fed."""

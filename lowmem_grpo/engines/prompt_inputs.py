@@ -106,13 +106,13 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
     None stands beside calls, which some templates would write out; with arguments that are JSON as objects; as they
     are, as DeepSeek's wants None; or with None and arguments that are JSON. ValueError where it leaves a call out, and
     for a call without a name."""
-    names = [name_of(call) for one in messages for call in one.get("tool_calls") or []]
+    names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
-    texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
+    texts = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
     lost = ""
-    for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages],
-                 [with_texts(one) for one in messages]):
+    for form in (texts, [*map(with_objects, texts)], [{"content": None, **message} for message in messages],
+                 [*map(with_texts, messages)]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
         except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken

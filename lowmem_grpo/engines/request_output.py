@@ -90,8 +90,8 @@ class Answers:
         if not self.params.stop_strings:
             return None
         whole = self.tokenizer.decode(rollout.completion_ids)
-        found = [(whole.index(stop), stop) for stop in self.params.stop_strings if stop in whole]
-        return min(found)[1] if found else None
+        matches = [(whole.index(stop), stop) for stop in self.params.stop_strings if stop in whole]
+        return min(matches)[1] if matches else None
 
     @torch.no_grad()
     def likeliest(self, prompt_ids: list[int], rollout: Rollout) -> list[dict[int, Logprob]]:
@@ -124,7 +124,7 @@ class Answers:
 
     def place(self, token: int, logprob: float, rank: int, ids: list[int], values: list[float]) -> dict[int, Logprob]:
         """The drawn token first, then the likeliest ones in order."""
-        found = {token: (logprob, rank)}
+        tokens = {token: (logprob, rank)}
         for number, (other, value) in enumerate(zip(ids, values, strict=True), start=1):
-            found.setdefault(other, (value, number))
-        return {each: Logprob(value, place, self.tokenizer.decode([each])) for each, (value, place) in found.items()}
+            tokens.setdefault(other, (value, number))
+        return {each: Logprob(value, place, self.tokenizer.decode([each])) for each, (value, place) in tokens.items()}

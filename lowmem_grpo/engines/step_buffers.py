@@ -17,7 +17,7 @@ from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.cards import GRAPH_PLACES
 
 LIVING: "weakref.WeakSet[StepBuffers]" = weakref.WeakSet()
-MOST_GRAPHS = 64  # of some MiB each; beyond, the first of them goes
+MOST_GRAPHS = 64  # some MiB each; beyond, the first of them goes
 
 Run = Callable[[], Tensor]
 Record = Callable[[Run, Any], Run]  # work, and a graph beside which it may use memory

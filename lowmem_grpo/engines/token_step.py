@@ -34,7 +34,7 @@ from lowmem_grpo.offload.embedding import on_host
 logger = logging.getLogger(__name__)
 WARM = 2  # steps without a graph before the first one, in which kernels are compiled and libraries start; then 1
 GROW = 2  # times the places that a call needs, at most, where lasting buffers keep the rows and the width of another
-AGREE = 0.02  # of the largest logit: how far the first run of a graph may be from the same step without one
+AGREE = 0.02  # share of the largest logit: how far the first run of a graph may be from the same step without one
 HOST = "its embedding is on the host"
 FIX = "leave enforce_eager out, and token steps run without graphs where they must"
 
@@ -193,10 +193,10 @@ class TokenStep:
         self.record = None
 
 
-def differs(found: Tensor, logits: Tensor) -> str:
+def differs(replayed: Tensor, logits: Tensor) -> str:
     """Return how the logits of a graph's run, (B, V) as those of the same step without one, differ from these; "" where
     they agree, and where there is nothing to compare with."""
-    far = (found - logits).abs().max() / logits.abs().max()
+    far = (replayed - logits).abs().max() / logits.abs().max()
     if bool(far <= AGREE) or bool(logits.isnan().any()):
         return ""
     return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"

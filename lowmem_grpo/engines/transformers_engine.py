@@ -60,7 +60,7 @@ class TransformersEngine:
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
-        self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
+        self.kept, self.widest = PrefixCache(), 0  # the turns of a call, and the most decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
         self.use_weights(sampling_weights)
@@ -128,10 +128,10 @@ class TransformersEngine:
         self.kv_bytes = 0
         self.pace.begin()
         self.decode(GenerationState.of_prompts(prompts, params, budgets, self.policy.device, finished))
-        found = finished.result()
-        for prompt, rollouts in zip(prompts, found, strict=True):
+        groups = finished.result()
+        for prompt, rollouts in zip(prompts, groups, strict=True):
             self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
-        return found
+        return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,

@@ -37,7 +37,7 @@ from lowmem_grpo.models.text_part import text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`
+PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all others are floating point
@@ -86,12 +86,12 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
-# of a loaded model
+# A loaded model
 
 
 def live_weights(model: Any) -> list[Weight]:
     """Every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones come once."""
-    found: list[Weight] = []
+    weights: list[Weight] = []
     in_fp8 = {id(layer.weight): layer for layer in fp8_linears(model)}
     stacks = {id(stack.weight): stack for stack in expert_stacks(model)}
     scales = {id(layer.weight_scale) for layer in in_fp8.values()}
@@ -100,10 +100,10 @@ def live_weights(model: Any) -> list[Weight]:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
             layer, stack = in_fp8.get(id(tensor)), stacks.get(id(tensor))
             if stack is not None:
-                found += expert_weights(plain, stack.frozen)
+                weights += expert_weights(plain, stack.frozen)
             else:
-                found.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
-    return found
+                weights.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
+    return weights
 
 
 def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
@@ -139,7 +139,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}", buffer
 
 
-# of a stored model
+# A stored model
 
 
 def stored_weights(
@@ -158,7 +158,7 @@ def stored_weights(
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
     block, experts = block_of(quantization_of(config) or {}), StoredExperts(places, dtype, device)
-    found = []
+    weights = []
     for name in sorted(whole - beside):
         plain = text_name(name, names or {})
         if plain is None:
@@ -172,8 +172,8 @@ def stored_weights(
         else:
             quantize = plain.endswith(".weight") and plain.rpartition(".")[0] in modules
             weight = stored_weight(name, places[name], form if quantize else BITS_16, dtype, device)
-        found.append(replace(weight, name=plain))
-    return found
+        weights.append(replace(weight, name=plain))
+    return weights
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

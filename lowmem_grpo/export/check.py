@@ -134,7 +134,7 @@ def check_loads(folder: Path, names: set[str]) -> None:
 def loaded_name(name: str, model: Any) -> str:
     """The parameter that a stored tensor becomes a part of: an expert's, that of all experts."""
     conversions = get_model_conversion_mapping(model)
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     own = dict(model.named_parameters())
     return str(rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0])

@@ -88,9 +88,9 @@ def export(
 
 def check_choices(kind: str, settings: ExportSettings) -> None:
     """ExportError for an unknown format, dtype or type of GGUF."""
-    given = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
+    choices = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
              "gguf_type": (settings.gguf_type, gguf.TYPES)}
-    for name, (value, allowed) in given.items():
+    for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a)}")
 
@@ -105,10 +105,10 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
         tokenizer.save_pretrained(temp)
     done.base = base_of_adapter(adapter.folder).model
     PeftConfig.from_pretrained(str(temp))
-    found = load_peft_weights(str(temp), device="cpu")
-    if tensors.keys() != found.keys() or not all(torch.equal(tensors[name], found[name]) for name in tensors):
+    read = load_peft_weights(str(temp), device="cpu")
+    if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in tensors):
         raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
-    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(found)}
+    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(read)}
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:

@@ -88,8 +88,8 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
     for name, pair in pairs.items():
         wanted = (pair.b.shape[0], pair.a.shape[1])
         if shapes.get(name) != wanted:
-            found = f"{shapes[name]} in the base model" if name in shapes else "not in the base model"
-            raise MergeError(f"the adapter's layer {name}, {wanted}, is {found}: the adapter was trained on another "
+            own = f"{shapes[name]} in the base model" if name in shapes else "not in the base model"
+            raise MergeError(f"the adapter's layer {name}, {wanted}, is {own}: the adapter was trained on another "
                              "model. Name the right one with --base")
 
 
@@ -157,13 +157,13 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
     """Compare one tensor, and add the result to `check`. `written` is a slice of the file."""
     rows, otherwise, elements = weight.open(), 0, max(1, math.prod(weight.shape))
     for start, stop in tiles(weight):
-        base, found = rows(start, stop), written[start:stop]
-        found = found.to(base.device)
+        base, read = rows(start, stop), written[start:stop]
+        read = read.to(base.device)
         if pair is None:
-            check_same(weight, base, found)
+            check_same(weight, base, read)
         else:
             update = pair.rows(start, stop, base.device, torch.float64)
-            otherwise += check_rows(weight.name, base, found, update, check)
+            otherwise += check_rows(weight.name, base, read, update, check)
     check.merged += pair is not None
     check.rounded_otherwise = max(check.rounded_otherwise, otherwise / elements)
     if otherwise > max(4, OTHERWISE * elements):
@@ -171,23 +171,23 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
                          f"{elements:,} elements are a unit off")
 
 
-def check_same(weight: Weight, base: Tensor, found: Tensor) -> None:
+def check_same(weight: Weight, base: Tensor, read: Tensor) -> None:
     """MergeError if a tensor to which nothing is added is not the base's, in the dtype that was written."""
-    if not torch.equal(base.to(found.device, found.dtype), found):
+    if not torch.equal(base.to(read.device, read.dtype), read):
         raise MergeError(f"{weight.name} was read back and is not what the base model has")
 
 
-def check_rows(name: str, base: Tensor, found: Tensor, update: Tensor, check: MergeCheck) -> int:
+def check_rows(name: str, base: Tensor, read: Tensor, update: Tensor, check: MergeCheck) -> int:
     """Compare rows of a merged weight in float64. Returns how many elements were rounded the other way."""
-    base, values = base.double(), found.double()
+    base, values = base.double(), read.double()
     exact = base + update
-    worst = worst_rounding(exact, values, found.dtype, base.abs().amax().item())
+    worst = worst_rounding(exact, values, read.dtype, base.abs().amax().item())
     if not worst <= 1:  # also NaN
         raise MergeError(f"{name} was read back and is not base plus adapter: off by {worst:.3g} half units")
     check.worst_rounding = max(check.worst_rounding, worst)
     check.gained += ((values - base) * update).sum().item()
     check.norm += update.square().sum().item()
-    return int((found != exact.to(found.dtype)).sum())
+    return int((read != exact.to(read.dtype)).sum())
 
 
 def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:

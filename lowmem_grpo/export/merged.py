@@ -19,7 +19,7 @@ from lowmem_grpo.models.policy import end_ids
 
 logger = logging.getLogger(__name__)
 
-MUCH = 0.9  # of an update; if rounding keeps less, a warning says so
+MUCH = 0.9  # share of an update; if rounding keeps less, a warning says so
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,8 +103,8 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
 
 def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
     """Compare the logits, and add the result to the record."""
-    found = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device, context)
-    done.checks |= {f"logits_{name}": value for name, value in asdict(found).items()}
+    check = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device, context)
+    done.checks |= {f"logits_{name}": value for name, value in asdict(check).items()}
 
 
 def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:

@@ -39,8 +39,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
-    given = kwargs | {"softcap": softcap}
-    if wanted := [words for name, words in CHANGES.items() if given.get(name) is not None]:
+    asked = kwargs | {"softcap": softcap}
+    if wanted := [words for name, words in CHANGES.items() if asked.get(name) is not None]:
         raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")
     with without_cudnn():
         if packed is not None:

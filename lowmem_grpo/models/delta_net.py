@@ -61,7 +61,7 @@ class Stages:
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
         stages = [int(place > 0) for prompt in layout.prompts for place in range(len(prompt))]  # 0: a prompt
-        first, later = ([place for place, one in enumerate(stages) if one == stage] for stage in (0, 1))
+        first, later = ([place for place, other in enumerate(stages) if other == stage] for stage in (0, 1))
         order = torch.cat([tokens[place] for place in (*first, *later)])
         same = stages == sorted(stages)
         return cls(
@@ -97,44 +97,44 @@ class DeltaNet(nn.Module):
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = wide(a, b, self.A_log, self.dt_bias)
         g = -log.exp() * F.softplus(a + bias)
-        given = Given(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
+        inputs = Given(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
         if packed is not None:
             packed.calls += 1
-            result = self.packed(given, packed)
+            result = self.packed(inputs, packed)
         else:
             real = attention_mask.bool() if real is None and attention_mask is not None else real
-            result = self.rows(given, rows, cache_params, None if real is None else real[:, -count:])
+            result = self.rows(inputs, rows, cache_params, None if real is None else real[:, -count:])
         z = z.reshape(-1, self.head_v_dim)
         normed = self.get_submodule("norm")(result.reshape(-1, self.head_v_dim), z)
         output: Tensor = self.get_submodule(DELTA_OUT)(normed.view(rows, count, self.value_dim))
         return output
 
-    def packed(self, given: Given, layout: PackedLayout) -> Tensor:
+    def packed(self, inputs: Given, layout: PackedLayout) -> Tensor:
         """(T, H, V) of a packed micro-batch."""
         if layout.stages is None:
-            layout.stages = Stages.of(layout, given.g.device)
+            layout.stages = Stages.of(layout, inputs.g.device)
         stages: Stages = layout.stages
         if stages.order is not None:
-            given = given.at(stages.order)
+            inputs = inputs.at(stages.order)
         count = stages.prompts.tokens
-        prompts, *states = self.run(given.at(slice(0, count)), stages.prompts)
+        prompts, *states = self.run(inputs.at(slice(0, count)), stages.prompts)
         shared = [repeated(state, stages.counts) for state in states]
-        completions, *_ = self.run(given.at(slice(count, None)), stages.completions, *shared)
+        completions, *_ = self.run(inputs.at(slice(count, None)), stages.completions, *shared)
         result = torch.cat([prompts, completions])
         return result if stages.back is None else result.index_select(0, stages.back)
 
-    def rows(self, given: Given, rows: int, cache: Any, real: Tensor | None) -> Tensor:
+    def rows(self, inputs: Given, rows: int, cache: Any, real: Tensor | None) -> Tensor:
         """(B T, H, V) of rows, which go on from the cache's states if there is a cache, and leave theirs in it."""
-        count = len(given.g) // rows
+        count = len(inputs.g) // rows
         before = self.states(cache) if cache is not None and cache.has_previous_state(self.layer_idx, 0) else None
         if real is not None:
             shown = real.reshape(-1, 1)
-            given = Given(torch.where(shown, given.mixed, 0), torch.where(shown, given.g, 0),
-                          torch.where(shown, given.beta, 0))
-        runs = Runs((count,) * rows, given.g.device)
-        result, _, state = self.run(given, runs, *(before or (None, None)))
+            inputs = Given(torch.where(shown, inputs.mixed, 0), torch.where(shown, inputs.g, 0),
+                          torch.where(shown, inputs.beta, 0))
+        runs = Runs((count,) * rows, inputs.g.device)
+        result, _, state = self.run(inputs, runs, *(before or (None, None)))
         if cache is not None:
-            cache.update_conv_state(given.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
+            cache.update_conv_state(inputs.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
                                     conv_kernel_size=self.conv_width)
             cache.update_recurrent_state(state, self.layer_idx, real=real)
         return result
@@ -145,17 +145,17 @@ class DeltaNet(nn.Module):
         return layer.conv_states[0][..., 1 - self.conv_width :].mT, layer.recurrent_states[0]
 
     def run(
-        self, given: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None
+        self, inputs: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
-        mixed, conv = causal_conv(given.mixed, self.conv_weight, runs, conv)
+        mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
         heads = query.unflatten(-1, (-1, self.head_k_dim)), key.unflatten(-1, (-1, self.head_k_dim))
         value = value.unflatten(-1, (-1, self.head_v_dim))
-        if state is not None and len(given.g) == len(runs.lengths) == sum(runs.lengths) and not grads(state, value):
-            result, state = delta_step(*heads, value, given.g, given.beta, state)
+        if state is not None and len(inputs.g) == len(runs.lengths) == sum(runs.lengths) and not grads(state, value):
+            result, state = delta_step(*heads, value, inputs.g, inputs.beta, state)
         else:
-            result, state = delta_rule(*heads, value, given.g, given.beta, runs, state)
+            result, state = delta_rule(*heads, value, inputs.g, inputs.beta, runs, state)
         return result, conv, state
 
     @property
@@ -172,12 +172,12 @@ class DeltaNet(nn.Module):
 
 def wide(*tensors: Tensor) -> list[Tensor]:
     """The tensors in float32, or in float64 if they are that."""
-    return [one.to(torch.promote_types(one.dtype, torch.float32)) for one in tensors]
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 def grads(*tensors: Tensor) -> bool:
     """Return whether autograd follows any of them."""
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:

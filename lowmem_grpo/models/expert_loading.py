@@ -21,7 +21,7 @@ from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
 from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_loading import headers
 
-NAME = "lowmem_grpo_nf4_experts"  # of the quantizer
+NAME = "lowmem_grpo_nf4_experts"  # the quantizer's
 NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}
 TAKE = "load it with transformers and save it with save_pretrained, which writes each expert by itself"
 
@@ -52,8 +52,8 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Experts are read by our conversions in place of transformers' own, which make one tensor of them."""
-        kept = [one for one in weight_conversions if not (
-            isinstance(one, WeightConverter) and any("experts" in target for target in one.target_patterns))]
+        kept = [conversion for conversion in weight_conversions if not (
+            isinstance(conversion, WeightConverter) and "experts" in " ".join(conversion.target_patterns))]
         ours = [WeightConverter([f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
                                 operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
         return [*kept, *ours, *self.get_weight_conversions()]

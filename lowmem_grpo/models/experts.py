@@ -116,12 +116,12 @@ def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
 def use_routed_blocks(model: Any) -> int:
     """Put ours in place of transformers' blocks of a family that the table has; returns how many. They hold the same
     weights, or none yet where the model has none."""
-    row, found = family_of(model.config), 0
+    row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:
-            model.set_submodule(path, RoutedBlock(module, found))
-            found += 1
-    return found
+            model.set_submodule(path, RoutedBlock(module, count))
+            count += 1
+    return count
 
 
 def use_brought_blocks(model: Any, quantized: bool) -> None:

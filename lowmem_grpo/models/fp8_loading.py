@@ -28,9 +28,9 @@ from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_part import text_name
 
-NAME = "lowmem_grpo_fp8"  # of the quantizer
-BLOCK = (128, 128)  # of load_in_fp8="block"
-SCALES = (".weight_scale", ".weight_scale_inv")  # of compressed-tensors, and of fine-grained FP8
+NAME = "lowmem_grpo_fp8"  # the quantizer's
+BLOCK = (128, 128)  # for load_in_fp8="block"
+SCALES = (".weight_scale", ".weight_scale_inv")  # in compressed-tensors, and in fine-grained FP8
 # Beside a layer: of its inputs, its outputs and the key-value cache, all of which stay in 16 bits here.
 OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp8=True"
@@ -46,7 +46,7 @@ class FP8Config(QuantizationConfigMixin):
     quant_method: Any = NAME
     block: Any = None
     compute_dtype: str = "bfloat16"
-    names: Any = None  # of a checkpoint with images: the names of its text model's tensors, and those that they get
+    names: Any = None  # stored names of a text model's tensors beside images, and those that they get
 
 
 def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
@@ -141,19 +141,19 @@ class Quantize(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
         """Codes and scales, under the names that our layer has for them, of each weight that was read."""
-        found: dict[str, Any] = {}
-        for name, given in input_dict.items():
-            weight = fp8_quantize(given[0] if isinstance(given, list) else given, self.block)
-            found |= {name: weight.codes, f"{name.rpartition('.')[0]}.{SCALE}": weight.scales}
-        return found
+        converted: dict[str, Any] = {}
+        for name, tensor in input_dict.items():
+            weight = fp8_quantize(tensor[0] if isinstance(tensor, list) else tensor, self.block)
+            converted |= {name: weight.codes, f"{name.rpartition('.')[0]}.{SCALE}": weight.scales}
+        return converted
 
 
 def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None:
     """Say in one line that scales of activations are not read, in place of transformers' table of them."""
-    found = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
-    if found:
-        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(found),
-                    found[0])
+    scales = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
+    if scales:
+        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(scales),
+                    scales[0])
     # A list of patterns that models declare and transformers' own quantizers add to (5.19, quantizer_gemma.py); a test
     # fails where the table comes back.
     known = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
@@ -169,7 +169,7 @@ def stored_in_fp8(
     for what is no linear layer."""
     check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
-    own, found = model.state_dict(), {}
+    own, blocks = model.state_dict(), {}
     for name, (kind, shape) in heads.items():
         text = text_name(name, names)
         if text is None or not kind.startswith("F8_") or name.endswith(SCALES):
@@ -189,8 +189,8 @@ def stored_in_fp8(
         if scale is None:
             raise ValueError(f"{name} is stored in FP8, and its scales ({path_of(name)}{SCALES[0]} or _inv) are "
                              f"missing: without them the weights mean nothing. Fetch the checkpoint again. {PLAIN_WAY}")
-        found[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
-    return found
+        blocks[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
+    return blocks
 
 
 def check_pairs(heads: dict[str, Any]) -> None:

@@ -39,11 +39,11 @@ class LeanAttention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """hidden_states (B, T, D) -> ((B, T, D), what the attention function returns beside its result)."""
         assert position_embeddings is not None
-        given = (hidden_states, *position_embeddings, attention_mask, past_key_values, kwargs)
+        inputs = (hidden_states, *position_embeddings, attention_mask, past_key_values, kwargs)
         if torch.is_grad_enabled() and getattr(kwargs.get("packed"), "head_groups", 1) > 1:
-            result, weights = without_waiting(self, self.attended, *given)
+            result, weights = without_waiting(self, self.attended, *inputs)
         else:
-            result, weights = self.attended(*given)
+            result, weights = self.attended(*inputs)
         return self.get_submodule("o_proj")(result.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def attended(
@@ -59,11 +59,11 @@ class LeanAttention(nn.Module):
         query, key, value = (heads.transpose(1, 2) for heads in (q, k, v))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        found: tuple[Tensor, Any] = attention_function(self.config)(
+        result: tuple[Tensor, Any] = attention_function(self.config)(
             self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling, sliding_window=self.window, **kwargs,
         )
-        return found
+        return result
 
     @property
     def window(self) -> int | None:

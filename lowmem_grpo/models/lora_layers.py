@@ -120,8 +120,8 @@ def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | Non
     lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)
     state = () if lora is None else (lora.training, lora.disable_adapters, *lora.active_adapters)  # type: ignore[attr-defined]
     key = (id(owner), x.dtype, torch.is_autocast_enabled(x.device.type), *state)
-    found: list[LoRA | None] | None = held(key, owner, lambda: found_loras(x, layers))
-    return found
+    loras: list[LoRA | None] | None = held(key, owner, lambda: found_loras(x, layers))
+    return loras
 
 
 def found_loras(x: Tensor, layers: Sequence[Any]) -> list[LoRA | None] | None:

@@ -119,7 +119,7 @@ def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
     """Return the modules that PEFT adapts with these settings, by their paths."""
     if config.target_modules == "all-linear":
         head = model.get_output_embeddings()
-        linear = [path for path, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head]
+        linear = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
         config = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
     return {path: module for path, module in model.named_modules() if check_target_module_exists(config, path)}
 

@@ -36,9 +36,9 @@ class PackedLayout:
     width: int
     once: bool  # each prompt is computed once
     head_groups: int = 1  # parts in which attention's backward pass takes the heads
-    calls: int = 0  # of attention or delta nets with this layout: after a forward pass, the number of layers
-    masks: Masks = field(default_factory=dict)  # of windows, for all layers
-    stages: Any = None  # of gated delta nets (`delta_net.Stages`), for all layers
+    calls: int = 0  # attention or delta nets with this layout: after a forward pass, the number of layers
+    masks: Masks = field(default_factory=dict)  # windows, for all layers
+    stages: Any = None  # the `Stages` of gated delta nets, for all layers
 
     @classmethod
     def of(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
@@ -51,9 +51,10 @@ class PackedLayout:
         """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end lies any of its tokens."""
         if self.num_sequences == 1:  # nothing to move
             return packed
-        rows = [one[0].transpose(0, 1) for one in packed]
-        alike = [rows] if len({one.shape[2] for one in rows}) == 1 else [[one] for one in rows]
-        return tuple(one for some in alike for one in spread(some, self.sources, self.places, self.copies, self.width))
+        rows = [heads[0].transpose(0, 1) for heads in packed]
+        alike = [rows] if len({heads.shape[2] for heads in rows}) == 1 else [[heads] for heads in rows]
+        places = self.sources, self.places, self.copies, self.width
+        return tuple(heads for together in alike for heads in spread(together, *places))
 
     def gather(self, side_by_side: Tensor) -> Tensor:
         """(S, H, W, K) to (1, T, H, K)."""
@@ -111,14 +112,14 @@ class Causal:
         """Blocks of queries, each against the keys within its reach."""
         before, blocks = key.shape[2] - query.shape[2], tokens_split(query, window_block(self.width))
         near = []
-        for one in blocks:
-            near.append((max(0, before - self.reach), before + one.shape[2]))
-            before += one.shape[2]
-        found = [
-            self.fused(one, keys, values, self.window_bias(one.shape[2], keys.shape[2], one), is_causal=False)
-            for one, keys, values in zip(blocks, parts(key, near), parts(value, near), strict=True)
+        for block in blocks:
+            near.append((max(0, before - self.reach), before + block.shape[2]))
+            before += block.shape[2]
+        results = [
+            self.fused(block, keys, values, self.window_bias(block.shape[2], keys.shape[2], block), is_causal=False)
+            for block, keys, values in zip(blocks, parts(key, near), parts(value, near), strict=True)
         ]
-        return tokens_cat(found)
+        return tokens_cat(results)
 
     def window_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
         """(Q, L) in the dtype of `like`, added to the scores: a part of the one mask for all blocks."""
@@ -153,8 +154,8 @@ def each_prompt_once(
     """One call for each prompt, and one for each completion, whose keys are the prompt's and its own."""
     families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
     sizes = [length for lengths in families for length in lengths if length]
-    pieces = zip(*(tokens_split(one, sizes) for one in (query, key, value)), strict=True)
-    found = []
+    pieces = zip(*(tokens_split(heads, sizes) for heads in (query, key, value)), strict=True)
+    results = []
     for own, *others in families:
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -162,24 +163,24 @@ def each_prompt_once(
             asked, key, value = next(pieces)
             ranges = [(0, own), *[(max(0, own - causal.reach), own)] * len(others)]
             (key, *keys), (value, *values) = parts(key, ranges), parts(value, ranges)
-            found.append(causal(asked, key, value))
+            results.append(causal(asked, key, value))
         for number in range(len(others)):
             asked, key, value = next(pieces)
             if own:
                 key, value = tokens_cat([keys[number], key]), tokens_cat([values[number], value])
-            found.append(causal(asked, key, value))
-    return tokens_cat(found).transpose(1, 2)
+            results.append(causal(asked, key, value))
+    return tokens_cat(results).transpose(1, 2)
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
     """Parts of (S, H, T, K) along T; their gradients are joined in the order of memory, (S, T, H, K)."""
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
-    return [one.transpose(1, 2) for one in pieces]
+    return [piece.transpose(1, 2) for piece in pieces]
 
 
 def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
     """(S, H, T, K) from its parts along T; in memory it is (S, T, H, K)."""
-    return heads[0] if len(heads) == 1 else torch.cat([one.transpose(1, 2) for one in heads], 1).transpose(1, 2)
+    return heads[0] if len(heads) == 1 else torch.cat([part.transpose(1, 2) for part in heads], 1).transpose(1, 2)
 
 
 class PartsFunction(torch.autograd.Function):
@@ -194,13 +195,13 @@ class PartsFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        given = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
-        if not given:
+        summed = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
+        if not summed:
             return None, None
         rows, heads, tokens, size = ctx.shape
-        dtype = given[0][0].dtype
-        total = given[0][0].new_zeros(rows, tokens, heads, size, dtype=torch.promote_types(dtype, torch.float32))
-        for grad, (start, end) in given:
+        dtype = summed[0][0].dtype
+        total = summed[0][0].new_zeros(rows, tokens, heads, size, dtype=torch.promote_types(dtype, torch.float32))
+        for grad, (start, end) in summed:
             total[:, start:end] += grad.transpose(1, 2)
         return total.transpose(1, 2).to(dtype), None
 
@@ -209,8 +210,8 @@ def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
     """Views (S, H, end - start, K) of (S, H, T, K), one for each range."""
     if ranges == [(0, whole.shape[2])]:
         return (whole,)
-    found: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)
-    return found
+    views: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)
+    return views
 
 
 def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
@@ -232,7 +233,7 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
-    return tuple(one.to(torch.get_autocast_dtype(kind)) for one in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:

@@ -32,14 +32,15 @@ def pack(
     one to itself. Attention lays sequences side by side, each with its prompt and as wide as the longest, which may
     take at most `spread` times `max_tokens`. `cutting.cut_spans` has the rule.
     """
-    given = list(groups)
+    whole = list(groups)
     spans = [
-        [Span(number, place, tuple(one.lengths for one in sequences))
+        [Span(number, place, tuple(sequence.lengths for sequence in sequences))
          for place, sequences in enumerate(sequences_of(group, group.rollouts))]
-        for number, group in enumerate(given)
+        for number, group in enumerate(whole)
     ]
     batches = cut_spans(spans, Limits(max_tokens, max_sequences, spread))
-    return [collate([(given[one.group], given[one.group].rollouts[one.rollout]) for one in batch]) for batch in batches]
+    return [collate([(whole[span.group], whole[span.group].rollouts[span.rollout]) for span in batch])
+            for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class Piece:
 
     row: int  # the sequence, or the first of those that share the prompt
     rollout: int  # whose it is, by its place in the pack
-    position: int  # of its first token
+    position: int  # where its first token is
     ids: list[int]
     targets: list[int]
     sequence: Sequence | None  # None for a prompt
-    routes: Routes | None = None  # of the sequence, or of the first one that knows those of the prompt
+    routes: Routes | None = None  # the sequence's, or those of the first one that knows the prompt's
 
     def values(self, field: str) -> Tensor:
         """A rollout's field over the piece's places, float32; zeros for a prompt."""
@@ -67,18 +68,18 @@ class Piece:
 def pieces(completions: list[Completion]) -> Iterator[Piece]:
     """Each prompt once for the sequences of neighbouring completions of a group that share it, and each sequence."""
     row = first = 0
-    for _, neighbours in groupby(completions, key=lambda one: id(one[0])):
+    for _, neighbours in groupby(completions, key=lambda completion: id(completion[0])):
         same = list(neighbours)
         families: dict[object, list[tuple[int, Sequence]]] = {}
         for number, sequences in enumerate(sequences_of(same[0][0], [rollout for _, rollout in same]), first):
-            for one in sequences:
-                families.setdefault(one.family, []).append((number, one))
+            for sequence in sequences:
+                families.setdefault(sequence.family, []).append((number, sequence))
         for members in families.values():
             prompt = members[0][1].prompt
-            known = next((one.routes for _, one in members if one.routes is not None), None)
+            known = next((sequence.routes for _, sequence in members if sequence.routes is not None), None)
             yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None, known)
-            for number, one in members:
-                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *one.ids[:-1]], one.ids, one, one.routes)
+            for number, own in members:
+                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *own.ids[:-1]], own.ids, own, own.routes)
                 row += 1
         first += len(same)
 
@@ -149,12 +150,12 @@ def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
 
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
     """For each prompt, the number of its own places and of those of each sequence."""
-    found: list[list[int]] = []
+    families: list[list[int]] = []
     for piece in packed:
         if piece.sequence is None:
-            found.append([])
-        found[-1].append(len(piece.ids))
-    return [tuple(lengths) for lengths in found]
+            families.append([])
+        families[-1].append(len(piece.ids))
+    return [tuple(lengths) for lengths in families]
 
 
 def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:

@@ -263,18 +263,22 @@ class Policy:
         """Return whether the adapter has been trained before: in a fresh one the second factors are 0."""
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
+    def live_adapter(self) -> dict[str, Tensor]:
+        """Return the adapter's parameters as they are, by name, without gradient."""
+        return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
+
     def keep_reference(self, moves: bool = False) -> None:
         """Make the adapter as it is now the reference; the base model alone, where the adapter adds nothing yet and the
         reference does not move."""
-        own = self.model.named_parameters() if moves or self.is_trained() else ()
-        self.reference_adapter = {name: one.detach().to("cpu", copy=True) for name, one in own if one.requires_grad}
+        own = self.live_adapter() if moves or self.is_trained() else {}
+        self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
         """Make each number of the reference's adapter share * policy + (1 - share) * reference. Where the reference is
         the base model, its adapter is the policy's with second factors of 0."""
-        own = {name: one.detach().cpu() for name, one in self.model.named_parameters() if one.requires_grad}
-        base = {name: torch.zeros_like(one) if "lora_B" in name else one.clone() for name, one in own.items()}
+        own = {name: factor.cpu() for name, factor in self.live_adapter().items()}
+        base = {name: torch.zeros_like(factor) if "lora_B" in name else factor.clone() for name, factor in own.items()}
         self.reference_adapter = self.reference_adapter or base
         for name, kept in self.reference_adapter.items():
             kept.mul_(1 - share).add_(own[name], alpha=share)

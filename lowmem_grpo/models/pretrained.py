@@ -122,7 +122,7 @@ def tokenizer_beside(adapter: Path) -> Any:
     try:
         tokenizer = Pretrained(str(adapter), str(adapter), {}).tokenizer()
         if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
-            raise ValueError("it has no vocabulary")  # of a missing file, transformers makes an empty one
+            raise ValueError("it has no vocabulary")  # transformers makes an empty one of a missing file
         return tokenizer
     except Exception as error:  # tokenizers knows nothing narrower
         raise ValueError(f"the tokenizer beside the adapter in {adapter} cannot be read ({error!r}): save it again "

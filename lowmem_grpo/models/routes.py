@@ -54,13 +54,13 @@ class Routes:
 
     def cut(self, start: int, end: int | None = None) -> "Routes":
         """Those of the tokens from `start` to `end`; views of the same memory."""
-        found, before = [], 0
+        kept, before = [], 0
         for part in self.parts:
             low, high = max(start - before, 0), len(part) if end is None else min(end - before, len(part))
             if low < high:
-                found.append(part[low:high])
+                kept.append(part[low:high])
             before += len(part)
-        return Routes(tuple(found))
+        return Routes(tuple(kept))
 
     def then(self, more: "Routes") -> "Routes":
         """These, and what `more`, which begins at the same token, knows beyond them: a copy, so that the rest of it can
@@ -97,14 +97,14 @@ def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
     Of an episode each turn brings those of all that the engine saw. Tokens keep the routes of the turn in which they
     came up first, which are those they were drawn with.
     """
-    found: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
+    routes: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
     if not any(turn.routes is not None for turn in rollout.turns):
-        return found
+        return routes
     for turn, number in of_sequences(rollout, prompt):
         if turn.routes is not None:
-            known = found[number]
-            found[number] = turn.routes if known is None else known.then(turn.routes)
-    return found
+            known = routes[number]
+            routes[number] = turn.routes if known is None else known.then(turn.routes)
+    return routes
 
 
 def give_routes(rollout: Rollout, prompt: list[int], routes: Sequence[Routes | None]) -> None:
@@ -183,7 +183,7 @@ class Replay:
     def __init__(self, routes: Tensor, routed: Tensor | None = None) -> None:
         """routes (T, layers, k); routed (T,) bool: tokens that have any, None for all."""
         self.routes, self.routed = routes, routed
-        self.differing: dict[int, Tensor] = {}  # of each layer: recorded experts that are not among the live ones
+        self.differing: dict[int, Tensor] = {}  # by layer: recorded experts that are not among the live ones
 
     def chosen(self, layer: int, live: Tensor) -> Tensor:
         recorded = self.routes[:, layer].long()
@@ -202,16 +202,16 @@ class Replay:
 def follow_routes(model: Any) -> tuple[int, ...]:
     """Let the decoder layers of a model hand `routes` to their experts; returns the numbers of the layers that have
     some. A model may be given twice."""
-    found = []
+    layers = []
     for path, block in list(model.named_modules()):
         if isinstance(block, RoutedBlock):
             parent = path.rpartition(".")[0]
-            found.append(int(parent.rpartition(".")[2]))
+            layers.append(int(parent.rpartition(".")[2]))
             if block.choice is None:
                 layer, block.choice = model.get_submodule(parent), live
                 layer.register_forward_pre_hook(Handing(block).before, with_kwargs=True)
                 layer.register_forward_hook(Handing(block).after, always_call=True)
-    return tuple(found)
+    return tuple(layers)
 
 
 def live(layer: int, ids: Tensor) -> Tensor:

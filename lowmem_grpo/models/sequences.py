@@ -25,12 +25,12 @@ class Sequence:
     """One packed sequence: a shared prompt, the rest of its own prompt, and tokens of a rollout."""
 
     rollout: Rollout
-    start: int  # of its tokens, among the C of the rollout
+    start: int  # its first token, among the C of the rollout
     end: int
     prompt: list[int]  # whose places it shares with the sequences of its family
     lead: list[int]  # what is left of its own prompt
     family: Ids | None = None  # None: the prompt is the group's
-    routes: Routes | None = None  # of its first tokens, prompt included
+    routes: Routes | None = None  # its first tokens' routes, prompt included
 
     @property
     def ids(self) -> list[int]:
@@ -70,22 +70,23 @@ class Sequence:
 
 def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequence]]:
     """The sequences of each of these rollouts of a group; of one without trained tokens there are none."""
-    own = Counter(tuple(split.prompt_ids) for one in group.rollouts for split in one.splits if split.prompt_ids)
+    own = Counter(tuple(split.prompt_ids) for other in group.rollouts for split in other.splits if split.prompt_ids)
     repeated = {ids for ids, count in own.items() if count > 1}
-    return [[one for one in cut_at_splits(group, rollout, repeated) if one.end > one.start] for rollout in rollouts]
+    return [[part for part in cut_at_splits(group, rollout, repeated) if part.end > part.start]
+            for rollout in rollouts]
 
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
     """The sequences of a rollout, each up to its last trained token; where it has none, it is empty."""
     splits, count = [Split(0), *rollout.splits], len(rollout.completion_ids)
-    found = []
-    ends = [*(one.start for one in rollout.splits), count]
+    sequences = []
+    ends = [*(later.start for later in rollout.splits), count]
     for split, end, routes in zip(splits, ends, routes_of(rollout, group.prompt_ids), strict=True):
         while rollout.trained and end > split.start and not rollout.trained[end - 1]:
             end -= 1
         parts = shared(split.prompt_ids, group.prompt_ids, repeated)
-        found.append(Sequence(rollout, split.start, end, *parts, routes))
-    return found
+        sequences.append(Sequence(rollout, split.start, end, *parts, routes))
+    return sequences
 
 
 def shared(

@@ -9,7 +9,7 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.units import size_text
 
-CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory sets the size
+CPU_KV_BYTES = 1 << 30  # key-value cache on the CPU, where no card's memory sets the size
 BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave more; vLLM never uses one of the blocks
 
 

@@ -176,10 +176,10 @@ class VLLMEngine:
         call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
         with undisturbed(self.policy.device):
             self.in_less_memory(lambda: self.run_surely(call), call)
-        found = call.result()
-        for prompt, rollouts in zip(prompts, found, strict=True):
+        groups = call.result()
+        for prompt, rollouts in zip(prompts, groups, strict=True):
             self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
-        return found
+        return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""

@@ -29,22 +29,22 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
-def why_unavailable(found: str | None) -> str | None:
+def why_unavailable(number: str | None) -> str | None:
     """Why a version cannot be used (`found` is None where none is installed); None where it can."""
     lowest, highest = (".".join(map(str, numbers)) for numbers in (LOWEST, HIGHEST))
     install = f"pip install 'vllm>={lowest},<{HIGHEST[0]}.{HIGHEST[1] + 1}'"
-    if found is None:
+    if number is None:
         return f"vLLM is not installed; {install}"
-    numbers = numbers_of(found)
+    numbers = numbers_of(number)
     if numbers is None or not LOWEST <= numbers <= HIGHEST:
-        return f"vLLM {found} was not checked, allowed are {lowest} to {highest}; {install}"
+        return f"vLLM {number} was not checked, allowed are {lowest} to {highest}; {install}"
     return None
 
 
 def refuse_absent() -> None:
     """EngineUnavailableError where no vLLM is installed, or none that was checked; torch is not asked."""
-    found = installed()
-    if why := why_unavailable(found[1] if found else None):
+    package = installed()
+    if why := why_unavailable(package[1] if package else None):
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
 
 
@@ -74,10 +74,10 @@ def set_environment() -> None:
 
 def import_plugin() -> Any:
     """The module that imports vLLM; EngineUnavailableError where it cannot be imported."""
-    found = installed()
-    why = why_unavailable(found[1] if found else None)
-    if not why and found:
-        why = why_not_beside(torch.__version__, requires(found[0]) or [])
+    package = installed()
+    why = why_unavailable(package[1] if package else None)
+    if not why and package:
+        why = why_not_beside(torch.__version__, requires(package[0]) or [])
     if why:
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
     set_environment()
@@ -85,7 +85,7 @@ def import_plugin() -> Any:
         from lowmem_grpo.engines.vllm import plugin
     except Exception as error:  # a broken installation may raise errors of any kind
         raise EngineUnavailableError(
-            f"{' '.join(found or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
+            f"{' '.join(package or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"
         ) from error
     if plugin.envs.VLLM_ENABLE_V1_MULTIPROCESSING:

@@ -35,9 +35,9 @@ def active_in(modules: Mapping[str, Any]) -> ActiveAdapter:
                           "model.set_adapter(NAME)")
     off = {path: bool(module.disable_adapters) for path, module in modules.items() if active_names(module)}
     if len(set(off.values())) > 1:
-        one = next(path for path, value in off.items() if value)
-        raise BorrowError(f"the adapter is turned off in some layers ({one}) and not in others; an engine samples with "
-                          "all of them or with none")
+        layer = next(path for path, value in off.items() if value)
+        raise BorrowError(f"the adapter is turned off in some layers ({layer}) and not in others; an engine samples "
+                          "with all of them or with none")
     return ActiveAdapter(next(iter(names), None), True in off.values())
 
 

@@ -110,13 +110,13 @@ class Product:
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
     """(sum of out,) in `dtype`, with zeros for a matrix without a bias; None if no matrix has one. It is a view of the
     trainer's where these lie side by side, otherwise a copy, which is made once because they are frozen."""
-    given = [bias.detach() for bias in biases if bias is not None]
-    if not given:
+    present = [bias.detach() for bias in biases if bias is not None]
+    if not present:
         return None
-    whole = joined(given) if len(given) == len(biases) else None
+    whole = joined(present) if len(present) == len(biases) else None
     if whole is not None and whole.dtype == dtype:
         return whole
-    return torch.cat([given[0].new_zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
+    return torch.cat([present[0].new_zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
                       for bias, size in zip(biases, features, strict=True)])
 
 
@@ -125,7 +125,7 @@ class BorrowedLinear:
     """Linear modules of the trainer (plain, 4-bit or FP8) on one input, with the LoRA tensors that are sampled with."""
 
     name: str  # the engine's name of the layer
-    modules: dict[str, nn.Module]  # of the trainer, by their path
+    modules: dict[str, nn.Module]  # the trainer's, by their path
     loras: list[LoRA | None]  # in `dtype`; all the a lie side by side, and so do the b
     dtype: torch.dtype  # that the engine computes in
     twice: bool = False  # the last module's output stands for two parts: keys that are the values too
@@ -156,12 +156,12 @@ class BorrowedLinear:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the trainer that the products read, except adapters."""
-        found = []
+        tensors = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
-            found += [weight] if isinstance(weight, Tensor) else weight.tensors
-            found += [] if bias is None else [bias]
-        return found
+            tensors += [weight] if isinstance(weight, Tensor) else weight.tensors
+            tensors += [] if bias is None else [bias]
+        return tensors
 
     def check(self) -> None:
         """Raise BorrowError if a tensor has been moved, replaced or merged since."""
@@ -189,7 +189,7 @@ class BorrowedExperts:
     """The experts of one layer, and its router."""
 
     name: str  # the engine's name of the experts
-    path: str  # of the trainer's block
+    path: str  # the trainer's block
     block: Any  # RoutedBlock
     held: list[Tensor] = field(init=False)  # holding what was borrowed keeps its addresses from being reused
 
@@ -227,14 +227,14 @@ class BorrowedExperts:
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """(T, D), from x (T, D), and of each token the experts (T, k) and the values of their gates (T, k)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        found: Tensor = self.block.experts(x, ids, weights.to(wide))
-        return found
+        y: Tensor = self.block.experts(x, ids, weights.to(wide))
+        return y
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """(T, E) float32, of the router."""
-        found: Tensor = self.block.logits(x).float()
-        return found
+        logits: Tensor = self.block.logits(x).float()
+        return logits
 
     def close(self) -> None:
         """Release the trainer's tensors, even if somebody still holds this object."""
@@ -255,18 +255,18 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
         raise BorrowError(f"{path} is a {type(base).__name__}; expected a torch.nn.Linear or one of bitsandbytes. "
                           f"{OTHER_ENGINE}")
     try:
-        found = held_weight(base)
+        weight = held_weight(base)
     except ValueError as error:
         raise BorrowError(f"{path}: {error}. {ADVICE}") from error
-    if found.dtype not in DTYPES:
-        raise BorrowError(f"{path} has weights of {found.dtype}; expected one of {DTYPES}, 4 bits of bitsandbytes or "
+    if weight.dtype not in DTYPES:
+        raise BorrowError(f"{path} has weights of {weight.dtype}; expected one of {DTYPES}, 4 bits of bitsandbytes or "
                           f"FP8. {OTHER_ENGINE}")
-    return found.detach() if isinstance(found, Tensor) else found
+    return weight.detach() if isinstance(weight, Tensor) else weight
 
 
-def same_tensors(name: str, held: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> None:
     """Raise BorrowError if the tensors that are there now are not those that were borrowed."""
-    places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, found)]
+    places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, now)]
     if places[0] != places[1]:
         raise BorrowError(
             f"{name}: the trainer's tensors were moved or replaced while an engine samples with them. {ADVICE}"

@@ -69,8 +69,8 @@ class Loan:
 
     def routed(self, prefix: str) -> BorrowedExperts:
         """The trainer's block behind the engine's experts `prefix`, or behind their router."""
-        found = BorrowedExperts.of(self.base, prefix)
-        return self.experts.setdefault(found.path, found)
+        experts = BorrowedExperts.of(self.base, prefix)
+        return self.experts.setdefault(experts.path, experts)
 
     def is_router(self, prefix: str) -> bool:
         """Return whether the engine's linear layer `prefix` is the router of a block with experts."""
@@ -95,7 +95,7 @@ class Loan:
         module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
         other = None if head or not prefix or self.lacks(prefix) else self.base.get_submodule(prefix)
         module = other if isinstance(other, nn.Embedding) else module  # a family may have a second table
-        name = next(path for path, found in self.base.named_modules() if found is module)
+        name = next(path for path, own in self.base.named_modules() if own is module)
         if hasattr(module, "base_layer") or (prefix and not head and prefix != name):
             raise BorrowError(f"the engine's {prefix} is not the trainer's plain embedding {name} "
                               f"({type(module).__name__}). {OTHER_ENGINE}")
@@ -210,10 +210,10 @@ class Loan:
 
 def adapted(base: nn.Module) -> dict[str, Any]:
     """The modules that have adapters, by their path; BorrowError if one is not LoRA."""
-    found = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
-    for path, module in found.items():
+    modules = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
+    for path, module in modules.items():
         adapters.check_kind(path, module, None)
-    return found
+    return modules
 
 
 def active_adapter(base: nn.Module) -> str | None:
@@ -223,8 +223,8 @@ def active_adapter(base: nn.Module) -> str | None:
 
 def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
     """All LoRAs of that name in a model."""
-    found = [lora_of(path, module, name) for path, module in adapted(base).items()]
-    return [lora for lora in found if lora is not None]
+    loras = [lora_of(path, module, name) for path, module in adapted(base).items()]
+    return [lora for lora in loras if lora is not None]
 
 
 def copy_to_publish(policy: Policy, adapter: str | None) -> AdapterCopy:

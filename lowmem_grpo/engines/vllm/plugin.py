@@ -42,7 +42,7 @@ __all__ = [
     "LLM", "NAME", "SamplingParams", "check_architecture", "check_cache_dtype", "check_routes",
     "cleanup_dist_env_and_memory", "envs", "lending",
 ]
-NAME = "lowmem_grpo"  # of the quantization method and of the load format
+NAME = "lowmem_grpo"  # the quantization method and the load format
 EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's layer of experts; older versions have another
 ROUTES = "enable_return_routed_experts"
 LENT: list[Loan] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name

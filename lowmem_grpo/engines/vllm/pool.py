@@ -39,7 +39,7 @@ ALLOCATOR = "vllm.device_allocator.cumem"
 CLEAR = "_cuda_clearCublasWorkspaces"  # torch._C has it
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 CHECKED = ((0, 26), (0, 33))  # first and last version
-TAG = "sampling_weights"  # of segments whose contents may be dropped
+TAG = "sampling_weights"  # names segments whose contents may be dropped
 SEGMENT = 32 << 20  # bytes: torch gives 10 MiB or more a segment of its own, in steps of 2 MiB, with nothing left over
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
@@ -118,8 +118,8 @@ def pool() -> Any:
 
 def vllm_version() -> str:
     """The version of the installed vLLM, under either name."""
-    found = installed()
-    return "0" if found is None else found[1]
+    package = installed()
+    return "0" if package is None else package[1]
 
 
 def why_not() -> str | None:
@@ -156,8 +156,8 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     segment = allocator.pointer_to_data.get(buffer.data_ptr())
     if segment is None or (segment.tag, segment.handle[1]) != (TAG, size):
-        found = "none" if segment is None else f"{segment.handle[1]:,} bytes tagged {segment.tag!r}"
-        raise BorrowError(f"vLLM's memory pool gave no segment of {size:,} bytes tagged {TAG!r}, but {found}. {ADVICE}")
+        got = "none" if segment is None else f"{segment.handle[1]:,} bytes tagged {segment.tag!r}"
+        raise BorrowError(f"vLLM's memory pool gave no segment of {size:,} bytes tagged {TAG!r}, but {got}. {ADVICE}")
     return buffer
 
 

@@ -65,13 +65,13 @@ class Sampling:
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
         """Return the routes of so many tokens; None where vLLM returned none. RuntimeError where they do not fit."""
-        given = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
-        if given is None:
+        experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
+        if experts is None:
             return None
-        if len(given) != tokens:
-            raise RuntimeError(f"vLLM returned the routes of {len(given)} tokens, and {tokens} ran; sample with "
+        if len(experts) != tokens:
+            raise RuntimeError(f"vLLM returned the routes of {len(experts)} tokens, and {tokens} ran; sample with "
                                'fast_inference="transformers", and report it with the version of vLLM')
-        small = given if given.dtype.itemsize == 1 else given.astype("int16")
+        small = experts if experts.dtype.itemsize == 1 else experts.astype("int16")
         return Routes((torch.from_numpy(small)[:, list(self.routed)],))
 
 
@@ -145,7 +145,8 @@ class Prompts(FinishedPrompts):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
                 steps.was_read(len(ids))
-                self.add(prompt, one_prompt([self.sampling.rollout(one, ids, version) for one in output.outputs], ids))
+                rollouts = [self.sampling.rollout(completion, ids, version) for completion in output.outputs]
+                self.add(prompt, one_prompt(rollouts, ids))
 
     def in_order(self) -> list[int]:
         """Return the prompts that are missing, as they enter."""
@@ -172,8 +173,8 @@ class Turns(Calls):
     def __init__(self, conversation: Conversation, sampling: Sampling, device: torch.device) -> None:
         self.conversation, self.sampling, self.device = conversation, sampling, device
         self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
-        self.routes: dict[int, tuple[list[int], Routes]] = {}  # of the last turn of a key, and the tokens they are of
-        self.keys: dict[str, int] = {}  # of the open turns, by the number of vLLM's request
+        self.routes: dict[int, tuple[list[int], Routes]] = {}  # by key: the tokens that ran, and their routes
+        self.keys: dict[str, int] = {}  # the open turns, by the number of vLLM's request
 
     def run(self, steps: Steps, version: int) -> None:
         """Decode until the conversation has no more. Turns that were lost with another engine are asked for again;

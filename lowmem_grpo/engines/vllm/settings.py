@@ -35,17 +35,17 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
         values["max_position_embeddings"] = max(max_seq_length, max(original, default=0) + 1)
     row = family_of(config)
     if row is not None and row.attention.stretched:  # vLLM reads it under another name
-        (given,) = rope
-        values["llama_4_scaling"] = {"beta": given["llama_4_scaling_beta"],
-                                     "original_max_position_embeddings": given["original_max_position_embeddings"]}
+        (scaling,) = rope
+        values["llama_4_scaling"] = {"beta": scaling["llama_4_scaling_beta"],
+                                     "original_max_position_embeddings": scaling["original_max_position_embeddings"]}
     type(config).from_dict(values).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
     """The rope parameters; one entry for each kind of layer where these differ."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return [found] if "rope_type" in found else [part for part in found.values() if isinstance(part, dict)]
+    settings = getattr(config, "rope_parameters", None) or {}
+    return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
 def on_card(policy: Policy) -> bool:
@@ -88,12 +88,12 @@ def has_states(policy: Policy) -> bool:
     return family is not None and bool(family.delta_net)
 
 
-def block_size(policy: Policy, max_seq_length: int, given: int | None) -> dict[str, int]:
+def block_size(policy: Policy, max_seq_length: int, asked: int | None) -> dict[str, int]:
     """Tokens of a block of the cache, vLLM's own unless they are `given`. A turn takes whole blocks of its history from
     the cache and computes the rest again, so they are small on the CPU too, where contexts are short."""
-    if given is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
+    if asked is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
         return {}
-    return {"block_size": BLOCK_ON_CPU if given is None else given}
+    return {"block_size": BLOCK_ON_CPU if asked is None else asked}
 
 
 def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
