@@ -1,4 +1,4 @@
-"""What `FastLanguageModel` returns: a model that can also sample, and save and load its adapter."""
+"""What `FastLanguageModel` returns: a model that can also sample, save and load its adapter; and LoRA put on it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,25 +6,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModelForCausalLM
+import torch
+from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
+from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
-from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
+from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
+from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
+from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
+from lowmem_grpo.models.lora_layers import use_kernel_layers
+from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
-from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit
+from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.models.rope_context import fix_frequencies
-from lowmem_grpo.runs.adapter_file import check_for
+from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
+from lowmem_grpo.runs.adapter_file import (
+    PREFIX,
+    beyond_lora,
+    check_for,
+    layers_of,
+    read_adapter,
+    refuse_variants,
+    starts_plainly,
+)
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
-from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
+from lowmem_grpo.runs.saved_adapter import BaseRecord, base_of_adapter, check_base
+from lowmem_grpo.runs.whole_files import AdapterError
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
+ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"
+STARTS = ('True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s '
+          "weights as they are")
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
 
 
@@ -50,37 +67,13 @@ class Loaded:
     stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens
 
 
-class VLLMEngineHandle:
-    """`model.vllm_engine`, as Unsloth's programs use it: what the sampler holds beside the weights is freed, and made
-    again. Training and sampling do both by themselves. The transformers engine holds nothing between two calls."""
-
-    def __init__(self, keeper: EngineKeeper) -> None:
-        self.keeper = keeper
-
-    def sleep(self, level: int = 1) -> None:
-        """Free vLLM's cache. The weights are the trainer's, so that every `level` means the same."""
-        if self.keeper.kept is not None:
-            self.keeper.kept.sleep()
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Make the cache again, unless `tags` name the weights only, which never sleep."""
-        if self.keeper.kept is not None and (tags is None or "kv_cache" in tags):
-            self.keeper.kept.wake()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"model.vllm_engine has no {name!r} here, but sleep and wake_up; sample with "
-                             "model.fast_generate(prompts, sampling_params)")
-
-
 class FastGeneration(Saving):
     """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
 
     loaded: Loaded
 
-    def fast_generate(
-        self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None, use_tqdm: bool = True,
-        **others: Any,
-    ) -> list[RequestOutput]:
+    def fast_generate(self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None,
+                      use_tqdm: bool = True, **others: Any) -> list[RequestOutput]:
         """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
 
         `prompts` is a string (already rendered), a list of chat messages, a list of token ids, what a tokenizer
@@ -103,13 +96,12 @@ class FastGeneration(Saving):
             for params, part in calls:
                 groups = engine.generate([ids for _, ids in part], params)
                 answers = Answers(policy, self.loaded.tokenizer, params, request)
-                outputs += [answers.of(len(outputs) + place, *prompt, group)
+                outputs += [answers.request_output(len(outputs) + place, *prompt, group)
                             for place, (prompt, group) in enumerate(zip(part, groups, strict=True))]
         return outputs
 
     @property
     def inner(self) -> Any:
-        """The transformers or PEFT model itself."""
         return self
 
     def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
@@ -121,7 +113,6 @@ class FastGeneration(Saving):
 
     @property
     def vllm_engine(self) -> VLLMEngineHandle:
-        """Return the handle that frees the sampler's cache and makes it again, under Unsloth's names."""
         return VLLMEngineHandle(self.loaded.keeper)
 
     def close_engine(self) -> None:
@@ -255,12 +246,89 @@ def as_request(adapter: Any) -> LoraRequest | None:
     return LoraRequest(Path(path))
 
 
-def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
-    """The calls of the engine: one for all prompts, or one for each where each has its own parameters."""
-    if not isinstance(sampling_params, list | tuple):
-        return [(as_sampling_params(sampling_params, longest), prompts)]
-    if len(sampling_params) != len(prompts):
-        raise ValueError(f"sampling_params has {len(sampling_params)} entries and there are {len(prompts)} prompts; "
-                         "pass one for each prompt, or one for all")
-    return [(as_sampling_params(each, longest), [prompt])
-            for each, prompt in zip(sampling_params, prompts, strict=True)]
+# LoRA on a loaded model, in our layers
+
+
+def check_bare(model: Any) -> None:
+    if not isinstance(model, BareModel | FastPeftModel):
+        raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
+    if hasattr(model.inner, "peft_config"):
+        raise ValueError("this model has LoRA already; load it again for a second adapter")
+
+
+def check_plain(config: Any) -> None:
+    """Raise TypeError for anything but a LoraConfig, and ValueError, by name, for one that asks for more than LoRA on
+    linear layers of a causal language model."""
+    if type(config) is not LoraConfig:
+        raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
+    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
+        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
+    settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
+    if variant is not None:
+        advice = GET_PEFT_MODEL[variant].advice if variant in GET_PEFT_MODEL else "Only plain LoRA is trained."
+        raise ValueError(f"peft_config: {variant}={settings[variant]!r} is not supported. {advice} Or {ADVICE}")
+    if not starts_plainly(config.init_lora_weights):
+        raise ValueError(f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported; allowed are "
+                         f"{STARTS}")
+
+
+def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload", seed: int = 0,
+              mlp_tile: int | None = None) -> FastPeftModel:
+    """Put LoRA on a loaded model as PEFT does with these settings, drawn from the seed; ValueError where PEFT could
+    not."""
+    check_bare(model)
+    mode = checkpointing_mode(checkpointing)
+    tile = check_tile(mlp_tile, mode)
+    check_config(model.inner, config)
+    config.fan_in_fan_out = False  # as PEFT sets it on linear layers of its own
+    use_kernel_layers(config, model.inner)
+    model.close_engine()  # its modules are about to be wrapped
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft_model = FastPeftModel(model.inner, config)
+    peft_model.loaded = model.loaded
+    peft_model.loaded.offload, peft_model.loaded.mlp_tile = mode == "offload", mlp_tile
+    make_lean(model.inner, tile)
+    enable_checkpointing(model.inner, mode)
+    return peft_model
+
+
+def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[FastPeftModel, Any]:
+    """Return the base of a saved adapter with it, and the tokenizer beside it, or the base's. AdapterError for
+    an adapter that is not plain LoRA, or that does not say its base."""
+    (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
+    refuse_variants(config, folder, "trained")
+    record = base_of_adapter(folder)
+    if record.model is None:
+        raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
+    own: dict[str, Any] = {"revision": arguments["revision"] or record.revision}
+    if arguments["load_in_4bit"] is None and not arguments["load_in_16bit"] and not arguments["load_in_fp8"]:
+        own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
+    model, _ = cls.from_pretrained(record.model, **arguments | own)
+    check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
+    adapted = with_values_to_come(model, config)
+    check_for(adapted, folder)
+    set_peft_model_state_dict(adapted, tensors)
+    adapted.take_up(folder, tokenizer)
+    return adapted, adapted.loaded.tokenizer
+
+
+def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload") -> FastPeftModel:
+    """Put LoRA on a loaded model whose values are set afterwards: they are drawn in the usual way."""
+    start, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
+    adapted = with_lora(model, config, checkpointing)
+    config.init_lora_weights = start
+    return adapted
+
+
+def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
+    """Return the tokens in a tile of the MLP; None for one piece."""
+    if mlp_tile is None:
+        return MLP_TILE if checkpointing else None
+    if mlp_tile < 1:
+        raise ValueError(f"mlp_tile is {mlp_tile}; it must be at least 1")
+    if not checkpointing:
+        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are computed again in "
+                         "backward, and that is checkpointing. Leave one of them out")
+    return mlp_tile

@@ -24,7 +24,7 @@ from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.named import find
-from lowmem_grpo.models.stored_form import look, refuse_longer
+from lowmem_grpo.models.stored_form import check_stored, refuse_longer
 from lowmem_grpo.rules import check_given
 from lowmem_grpo.units import size_text
 
@@ -95,7 +95,7 @@ class FastLanguageModel:
         if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
             arguments = {name: value for name, value in locals().items()
                      if name not in ("cls", "model_name", "options", "place")}
-            from lowmem_grpo.lora_model import with_adapter  # not among the given
+            from lowmem_grpo.fast_model import with_adapter  # not among the arguments
 
             return with_adapter(cls, place, arguments | options)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
@@ -114,13 +114,12 @@ class FastLanguageModel:
             raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         path = find(model_name, **where)
-        look(path, model_name, dtype, max_seq_length)
+        check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
-        from lowmem_grpo.models.card_check import larger_card, use_card
-        from lowmem_grpo.models.dtypes import compute_dtype
+        from lowmem_grpo.models.card_check import compute_dtype, larger_card, use_card
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
         from lowmem_grpo.offload.embedding import embed_on_host, movable
@@ -182,7 +181,7 @@ class FastLanguageModel:
         check_given(locals(), LORA)
         from peft import LoraConfig
 
-        from lowmem_grpo.lora_model import check_bare, check_plain, with_lora
+        from lowmem_grpo.fast_model import check_bare, check_plain, with_lora
         from lowmem_grpo.models.lora_targets import Scope, lora_targets
 
         check_bare(model)

@@ -31,7 +31,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
     ("config", "models"),
     ("engines",),
     ("data", "runs", "views"),
-    ("export", "fast_model", "lora_model", "loader", "rewards", "environments"),
+    ("export", "fast_model", "loader", "rewards", "environments"),
     ("rollout", "preflight", "train", "chat_templates"),
     ("service", "agents", "recipes", "jobs", "commands", "integrations", "cli", "__main__"),
 ]
@@ -46,7 +46,6 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "export": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
-    "lora_model": {"peft"},
     "environments": {"mcp", "transformers"},
     "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy", "transformers"},
     "rollout": {"transformers"},

@@ -10,7 +10,7 @@ from trl import TrlParser
 
 from lowmem_grpo import GRPOConfig, RLOOConfig, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
-from lowmem_grpo.lora_model import check_plain
+from lowmem_grpo.fast_model import check_plain
 
 
 @pytest.mark.parametrize(("written", "to_write"), [

@@ -1,8 +1,5 @@
-"""The rows that the transformers engine decodes together, each at its own place.
-
-Where memory has room for fewer rows than were asked for, others enter as rows are done. The rows of a `Part` have drawn
-equally many tokens.
-"""
+"""The rows that the transformers engine decodes together. Others enter as rows are done, where memory has room for
+few."""
 
 from collections import deque
 
@@ -29,11 +26,10 @@ class Batch:
 
     @property
     def running(self) -> int:
-        """Unfinished rows."""
         return sum(len(part.rows) for part in self.parts)
 
     def take_part(self, waiting: deque[Part], room: int) -> Part:
-        """Take at most so many of the rows that wait; they belong to the batch from now on, and enter it next."""
+        """Take at most so many of the rows that wait into the batch; they enter it next."""
         first = waiting.popleft()
         part = Part(first.rows[:room], first.start)
         if len(first.rows) > room:
@@ -49,8 +45,7 @@ class Batch:
         self.uniforms, self.used, self.seen = self.uniforms[:0, :0], 0, self.state.counts
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V). Unless there are stop strings, nothing here waits for the device,
-        but for the random numbers of each `AHEAD` places."""
+        """Draw the next tokens from logits (B, V); only stop strings and new random numbers wait for the device."""
         state, generation, drew = self.state, self.generation, self.state.alive
         state.tokens, logprobs = draw(logits, generation.params, self.next_uniforms())
         rows, places = state.rows, state.counts
@@ -79,17 +74,15 @@ class Batch:
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Return whether to ask which rows are done: after `every` tokens, since asking waits for the device, which
-        then waits for the host, and where a row may have drawn as many as there is room for. A row that is done
-        meanwhile draws on, and what it drew is not kept. It is after each token where there are stop strings, which are
-        looked for on the host."""
+        """Return whether to ask which rows are done, which waits for the device: after `every` tokens, where a row may
+        be full, and after each token where stop strings are looked for on the host. What a row draws after its end is
+        not kept."""
         full = any(part.start + self.since >= self.generation.ids.shape[1] for part in self.parts)
         return full or self.since >= (1 if self.stops.texts else every)
 
-    def look(self) -> tuple[int, set[int]]:
-        """Ask the device which rows are done; returns how many tokens all drew since it was asked last, and the rows
-        that are done since. Until then, an error leaves the rows where they were the last time: what they drew is drawn
-        again, and is the same."""
+    def find_done(self) -> tuple[int, set[int]]:
+        """Ask the device which rows are done; returns how many tokens all drew since the last time, and these rows.
+        After an error, what rows drew since is drawn again, and is the same."""
         state = self.state
         drawn = self.running if self.since == 1 else int((state.counts - self.seen).sum())
         left, done = set(state.rows[state.alive].tolist()), set[int]()

@@ -42,7 +42,6 @@ class RandomNumbers:
         return numbers
 
     def block(self, index: int) -> Tensor:
-        """Return the numbers of a block, made again where it was dropped."""
         if index not in self.blocks:
             seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -64,8 +63,7 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
 
 @dataclass
 class Part:
-    """Rows with `start` tokens drawn. While they are decoded, finished rows leave it and `start` grows, so that the
-    rest can be resumed."""
+    """Rows with `start` tokens drawn, which grows while they are decoded: what can be resumed after an error."""
 
     rows: list[int]
     start: int = 0
@@ -120,7 +118,6 @@ class DecodeState:
         self.real = self.real[:, width - held :]
 
     def select(self, keep: Tensor) -> None:
-        """Keep only these rows (R,), or repeat them."""
         self.cache.batch_select_indices(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.real, self.positions = self.alive[keep], self.real[keep], self.positions[keep]
@@ -155,7 +152,6 @@ class GenerationState:
 
     @property
     def widest(self) -> int:
-        """The places of a cache that all rows need at most, if they run together from their first token on."""
         return max(map(len, self.prompts)) + self.ids.shape[1]
 
     @classmethod
@@ -171,8 +167,8 @@ class GenerationState:
     @classmethod
     def of_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                  conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
-        """One row of each turn of a round, before the first token. A turn is given to the conversation as soon as it is
-        drawn, and its numbers follow from its own seed, so that they are the same however it is decoded."""
+        """One row of each turn of a round, before the first token. A turn is given back as soon as it is drawn, and its
+        numbers follow from its own seed."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:
@@ -193,7 +189,7 @@ class GenerationState:
         """Return the rows whose first tokens are held from earlier turns, beside so many rows that run."""
         if not self.requests:
             return []
-        prefixes = {row: kept for row in rows if (kept := self.kept.take(self.requests[row].key)) is not None}
+        prefixes = {row: kept for row in rows if (kept := self.kept.pop_row(self.requests[row].key)) is not None}
         self.kept.trim(self.room - running - len(rows))
         held = {row: kept.shared(self.prompts[row]) for row, kept in prefixes.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}
@@ -226,7 +222,7 @@ class GenerationState:
             self.prompt_routes = new | self.prompt_routes  # rows that are resumed keep those of their first pass
 
     def keep_continued_routes(self, more: Continuation, fed: Tensor | None) -> None:
-        """Keep those of prompts whose first tokens were held, with their routes; of each, the last were `fed`."""
+        """Keep the routes of prompts whose first tokens were held; of each, the last tokens were `fed`."""
         if fed is None:
             return
         rows = zip(more.rows, more.prompts, more.kept, more.held, fed.cpu(), strict=True)
@@ -236,7 +232,7 @@ class GenerationState:
             self.prompt_routes[row] = kept.routes.cut(0, kept.shared(prompt)).then(again)
 
     def keep_routes(self, rows: Tensor, places: int | Tensor, fed: Tensor | None) -> None:
-        """Keep the routes of the tokens that were drawn at places and then fed: the last of `fed` (B, S, layers, k)."""
+        """Keep the routes of the tokens drawn at places: the last of `fed` (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:

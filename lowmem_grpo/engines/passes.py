@@ -10,10 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.kernels.frozen import WIDE, WideWeights
-from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
-from lowmem_grpo.kernels.matmul import matmul_fp32
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Policy, evaluating
 
 FED = 256  # tokens fed at once to rows that are resumed or go on
 
@@ -51,21 +49,17 @@ class Passes:
 
     @contextmanager
     def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
-        """Inside, nothing is dropped out and no gradient is computed, and adapters, which must not change, are kept as
-        products take them, in `lasting` for longer; the mode of the model comes back."""
-        was_training = self.policy.model.training
-        self.policy.model.eval()
+        """Inside, nothing is dropped out, no gradient is computed, and adapters are kept as products take them, in
+        `lasting` for longer."""
         token = WIDE.set(self.wide)
         try:
-            with torch.no_grad(), kept_factors(lasting):
+            with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):
                 yield
         finally:
             WIDE.reset(token)
-            self.policy.model.train(was_training)
 
-    def hidden(
-        self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState, **named: Any
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState,
+               **named: Any) -> Tensor:
         """The last hidden states (B, Q, D) of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
         recorder = self.policy.recorder()
         with self.policy.autocast():
@@ -79,11 +73,7 @@ class Passes:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits (B, Q, V) after hidden states (B, Q, D)."""
-        head = self.policy.head
-        rows = matmul_fp32(hidden.flatten(0, 1).to(head.weight.dtype), head.weight.T)
-        rows = LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(rows, head.bias)
-        return rows.view(*hidden.shape[:2], -1)
+        return self.policy.head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -68,14 +68,12 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
 
 
 def finish(temp: Path, done: Exported) -> None:
-    """Write the record of sizes and checks into the folder."""
     done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
     record = asdict(done) | {"folder": done.folder.name}
     (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """ExportError if the disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "

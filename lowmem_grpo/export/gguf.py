@@ -31,8 +31,6 @@ class GGUFError(RuntimeError):
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """The content of a GGUF file."""
-
     architecture: str
     shapes: dict[str, tuple[int, ...]]  # by tensor, the last dimension first
 
@@ -92,7 +90,6 @@ def program(folder: Path | None, name: str, *others: str) -> Path | None:
 
 
 def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
-    """The converter's command line for a merged model."""
     return [sys.executable, str(script), str(merged), "--outfile", str(out), "--outtype", kind]
 
 

@@ -24,7 +24,7 @@ from lowmem_grpo.kernels.causal_conv import causal_conv
 from lowmem_grpo.kernels.delta_rule import delta_rule, delta_step
 from lowmem_grpo.kernels.runs import Runs
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
-from lowmem_grpo.models.lean_attention import take_place
+from lowmem_grpo.models.lean_modules import take_place
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
 from lowmem_grpo.models.packed_attention import PackedLayout
 
@@ -41,7 +41,6 @@ class Given:
     beta: Tensor  # (T, H) float32
 
     def at(self, tokens: Tensor | slice) -> "Given":
-        """Those of some tokens."""
         return Given(self.mixed[tokens], self.g[tokens], self.beta[tokens])
 
 
@@ -56,7 +55,7 @@ class Stages:
     back: Tensor | None
 
     @classmethod
-    def of(cls, layout: PackedLayout, device: torch.device) -> "Stages":
+    def from_layout(cls, layout: PackedLayout, device: torch.device) -> "Stages":
         """Return the inputs of a packed micro-batch: every prompt's tokens first, then all completions'."""
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
@@ -88,10 +87,8 @@ class DeltaNet(nn.Module):
         take_place(self, net)
         self.weights = JoinedWeights()
 
-    def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
-        packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
+                packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
         """(B, T, D) -> (B, T, D); real, or attention_mask, (B, T): which tokens are no padding, left of all others."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
@@ -110,9 +107,8 @@ class DeltaNet(nn.Module):
         return output
 
     def packed(self, inputs: Given, layout: PackedLayout) -> Tensor:
-        """(T, H, V) of a packed micro-batch."""
         if layout.stages is None:
-            layout.stages = Stages.of(layout, inputs.g.device)
+            layout.stages = Stages.from_layout(layout, inputs.g.device)
         stages: Stages = layout.stages
         if stages.order is not None:
             inputs = inputs.at(stages.order)
@@ -135,18 +131,17 @@ class DeltaNet(nn.Module):
         result, _, state = self.run(inputs, runs, *(before or (None, None)))
         if cache is not None:
             cache.update_conv_state(inputs.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
-                                    conv_kernel_size=self.conv_width)
+                                    conv_kernel_size=self.conv_weight.shape[1])
             cache.update_recurrent_state(state, self.layer_idx, real=real)
         return result
 
     def states(self, cache: Any) -> tuple[Tensor, Tensor]:
         """The last inputs (B, W - 1, C) of the convolution, and the states (B, H, K, V) of the rule, in a cache."""
         layer = cache.layers[self.layer_idx]
-        return layer.conv_states[0][..., 1 - self.conv_width :].mT, layer.recurrent_states[0]
+        return layer.conv_states[0][..., 1 - self.conv_weight.shape[1] :].mT, layer.recurrent_states[0]
 
-    def run(
-        self, inputs: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, inputs: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor,
+            Tensor, Tensor]:
         """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
         mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
@@ -160,23 +155,15 @@ class DeltaNet(nn.Module):
 
     @property
     def conv_weight(self) -> Tensor:
-        """(C, W) of the convolution."""
         weight: Tensor = self.get_submodule("conv1d").weight  # type: ignore[assignment]
         return weight[:, 0]
 
-    @property
-    def conv_width(self) -> int:
-        """W."""
-        return self.conv_weight.shape[1]
-
 
 def wide(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in float32, or in float64 if they are that."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 def grads(*tensors: Tensor) -> bool:
-    """Return whether autograd follows any of them."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -1,8 +1,7 @@
 """Loads a model into our FP8 layers, through a quantizer registered with transformers.
 
-A checkpoint in 16 bits is quantized while it is read: transformers reads a tensor, we make codes of it, and it is freed
-before the next one. Of a checkpoint in FP8, codes and scales are used as they are stored. A layer is in FP8 if its
-weight is stored so, whatever the config says; scales of activations are ignored, because these stay in 16 bits.
+A checkpoint in 16 bits is quantized tensor by tensor while it is read. One in FP8 is used as it is stored: a layer is
+in FP8 if its weight is, whatever the config says. Scales of activations are ignored: these stay in 16 bits.
 """
 
 import logging
@@ -64,7 +63,6 @@ def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = 
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype as a config writes it, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -84,21 +82,17 @@ class FP8Quantizer(HfQuantizer):
         return False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is the weight of one of our layers."""
         path, _, name = param_name.rpartition(".")
         return name == "weight" and isinstance(model.get_submodule(path), FP8Linear)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Bytes of one number of a parameter, once it is held."""
         return 1 if self.param_needs_quantization(model, param_name) else super().param_element_size(
             model, param_name, param)
 
     def get_quantize_ops(self) -> "Quantize":
-        """Return the operation on a weight in 16 bits after it was read."""
         return Quantize(self.quantization_config.block)
 
     def get_weight_conversions(self) -> list[Any]:
-        """Scales of both kinds of checkpoint get one name."""
         stored, ours = (name.removeprefix(".") for name in (SCALES[1], SCALES[0]))
         return [WeightRenaming(rf"{stored}$", ours)] if self.pre_quantized else []
 
@@ -122,7 +116,6 @@ class FP8Quantizer(HfQuantizer):
                                                     size, dtype, held))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        """Let the layers hold what was read."""
         for path, module in model.named_modules():
             if isinstance(module, FP8Linear) and self.pre_quantized:
                 try:
@@ -140,7 +133,6 @@ class Quantize(ConversionOps):
         self.block = None if block is None else (int(block[0]), int(block[1]))
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        """Codes and scales, under the names that our layer has for them, of each weight that was read."""
         converted: dict[str, Any] = {}
         for name, tensor in input_dict.items():
             weight = fp8_quantize(tensor[0] if isinstance(tensor, list) else tensor, self.block)
@@ -160,10 +152,8 @@ def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None
     model._keys_to_ignore_on_load_unexpected = known | {rf"\{ending}$" for ending in OF_ACTIVATIONS}
 
 
-def stored_in_fp8(
-    model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
-    names: dict[str, str],
-) -> dict[str, tuple[int, int] | None]:
+def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
+                  names: dict[str, str]) -> dict[str, tuple[int, int] | None]:
     """The paths of the linear layers whose weights are stored in FP8, with their blocks (None: rows, or one scale for
     all). ValueError for weights without scales or of another shape, for scales without weights or that do not fit, and
     for what is no linear layer."""
@@ -204,7 +194,6 @@ def check_pairs(heads: dict[str, Any]) -> None:
 
 
 def path_of(name: str) -> str:
-    """The module of a stored weight."""
     return name.removesuffix(".weight")
 
 
@@ -213,9 +202,8 @@ def scale_of(name: str, stored: Container[str]) -> str | None:
     return next((scale for scale in (path_of(name) + suffix for suffix in SCALES) if scale in stored), None)
 
 
-def fitting_block(
-    name: str, shape: tuple[int, int], scales: list[int], block: tuple[int, int] | None
-) -> tuple[int, int] | None:
+def fitting_block(name: str, shape: tuple[int, int], scales: list[int], block: tuple[int, int] | None) -> tuple[int,
+                  int] | None:
     """The blocks by which scales of this shape cover a weight: None for rows, or one for all."""
     if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
         return None
@@ -226,8 +214,8 @@ def fitting_block(
 
 
 def headers(files: Any, kind: str = "weights in FP8") -> Iterator[tuple[str, tuple[str, list[int]]]]:
-    """(name, (safetensors' name of the dtype, shape)) of every tensor of a checkpoint with weights of this kind;
-    nothing else is read. ValueError for files that are not in safetensors."""
+    """Yield (name, (safetensors' dtype, shape)) of every tensor of a checkpoint; ValueError for files in other
+    formats."""
     for file in files or []:
         if Path(file).suffix != ".safetensors":
             raise ValueError(f"{Path(file).name} holds {kind}, and only safetensors files are read. "

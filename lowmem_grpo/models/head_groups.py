@@ -27,7 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class HeldFunction(torch.autograd.Function):
-    """Query, key and value as they are; they are kept for attention's backward pass."""
+    """Query, key and value as they are, kept for attention's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -43,9 +43,7 @@ class HeadGroupsFunction(torch.autograd.Function):
     """`attend` of (S, H, Q, K) and twice (S, H_kv, L, K), which `held` keeps, group by group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:
         ctx.held, ctx.attend, ctx.groups = held, attend, groups
         result = laid_by_tokens(query)
         for asked, own in ranges(query.shape[1], key.shape[1], groups):
@@ -101,5 +99,4 @@ def laid_by_tokens(like: Tensor) -> Tensor:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """A saved tensor stays where it is."""
     return tensor

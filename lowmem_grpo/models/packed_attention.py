@@ -41,7 +41,7 @@ class PackedLayout:
     stages: Any = None  # the `Stages` of gated delta nets, for all layers
 
     @classmethod
-    def of(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
+    def from_batch(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
         sequences = len(batch.cu_seqlens) - 1
         once = sequences > 1 and prompts_once(batch.prompts)
         return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once,
@@ -57,16 +57,13 @@ class PackedLayout:
         return tuple(heads for together in alike for heads in spread(together, *places))
 
     def gather(self, side_by_side: Tensor) -> Tensor:
-        """(S, H, W, K) to (1, T, H, K)."""
         if self.num_sequences == 1:
             return side_by_side.transpose(1, 2)
         return gather(side_by_side, self.sources, self.places)[None]
 
 
-def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
+                     dropout: float, sliding_window: int | None) -> Tensor:
     """Causal attention within each packed sequence, (1, H, T, K) to (1, T, H, K)."""
     causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups)
     if layout.once:
@@ -87,7 +84,6 @@ class Causal:
 
     @property
     def reach(self) -> int:
-        """The most keys before a query that it may attend to."""
         return self.width if self.window is None else window_reach(self.window, self.width)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -95,10 +91,10 @@ class Causal:
         would be others in the backward pass, the heads stay together."""
         if self.head_groups > 1 and not self.dropout and torch.is_grad_enabled() and query.requires_grad:
             query, key, value = as_autocast(query, key, value)
-            return by_head_groups(query, key, value, self.whole, self.head_groups)
-        return self.whole(query, key, value)
+            return by_head_groups(query, key, value, self.attend, self.head_groups)
+        return self.attend(query, key, value)
 
-    def whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The same for all heads that it is given at once."""
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
@@ -138,7 +134,6 @@ class Causal:
         return self.masks[name]
 
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """One call of torch's attention."""
         groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
         if groups > 1 and not shares_key_heads(query.device, query.dtype, masked):
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
@@ -148,9 +143,8 @@ class Causal:
         )
 
 
-def each_prompt_once(
-    query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]], causal: Causal
-) -> Tensor:
+def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]],
+                     causal: Causal) -> Tensor:
     """One call for each prompt, and one for each completion, whose keys are the prompt's and its own."""
     families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
     sizes = [length for lengths in families for length in lengths if length]
@@ -207,7 +201,6 @@ class PartsFunction(torch.autograd.Function):
 
 
 def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Views (S, H, end - start, K) of (S, H, T, K), one for each range."""
     if ranges == [(0, whole.shape[2])]:
         return (whole,)
     views: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)

@@ -1,7 +1,6 @@
-"""Work on micro-batches that survives running out of memory: it starts again with smaller micro-batches.
-
-The gradient is that of a run that had the smaller micro-batches from the start: bit for bit on the CPU. On a card it is
-the same only up to rounding, because torch's fused attention sums the gradients of queries in no fixed order.
+"""Work on micro-batches that starts again with smaller ones where memory runs out. The gradient is that of a run that
+had these from the start: bit for bit on the CPU, up to rounding on a card, where fused attention sums in no fixed
+order.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +23,8 @@ class Packer:
         self.device, self.bound = device, bound
         self.size = 0  # tokens of the micro-batch in progress
 
-    def run(
-        self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
-        undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None,
-    ) -> T:
+    def run(self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
+            undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
         """Return the results of `work` for all micro-batches of the groups; `what` names it in messages.
 
         If memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares the next
@@ -46,7 +43,6 @@ class Packer:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches on the device, one after the other."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)

@@ -22,10 +22,8 @@ from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 Completion = tuple[RolloutGroup, Rollout]
 
 
-def pack(
-    groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
-    spread: float = SPREAD,
-) -> list[MicroBatch]:
+def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
+         spread: float = SPREAD) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches.
 
     A micro-batch holds at most `max_tokens` places and `max_sequences` completions; a completion of more places gets
@@ -61,7 +59,6 @@ class Piece:
 
     @property
     def mask(self) -> Tensor:
-        """(places,) bool: which of them are trained."""
         return self.sequence.mask if self.sequence else torch.full((len(self.ids),), False)
 
 
@@ -141,7 +138,6 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """`MicroBatch.homes`."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]

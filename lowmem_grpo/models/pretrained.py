@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 
+from lowmem_grpo.hub import first_line
 from lowmem_grpo.memory.bounds import freed_memory_returned
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.models import attention
-from lowmem_grpo.models.dtypes import check_dtype
+from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_linear import fp8_linears
@@ -78,7 +79,6 @@ class Pretrained:
         return model.requires_grad_(False), tokenizer
 
     def config(self) -> Any:
-        """The config of the model that is loaded: of a checkpoint with images, that of its text part."""
         return self.parts()[0]
 
     def parts(self) -> tuple[Any, dict[str, str]]:
@@ -87,7 +87,6 @@ class Pretrained:
         return text_part(whole), text_names(whole)
 
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options)
 
     def form(self, asked: str) -> str:
@@ -102,10 +101,9 @@ class Pretrained:
         try:
             yield
         except OSError as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise OSError(
                 f"no model {self.name!r}: it is not a folder with a model, and the hub did not return one "
-                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line}"
+                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line(error)}"
             ) from error
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):
@@ -158,9 +156,8 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
         raise ValueError(NO_TURNS.format(name, row.name, " and ".join(lacking)))
 
 
-def quantization(
-    config: Any, stored: str | None, form: str, dtype: torch.dtype, names: dict[str, str] | None = None
-) -> dict[str, Any]:
+def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
+                 names: dict[str, str] | None = None) -> dict[str, Any]:
     """Arguments of from_pretrained; the config of an FP8 checkpoint gets our quantizer. For weights that stay as they
     are stored in NF4 there are none: None would overrule the checkpoint's own config."""
     if stored == FP8:
@@ -190,12 +187,10 @@ def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig)
 
 
 def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
-    """The layers of bitsandbytes."""
     return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether some layers hold their weights in 4 bits or FP8."""
     return any(linears_in_4bit(model)) or any(fp8_linears(model))
 
 

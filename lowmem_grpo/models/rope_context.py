@@ -1,10 +1,8 @@
 """Position embeddings whose frequencies depend on the length of a text, fixed for the context of a loaded model.
 
-LongRoPE (Phi-3.5, Phi-4-mini; arXiv 2402.13753, section 3.2) has short factors for texts within the length of
-pretraining, and long ones beyond it. transformers chooses by the longest position of a *forward pass*. In a packed
-micro-batch, or among the rows of an engine, one long text would so change all short ones, and sampler and trainer would
-compute different probabilities. vLLM chooses by `max_model_len`, once. So do we, by `max_seq_length`: sampler, trainer
-and vLLM have the same factors for every text, and CUDA graphs can be recorded.
+LongRoPE (Phi-3.5, Phi-4-mini; arXiv 2402.13753, section 3.2) has other factors beyond the length of pretraining.
+transformers chooses by the longest position of a *forward pass*, so one long text of a micro-batch would change all
+short ones. vLLM chooses by `max_model_len`, once; so do we, by `max_seq_length`, and CUDA graphs can be recorded.
 """
 
 import logging
@@ -20,10 +18,8 @@ FIXED = "default"  # the name under which it leaves frequencies as they are
 
 
 def fix_frequencies(model: nn.Module, context: int) -> None:
-    """Give a model's position embeddings the frequencies for texts of `context` tokens, whatever text comes.
-
-    A warning says so where these are other ones than transformers would take for a short text.
-    """
+    """Give a model's position embeddings the frequencies for texts of `context` tokens, whatever text comes. Warn where
+    transformers would take others for a short text."""
     for rotary, layer_type, kind in by_length(model):
         of_layer: Any = rotary
         device = getattr(rotary, name("inv_freq", layer_type)).device
@@ -46,7 +42,6 @@ def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
 
 
 def name(attribute: str, layer_type: str | None) -> str:
-    """Return the name of an attribute that transformers has once for each type of layers."""
     return attribute if layer_type is None else f"{layer_type}_{attribute}"
 
 

@@ -1,14 +1,11 @@
 """Routes: which experts each token took in each layer of a mixture, recorded by the sampler and replayed in training.
 
-A sampler and a trainer round differently, and a router may turn the smallest difference into another expert. So only
-the choice is replayed: the gate values of the chosen experts are computed afresh by the live router, and gradients flow
-through them. With recorded routes, no log-probability and no gradient depends on how tokens are split or packed. They
-serve every pass over the tokens: the loss, its recomputation in backward, old log-probabilities and those of the base
-model. (R3, 2510.11370, measured what happens without.)
+A router may turn the smallest difference of rounding into another expert. Only the choice is replayed: gates are
+computed afresh by the live router, and gradients flow through them. So no log-probability and no gradient depends on
+how tokens are split or packed, in any pass over them (R3, 2510.11370, measured what happens without).
 
-A token that was sampled last never ran, so it has no route; nor does it need one, as it is a target only. A model takes
-routes through the keyword `routes` of its backbone: hooks on its decoder layers hand it to the layer's experts, and so
-they do when a checkpointed layer is run again.
+The token sampled last never ran: it has no route and needs none. A model takes routes through the keyword `routes` of
+its backbone: hooks on its decoder layers hand it to the experts, also when a checkpointed layer is run again.
 """
 
 import base64
@@ -31,16 +28,13 @@ NAMES = {torch.uint8: "uint8", torch.int16: "int16"}
 
 
 def dtype_of(experts: int) -> torch.dtype:
-    """Return the dtype for the number of an expert: one byte up to 256 experts, two above."""
     return torch.uint8 if experts <= SMALL else torch.int16
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The experts of T tokens in their order, on the host: (T, layers, k), layers without experts left out.
-
-    They lie in parts of some tokens each. The completions of one prompt share the part of the prompt.
-    """
+    """The experts of T tokens in their order, on the host, in parts of some tokens each: (T, layers, k), layers without
+    experts left out. The completions of one prompt share the part of the prompt."""
 
     parts: tuple[Tensor, ...]  # (tokens, layers, k) uint8, or int16 above 256 experts
 
@@ -49,7 +43,6 @@ class Routes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, shared parts included."""
         return sum(part.nbytes for part in self.parts)
 
     def cut(self, start: int, end: int | None = None) -> "Routes":
@@ -68,14 +61,12 @@ class Routes:
         return Routes((*self.parts, *(part.clone() for part in more.cut(len(self)).parts)))
 
     def packed(self) -> dict[str, Any]:
-        """As JSON."""
         whole = torch.cat(self.parts)
         data = base64.b64encode(whole.contiguous().view(torch.uint8).numpy().tobytes()).decode()
         return {"shape": list(whole.shape), "dtype": NAMES[whole.dtype], "data": data}
 
     @classmethod
     def unpacked(cls, saved: dict[str, Any]) -> "Routes":
-        """Undo `packed`."""
         flat = torch.frombuffer(bytearray(base64.b64decode(saved["data"])), dtype=getattr(torch, saved["dtype"]))
         return cls((flat.view(saved["shape"]),))
 
@@ -215,7 +206,6 @@ def follow_routes(model: Any) -> tuple[int, ...]:
 
 
 def live(layer: int, ids: Tensor) -> Tensor:
-    """The choice of the router itself."""
     return ids
 
 

@@ -1,10 +1,8 @@
 """The packed sequences of a completion: one, or several of an episode whose history was rewritten.
 
-What the policy did not draw (`Rollout.trained`) lies in them like other tokens, but nothing of it is trained. A
-sequence ends with the last token that the policy drew: what follows changes no log-probability.
-
-A sequence whose prompt is its own, because the template rewrote the history, shares places all the same: of the whole
-prompt where others of its group have the same, else of the group's prompt where its own begins with that.
+A sequence ends with the last token that the policy drew; others in it lie there untrained. One with a prompt of its own
+shares the places of the whole prompt where others of its group have the same, else of the group's prompt where its own
+begins with that.
 """
 
 from collections import Counter
@@ -49,7 +47,6 @@ class Sequence:
 
     @property
     def mask(self) -> Tensor:
-        """Bool, of each of `ids`: whether it is trained."""
         if self.rollout.trained is None and not self.lead:
             return torch.full((self.end - self.start,), True)
         return torch.tensor([*[False] * len(self.lead), *self.drawn])
@@ -89,9 +86,8 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
     return sequences
 
 
-def shared(
-    prompt: list[int] | None, of_group: list[int], repeated: set[Ids]
-) -> tuple[list[int], list[int], Ids | None]:
+def shared(prompt: list[int] | None, of_group: list[int], repeated: set[Ids]) -> tuple[list[int], list[int],
+           Ids | None]:
     """Return the shared part of a sequence's prompt, what is left, and the family it shares with."""
     if prompt is None or prompt == of_group:
         return of_group, [], None

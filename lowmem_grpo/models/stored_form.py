@@ -21,7 +21,7 @@ LABELS = {  # transformers' name of a method, and of a format of compressed-tens
 }
 
 
-def look(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
+def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
     """ValueError for a family that is refused, for weights in a form that is not read, for a hybrid model in float16,
     and for a context that is longer than the model's. A name on the hub is looked at when its config is there."""
     file = Path(folder) / "config.json"
@@ -80,7 +80,6 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def check_scale_format(quantization: Mapping[str, Any], name: str) -> None:
-    """ValueError for 8-bit floats of another kind than e4m3."""
     kind = quantization.get("fmt", quantization.get("weight_format", "e4m3"))
     if kind not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
         raise refusal(name, f"FP8 of the kind {kind}")

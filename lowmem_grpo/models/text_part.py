@@ -1,7 +1,7 @@
 """The text model of a checkpoint with images or sounds: its config, and the names of its tensors.
 
-Where transformers has a class of the text model only, that is what is loaded: nothing of the other parts takes memory,
-and our modules, the engines and the merge see a model like any other of its family.
+Only transformers' class of the text model is loaded, so nothing of the other parts takes memory, and all else sees a
+model like any other of its family.
 """
 
 import copy

@@ -9,7 +9,7 @@ from lowmem_grpo.config.engine import TRANSFORMERS
 from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.models.named import EMBEDDED, resolve
-from lowmem_grpo.models.stored_form import look
+from lowmem_grpo.models.stored_form import check_stored
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.units import GIB
 
@@ -118,7 +118,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
     try:
         config = GRPOConfig(**(defaults | preset.settings | options.config))
         longest_prompt(config.max_prompt_length, config.max_completion_length, context)
-        look(resolve(model), model, None, context)
+        check_stored(resolve(model), model, None, context)
         if config.use_vllm and options.engine == TRANSFORMERS:
             return "use_vllm=true and engine=transformers contradict each other; leave one of them out"
     except (ValueError, TypeError) as error:

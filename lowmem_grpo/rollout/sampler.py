@@ -123,7 +123,7 @@ class Sampler:
         """Return where the engine's time went since this was asked last; nothing of an engine that does not measure it.
         """
         pace: Pace | None = getattr(self.engine, "pace", None)
-        return Pace() if pace is None else pace.take()
+        return Pace() if pace is None else pace.pop_measured()
 
     def tells(self) -> bool:
         """Return whether the engine can report finished groups; if it cannot, one warning says so."""

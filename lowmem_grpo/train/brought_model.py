@@ -8,25 +8,29 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
-from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, check_plain, with_lora, with_values_to_come
 from lowmem_grpo.loader import FastLanguageModel
-from lowmem_grpo.lora_model import check_plain, plain_lora, with_factors, with_lora
 from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lora_targets import Scope, lora_targets
+from lowmem_grpo.models.lora_targets import Scope, check_targets, lora_targets
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
+from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
+from lowmem_grpo.runs.checkpoint_state import ADAPTER
 
 logger = logging.getLogger(__name__)
+Factors = dict[str, tuple[nn.Parameter, nn.Parameter]]  # A and B of each layer, by its path in the base
 CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
@@ -236,3 +240,43 @@ def quantization(given: Any) -> dict[str, Any]:
         raise ValueError("quantization_config: allowed is transformers.BitsAndBytesConfig(load_in_4bit=True, "
                          "bnb_4bit_quant_type='nf4')")
     return {"load_in_4bit": True}
+
+
+def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
+    """Return the settings and the tensors of a model's only adapter. TypeError or ValueError where it has other
+    adapters, where it trains more than plain LoRA, or where its layers are not as its settings say."""
+    names = list(model.peft_config)
+    if names != [ADAPTER]:
+        raise ValueError(f"the model has the adapters {names}; one is trained, named {ADAPTER!r}: delete the others "
+                         f"(model.delete_adapter), or load it with adapter_name={ADAPTER!r}")
+    config: Any = model.peft_config[ADAPTER]
+    check_plain(config)
+    layers = {name.removeprefix(PREFIX): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    base: Any = model.get_base_model()
+    check_targets(base, list(layers))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if other := next((name for name in trained if ".lora_" not in name), None):
+        raise ValueError(f"the model trains {other} beside its LoRA; only LoRA is trained here: freeze it with "
+                         "requires_grad_(False)")
+    if not trained:
+        logger.warning("the model's adapter was loaded with is_trainable=False; it is trained all the same")
+    for path, layer in layers.items():
+        got, wanted = (layer.r[ADAPTER], layer.scaling[ADAPTER]), (rank_of(config, path), scaling_of(config, path))
+        if layer.merged or got != wanted:
+            raise ValueError(f"{path}: the adapter is merged, or has rank and scale {got} where its settings say "
+                             f"{wanted}; unmerge it (model.unmerge_adapter()), or save it and load it again")
+    return config, {path: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+                    for path, layer in layers.items()}
+
+
+def with_factors(model: BareModel, config: LoraConfig, factors: Factors, checkpointing: bool | str) -> FastPeftModel:
+    """Put the adapter of a model that PEFT made on its base: with the same parameters, unless they have 16 bits, so
+    that the caller's model and optimizer go on with them."""
+    adapted = with_values_to_come(model, copy.deepcopy(config), checkpointing)
+    for path, sides in factors.items():
+        layer: Any = model.inner.get_submodule(path)
+        for factor, held in zip((layer.lora_A, layer.lora_B), sides, strict=True):
+            wide = torch.promote_types(held.dtype, torch.float32)
+            same = held if held.dtype == wide else nn.Parameter(held.detach().to(wide))
+            factor[ADAPTER].weight = same.requires_grad_(True)
+    return adapted

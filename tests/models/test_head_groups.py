@@ -49,7 +49,7 @@ def test_groups_of_heads_are_as_accurate_as_all_heads_together(
     tensors, grad = made(*HEADS[kind], len(batch.input_ids), dtype)
 
     def run(groups: int, heads: list[Tensor]) -> dict[str, Tensor]:
-        layout = replace(PackedLayout.of(batch, groups), once=once)
+        layout = replace(PackedLayout.from_batch(batch, groups), once=once)
         return outcome(lambda q, k, v: packed_attention(q, k, v, layout, 0.3, 0.0, window), heads, grad)
 
     together, apart = run(1, tensors), run(groups, tensors)
@@ -114,7 +114,7 @@ def test_with_dropout_the_heads_stay_together_since_random_numbers_would_differ(
     torch.manual_seed(0)
     found = causal(query, key, value)
     torch.manual_seed(0)
-    assert torch.equal(found, causal.whole(query, key, value)) and not calls
+    assert torch.equal(found, causal.attend(query, key, value)) and not calls
     with torch.no_grad():  # nothing to keep for backward
         assert Causal(None, 0.0, None, 6, {}, 2)(query, key, value).grad_fn is None
 
@@ -125,7 +125,7 @@ def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_a
 
     def attend(*heads: Tensor) -> Tensor:
         calls.append("attention")
-        return causal.whole(*heads)
+        return causal.attend(*heads)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         calls.append("before")
@@ -144,7 +144,7 @@ def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_a
 def test_keys_that_take_no_gradient_get_none() -> None:
     (query, key, value), grad = made(4, 2, 6, torch.float32)
     key = key.detach()
-    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).whole, 2)
+    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).attend, 2)
     result.backward(grad.transpose(1, 2))
     assert query.grad is not None and value.grad is not None and key.grad is None
 

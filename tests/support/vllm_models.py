@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed
-from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.nf4 import NF4Weight
@@ -243,9 +242,9 @@ def fuse(model: Any, layer: str) -> None:
         fuse_plain(modules)
 
 
-def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = None) -> Loan:
+def borrow(model: Any, adapter: str | None = None) -> Loan:
     """What an engine would borrow of the first layer."""
-    loan = Loan(model.get_base_model(), CPU, adapter, copied)
+    loan = Loan(model.get_base_model(), CPU, adapter)
     for name in MODULES:
         loan.linear(name, PARTS)
     loan.embedding("model.embed_tokens", head=False)
@@ -257,7 +256,7 @@ def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = 
 
 def sampled(loan: Loan, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
     """What the next call of an engine computes with."""
-    loan.take(base_model)
+    loan.use_policy(base_model)
     return ours(layer, x)
 
 

@@ -16,16 +16,14 @@ BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave mor
 class Capacity:
     """The sizes that were asked for, and those that memory had room for (`bound`, which shrinks at each shortage).
 
-    `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
-    room. `kv_bytes` sizes the cache; None takes what `utilization` of the card leaves. One sequence of `max_seq_length`
-    tokens always fits. `block` are the tokens of a block of the cache, where the user gave them,
-    and `cache_dtype` is what its numbers are held in.
+    `max_num_seqs` None takes the `sampled` sequences of a call, as far as the cache has room; `kv_bytes` None takes
+    what `utilization` of the card leaves. One sequence of `max_seq_length` tokens always fits. `block`: tokens of a
+    block, where the user gave them.
     """
 
-    def __init__(
-        self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float, max_num_seqs: int | None,
-        sampled: int | None, bound: RolloutBound | None, block: int | None = None, cache_dtype: str = AUTO,
-    ) -> None:
+    def __init__(self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float,
+                 max_num_seqs: int | None, sampled: int | None, bound: RolloutBound | None, block: int | None = None,
+                 cache_dtype: str = AUTO) -> None:
         self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
         self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
         self.given_seqs, self.sampled, self.block = max_num_seqs, sampled, block
@@ -35,7 +33,6 @@ class Capacity:
 
     @property
     def cache(self) -> int:
-        """Bytes of the cache: what was asked for, or what memory had room for."""
         return max(self.bound.cache_under(self.kv_budget) or 0, self.least_cache)
 
     @property
@@ -47,13 +44,12 @@ class Capacity:
 
     @property
     def seqs(self) -> int:
-        """Sequences decoded together: what was asked for, or what memory had room for."""
         bound = self.bound.under(self.wanted_seqs)
         return self.wanted_seqs if bound is None else bound
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError where one sequence of the longest length does not fit, or the cache has more bytes than are
-        free. A cache that was too large before (`bound`) is no error: it is answered like any shortage."""
+        """ValueError where one sequence of the longest length does not fit, or the cache has more bytes than are free.
+        A cache that was too large before (`bound`) is no error: it is answered like any shortage."""
         if self.bound.kv_bytes is not None:
             return
         if self.kv_budget < self.least_cache:
@@ -68,9 +64,8 @@ class Capacity:
                              "the card. Lower gpu_memory_utilization or kv_cache_bytes")
 
     def lower(self, shortage: Shortage, sampling: bool) -> None:
-        """Halve the cache, down to one sequence of the longest length. Where memory ran out while `sampling`, halve
-        the sequences too; otherwise it was the cache itself that had no room. MemoryExhaustedError where neither can
-        be less."""
+        """Halve the cache, and the sequences where memory ran out while `sampling`: down to one sequence of the longest
+        length. MemoryExhaustedError where neither can be less."""
         before, less = self.cache, max(self.least_cache, self.cache // 2)
         seqs, fewer = self.seqs, max(1, self.seqs // 2) if sampling else self.seqs
         what = f"sampling at most {seqs} at once" if sampling else "making room for vLLM's cache"
@@ -98,7 +93,6 @@ def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cach
 
 
 def itemsize_of(policy: Policy, cache_dtype: str) -> int:
-    """Bytes of a number of the cache."""
     return cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
 
 

@@ -41,11 +41,13 @@ def why_unavailable(number: str | None) -> str | None:
     return None
 
 
-def refuse_absent() -> None:
-    """EngineUnavailableError where no vLLM is installed, or none that was checked; torch is not asked."""
+def refuse_absent() -> tuple[str, str]:
+    """Return the installed vLLM. EngineUnavailableError where there is none, or none that was checked; torch is not
+    asked."""
     package = installed()
-    if why := why_unavailable(package[1] if package else None):
-        raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
+    if package is None or why_unavailable(package[1]):
+        raise EngineUnavailableError(f"{why_unavailable(package and package[1])}, {OTHER_ENGINE}")
+    return package
 
 
 def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
@@ -57,7 +59,6 @@ def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
 
 
 def numbers_of(text: str) -> tuple[int, int] | None:
-    """(major, minor) of a version; None where it has none."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return None if match is None else (int(match[1]), int(match[2]))
 
@@ -74,18 +75,15 @@ def set_environment() -> None:
 
 def import_plugin() -> Any:
     """The module that imports vLLM; EngineUnavailableError where it cannot be imported."""
-    package = installed()
-    why = why_unavailable(package[1] if package else None)
-    if not why and package:
-        why = why_not_beside(torch.__version__, requires(package[0]) or [])
-    if why:
+    package = refuse_absent()
+    if why := why_not_beside(torch.__version__, requires(package[0]) or []):
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
     set_environment()
     try:
         from lowmem_grpo.engines.vllm import plugin
     except Exception as error:  # a broken installation may raise errors of any kind
         raise EngineUnavailableError(
-            f"{' '.join(package or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
+            f"{' '.join(package)} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"
         ) from error
     if plugin.envs.VLLM_ENABLE_V1_MULTIPROCESSING:

@@ -1,14 +1,12 @@
 """The trainer's linear layers, experts and routers as another engine computes with them: on the same frozen tensors.
 
-An engine's layer may stand for several modules of the trainer side by side (qkv_proj for q_proj, k_proj, v_proj). Its
-output is the concatenation of theirs, with LoRA and biases, by one product where their weights lie side by side.
+An engine's layer may stand for several modules of the trainer (qkv_proj for q_proj, k_proj, v_proj): its output is
+theirs side by side, with LoRA and biases, by one product where their weights lie so. Everything goes through one opaque
+op, which an engine's compiler and CUDA graphs do not look into. A graph keeps addresses and what Python decided, so the
+op decides nothing: the same tensors hold the adapter's numbers or zeros.
 
-Everything goes through one opaque op, which an engine's compiler and CUDA graphs do not look into; the op finds its
-layer by name. A captured graph keeps the addresses of tensors and what Python decided during the capture. So the op
-decides nothing: it always applies the same tensors, which hold the adapter's numbers or zeros (lent_adapter.py).
-
-Of a mixture, the engine's own router chooses, from the logits of the trainer's, and the engine tells which experts each
-token took. Logits are given in float32, as the trainer takes the softmax in float32 as well.
+Of a mixture, the engine's own router chooses, from the trainer's logits in float32, and tells which experts tokens
+took.
 """
 
 from collections.abc import Sequence
@@ -63,15 +61,12 @@ def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 class Product:
     """Matrices that lie side by side, or a single one: x (N, in) -> (N, sum of out), with biases and LoRA.
 
-    A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card:
-    x A^T, and one kernel for all the rest. `wide` is the same weight dequantized, if there is one; it takes a product,
-    x A^T, and one product for each B, and is for more than `few` rows.
+    A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card.
+    `wide` is the same weight dequantized, if there is one, for more than `few` rows.
     """
 
-    def __init__(
-        self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
+                 dtype: torch.dtype) -> None:
         self.weight, self.loras = weight, loras
         self.wide: Tensor | None = None
         self.few = 0  # rows up to which the codes are read all the same: a CUDA graph is of one number of rows
@@ -85,7 +80,6 @@ class Product:
         self.one_kernel = one_kind and not isinstance(weight, Tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, in) -> (N, out), with biases and adapters."""
         codes = self.wide is None or x.shape[0] <= self.few
         if self.one_kernel and codes:
             if isinstance(self.weight, NF4Weight):
@@ -103,13 +97,12 @@ class Product:
 
     @property
     def scale(self) -> float:
-        """The scale of every LoRA, where they have one."""
         return next(lora.scale for lora in self.loras if lora is not None)
 
 
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
-    """(sum of out,) in `dtype`, with zeros for a matrix without a bias; None if no matrix has one. It is a view of the
-    trainer's where these lie side by side, otherwise a copy, which is made once because they are frozen."""
+    """Return (sum of out,) in `dtype`, with zeros where a matrix has no bias; None if none has. A view of the trainer's
+    where these lie side by side, else a copy, made once because they are frozen."""
     present = [bias.detach() for bias in biases if bias is not None]
     if not present:
         return None
@@ -140,7 +133,6 @@ class BorrowedLinear:
         LAYERS[self.name] = self
 
     def make_products(self, weights: Sequence[FrozenWeight]) -> list[Product]:
-        """One product if all weights lie side by side, otherwise one for each."""
         features = [weight.shape[0] for weight in weights]
         biases = [base_of(module).bias for module in self.modules.values()]
         whole = joined_weights(weights) if len(weights) > 1 else None
@@ -171,14 +163,12 @@ class BorrowedLinear:
         same_tensors(self.name, self.held, self.tensors())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in) -> (N, sum of out)."""
         outputs = [product.forward(x) for product in self.products]
         if self.twice:
             outputs.append(outputs[-1][:, -self.shapes[-1][0] :])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def close(self) -> None:
-        """Release the trainer's tensors, even if somebody still holds this object."""
         if LAYERS.get(self.name) is self:
             del LAYERS[self.name]
         self.modules, self.loras, self.products, self.held = {}, [], [], []
@@ -197,15 +187,15 @@ class BorrowedExperts:
         self.held = self.tensors()
 
     @classmethod
-    def of(cls, base: Any, prefix: str) -> "BorrowedExperts":
+    def from_model(cls, base: Any, prefix: str) -> "BorrowedExperts":
         """Those behind the engine's layer `prefix`; BorrowError where the trainer has no block of ours there."""
         path = prefix.rpartition(".")[0]
-        try:
-            block = base.get_submodule(path)
-        except AttributeError:
-            block = None
+        block = dict(base.named_modules()).get(path)
         if not isinstance(block, RoutedBlock):
-            raise no_experts(f"{type(base).__name__} ({prefix})")
+            lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
+            raise BorrowError(f"{type(base).__name__} ({prefix}) is a mixture of experts that is not shared with vLLM, "
+                              f"which would allocate its experts a second time, in 16 bits; those of {lent} are "
+                              f"shared. {OTHER_ENGINE}")
         return cls(prefix, path, block)
 
     @property
@@ -215,12 +205,10 @@ class BorrowedExperts:
         return experts, width, inner, k
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the trainer that is read."""
         stacks = (self.block.experts.gate_up_proj.frozen, self.block.experts.down_proj.frozen)
         return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
 
     def check(self) -> None:
-        """Raise BorrowError if a tensor has been moved or replaced since."""
         same_tensors(self.name, self.held, self.tensors())
 
     @torch.no_grad()
@@ -237,15 +225,7 @@ class BorrowedExperts:
         return logits
 
     def close(self) -> None:
-        """Release the trainer's tensors, even if somebody still holds this object."""
         self.block, self.held = None, []
-
-
-def no_experts(name: str) -> BorrowError:
-    """For a mixture whose experts we do not lend."""
-    lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
-    return BorrowError(f"{name} is a mixture of experts that is not shared with vLLM, which would allocate its experts "
-                       f"a second time, in 16 bits; those of {lent} are shared. {OTHER_ENGINE}")
 
 
 def weight_of(path: str, module: Any) -> FrozenWeight:
@@ -265,7 +245,6 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
 
 
 def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> None:
-    """Raise BorrowError if the tensors that are there now are not those that were borrowed."""
     places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, now)]
     if places[0] != places[1]:
         raise BorrowError(
@@ -274,7 +253,6 @@ def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> No
 
 
 def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
-    """x (..., in) -> (..., out_features) by the trainer's modules of `layer`."""
     with torch.no_grad():
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 

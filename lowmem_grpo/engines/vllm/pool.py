@@ -1,15 +1,15 @@
 """vLLM's memory pool, which sleep unmaps and waking maps again at the same addresses: what to do when it runs out of
 memory, and a buffer of our own in it.
 
-The pool (CUDA's virtual memory, `csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what
-is not mapped sets it, and later allocations then return nothing, or leak. So after a shortage we leave all of the pool
-mapped, or none of it, and clear its error. It records a segment before it maps it and keeps the record where mapping
-fails, so it looks in use: we drop such records. The pool holds tagged segments. `sleep(level=1)` copies those tagged
-"weights" to the host and drops the rest, so a buffer under a tag of ours costs nothing while it sleeps.
+The pool (`csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what is not mapped sets it,
+and later allocations then return nothing, or leak. So after a shortage we leave all of the pool mapped, or none of it,
+and clear its error. Where mapping a segment fails, its record stays and looks in use: we drop such records.
+`sleep(level=1)` copies segments tagged "weights" to the host and drops the rest, so a buffer under a tag of ours costs
+nothing.
 
-torch keeps a workspace of its library for products (32 MiB on an H100) for each stream that one ran on, and that of a
-stream on which graphs were recorded lies in the memory of these graphs. It outlives them, and torch then refuses to
-record the graphs of another engine there ("use_count > 0 INTERNAL ASSERT FAILED"). So an engine that ends drops them.
+torch keeps a workspace for products for each stream; that of a stream on which graphs were recorded lies in their
+memory, outlives them, and torch then refuses to record another engine's graphs there ("use_count > 0 INTERNAL ASSERT
+FAILED"). So an engine that ends drops them.
 
 None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33, and ran it on an H100
 (vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
@@ -47,8 +47,7 @@ MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether vLLM did not start because it lacks its pool: the build has none, the driver has no virtual
-    memory, or the pool is still in use."""
+    """Return whether vLLM did not start because its pool is not in the build or the driver, or is still in use."""
     return any(words in str(error) for words in MISSING)
 
 
@@ -96,28 +95,21 @@ def reset() -> None:
 
 
 def drop_records_of_failures(allocator: Any) -> None:
-    """Drop what the pool still records and torch does not hold. vLLM starts no engine while there is a record, and
-    sleep would unmap what was never mapped."""
+    """Drop what the pool still records and torch does not hold: no engine starts while there is a record."""
     held = {segment["address"] for segment in torch.cuda.memory_snapshot()} if torch.cuda.is_available() else set()
     for address in allocator.pointer_to_data.keys() - held:
         del allocator.pointer_to_data[address]
 
 
 def forget(extension: Any) -> None:
-    """Clear the extension's error. Its own calls clear it when they raise it, so we make one that fails: unmapping
-    nothing. A driver that accepts it goes on to release the handle, so we pass one that refers to nothing."""
+    """Clear the extension's error, by a call that fails: unmapping nothing. A driver that accepts it goes on to release
+    the handle, so we pass one that refers to nothing."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
 
 
-def pool() -> Any:
-    """The module of vLLM that holds the pool."""
-    return import_module(ALLOCATOR)
-
-
 def vllm_version() -> str:
-    """The version of the installed vLLM, under either name."""
     package = installed()
     return "0" if package is None else package[1]
 
@@ -128,19 +120,19 @@ def why_not() -> str | None:
     if not CHECKED[0] <= Version(version).release[:2] <= CHECKED[1]:
         first, last = (".".join(map(str, numbers)) for numbers in CHECKED)
         return f"the memory pool of vLLM {version} was not checked, only that of {first} to {last}"
-    if not pool().cumem_available:
+    if not import_module(ALLOCATOR).cumem_available:
         return "this build of vLLM has no memory pool that sleep can free"
     return None
 
 
 class SleepingRoom:
-    """One buffer in vLLM's pool, which lives as long as the engine; made while vLLM loads the model."""
+    """A buffer in vLLM's pool, which lives as long as the engine; made while vLLM loads the model."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None  # bytes
 
-    def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numbers,), always at the same address. Raises BorrowError if the pool is not as we read it in the source."""
+    def __call__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return (numbers,), always at the same address. BorrowError if the pool is not as we read it in the source."""
         size = numbers * dtype.itemsize
         if self.buffer is None:
             self.buffer = made_in_pool(-(-size // SEGMENT) * SEGMENT, device)
@@ -151,7 +143,7 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
     """(size,) bytes in a segment of their own, under our tag, so that nothing of vLLM's is dropped with it."""
     if why := why_not():
         raise BorrowError(f"{why}. {ADVICE}")
-    allocator = pool().CuMemAllocator.get_instance()
+    allocator = import_module(ALLOCATOR).CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag=TAG):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     segment = allocator.pointer_to_data.get(buffer.data_ptr())
@@ -179,4 +171,4 @@ def room_for(form: str, eager: bool) -> wide.Room | None:
     """Return the memory for dequantized weights. CUDA graphs need addresses that last, which vLLM's pool has."""
     if form == FOUR:
         return None
-    return wide.PlainRoom() if eager else SleepingRoom()
+    return wide.new_buffer if eager else SleepingRoom()

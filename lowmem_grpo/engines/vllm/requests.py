@@ -1,12 +1,9 @@
 """What vLLM is asked for, prompts or turns of a conversation, its steps, and its outputs as rollouts.
 
-`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, to let turns
-enter meanwhile, and to measure each step, we use the two public methods that it consists of: `LLM.enqueue` and
-`LLMEngine.step`. Both have this form in vLLM 0.26 to 0.33.
-
-`LLMEngine.step` tells only which requests have ended. How many run is asked of the scheduler, an object of vLLM's own
-in this process. Its method `get_request_counts` belongs to the interface that all of vLLM's schedulers have, but the
-way to it is not public, so it stands here and nowhere else.
+`LLM.generate` returns when all is finished. To report each prompt at once, to let turns enter, and to measure steps, we
+use the two public methods that it consists of: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26 to 0.33). How
+many sequences run is asked of the scheduler, by `get_request_counts`, which all of vLLM's schedulers have; the way to
+it is not public, so it stands here and nowhere else.
 """
 
 import math
@@ -19,9 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Calls, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
-from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
 from lowmem_grpo.models.routes import Routes, one_prompt
@@ -44,14 +40,24 @@ class Sampling:
 
     def settings(self, asked: list[Request]) -> list[Any]:
         """Return vLLM's own settings for each request; ValueError for what vLLM would change or cannot compute."""
-        check_temperature(self.params)
+        if 0 < (temperature := self.params.temperature) < COLDEST:
+            raise ValueError(f"temperature is {temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
         check_vocabulary([request.ids for request in asked], self.vocabulary)
-        budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in asked]
-        return settings_of(self.params, budgets, [request.seed for request in asked], self.eos_ids, self.make)
+        return [self.settings_of(request) for request in asked]
+
+    def settings_of(self, request: Request) -> Any:
+        """Return vLLM's settings for a request. We pass the end tokens; vLLM decodes text only for stop strings."""
+        params, budget = self.params, budget_of(request.ids, request.max_tokens, self.max_seq_length)
+        return self.make(
+            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
+            min_p=params.min_p or 0.0, max_tokens=budget, seed=request.seed, stop=params.stop_strings or None,
+            stop_token_ids=[*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)],
+            ignore_eos=True, include_stop_str_in_output=True, logprobs=0, detokenize=bool(params.stop_strings),
+            skip_special_tokens=False,
+        )
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """Return one completion of vLLM as a rollout, with the log-probability of each sampled token, and routes if
-        vLLM returned them."""
+        """Return a completion of vLLM as a rollout, with log-probabilities, and routes if vLLM returned them."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
@@ -89,16 +95,13 @@ class Steps:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is anything to decode."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     @property
     def open(self) -> int:
-        """Sequences that are not finished."""
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
     def abort(self, numbers: list[str]) -> None:
-        """Take back requests, by their numbers."""
         if numbers:
             self.llm.llm_engine.abort_request(numbers)
 
@@ -149,7 +152,6 @@ class Prompts(FinishedPrompts):
                 self.add(prompt, one_prompt(rollouts, ids))
 
     def in_order(self) -> list[int]:
-        """Return the prompts that are missing, as they enter."""
         missing = self.missing
         if self.expected is None:
             return missing
@@ -186,14 +188,13 @@ class Turns(Calls):
                 with torch_undisturbed(self.device):  # not the conversation, whose environments may draw numbers
                     outputs = steps.step()
                 for output in outputs:
-                    steps.was_read(self.give(output, version))
+                    steps.was_read(self.give_turn(output, version))
         except Exception:
             if self.failed_outside is not None:
                 steps.abort(list(self.keys))
             raise
 
     def more(self, steps: Steps) -> bool:
-        """Let the turns in that are ready now; whether there are turns to decode."""
         with self.outside_the_engine():
             asked = self.conversation.take(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
@@ -203,12 +204,11 @@ class Turns(Calls):
         return bool(self.open)
 
     def enter(self, steps: Steps, turns: list[tuple[Request, Any]]) -> None:
-        """Ask vLLM for these turns."""
         if turns:
             names = steps.enqueue([request.ids for request, _ in turns], [settings for _, settings in turns])
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
-    def give(self, output: Any, version: int) -> int:
+    def give_turn(self, output: Any, version: int) -> int:
         """Give a turn that is drawn; whatever happens then, it is not given again. Returns how many tokens of its
         prompt were computed."""
         key = self.keys.pop(number_of(output.request_id))
@@ -229,22 +229,6 @@ class Turns(Calls):
             self.routes[request.key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
 
 
-def settings_of(
-    params: SamplingParams, budgets: list[int], seeds: list[int], eos_ids: list[int], make: Callable[..., Any]
-) -> list[Any]:
-    """Return vLLM's settings for each prompt. We pass the end tokens; vLLM decodes text only for stop strings."""
-    ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
-    return [
-        make(
-            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
-            min_p=params.min_p or 0.0, max_tokens=budget, seed=seed, stop=params.stop_strings or None,
-            stop_token_ids=ending, ignore_eos=True, include_stop_str_in_output=True, logprobs=0,
-            detokenize=bool(params.stop_strings), skip_special_tokens=False,
-        )
-        for seed, budget in zip(seeds, budgets, strict=True)
-    ]
-
-
 def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) -> list[int]:
     """Return a seed for each prompt, far apart because vLLM adds the number of the completion to it. `part` is that of
     SamplingParams: the seeds are those of these places."""
@@ -254,14 +238,8 @@ def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) 
 
 
 def number_of(name: str) -> str:
-    """Return the number of a request: vLLM appends a random ending to the name under which it keeps the request."""
+    """Return a request's number: vLLM appends a random ending to its name."""
     return name.partition("-")[0]
-
-
-def check_temperature(params: SamplingParams) -> None:
-    """Raise ValueError for a temperature that vLLM would silently change."""
-    if 0 < params.temperature < COLDEST:
-        raise ValueError(f"temperature is {params.temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
 
 
 def check_vocabulary(prompts: list[list[int]], size: int) -> None:

@@ -48,15 +48,8 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
     return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
-def on_card(policy: Policy) -> bool:
-    """Return whether the engine is on a card, where it can sleep."""
-    return policy.device.type == "cuda"
-
-
-def llm_options(
-    policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
-    routes: bool = False,
-) -> dict[str, Any]:
+def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
+                routes: bool = False) -> dict[str, Any]:
     """The options of vLLM's `LLM`. `name` is that of our quantization method and loader; `routes`: whether vLLM returns
     which experts tokens took."""
     cache, sequences = capacity.cache, capacity.seqs
@@ -74,32 +67,30 @@ def llm_options(
 
 
 def memory_share(policy: Policy, budget: int) -> dict[str, float]:
-    """The share of the card that vLLM may ask for. vLLM checks that so much is free even where the cache has a size,
-    and its default share would count what the trainer holds."""
+    """The share of the card that vLLM may ask for; its default would count what the trainer holds."""
     if policy.device.type != "cuda":
         return {}
     return {"gpu_memory_utilization": budget / torch.cuda.mem_get_info(policy.device)[1]}
 
 
 def has_states(policy: Policy) -> bool:
-    """Return whether the model has gated delta nets. vLLM keeps their states of a prefix only where it may cut prompts,
-    which it must not on the CPU (`prefill`); on a card this was not tried."""
+    """Return whether the model has gated delta nets, whose states vLLM keeps only where it may cut prompts (see
+    `prefill`)."""
     family = family_of(policy.base.config)
     return family is not None and bool(family.delta_net)
 
 
 def block_size(policy: Policy, max_seq_length: int, asked: int | None) -> dict[str, int]:
-    """Tokens of a block of the cache, vLLM's own unless they are `given`. A turn takes whole blocks of its history from
-    the cache and computes the rest again, so they are small on the CPU too, where contexts are short."""
+    """Tokens of a block of the cache, vLLM's own unless `asked`. A turn takes whole blocks of its history, so they are
+    small on the CPU too, where contexts are short."""
     if asked is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
         return {}
     return {"block_size": BLOCK_ON_CPU if asked is None else asked}
 
 
 def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
-    """Tokens that vLLM reads in one pass: on a card as many as the memory plan counts. On the CPU it must not cut a
-    prompt: for a half-read prompt vLLM takes random numbers back, which a generator of the CPU cannot do, so a call
-    with a seed would fail."""
+    """Tokens that vLLM reads in one pass: on a card as many as the memory plan counts. On the CPU a prompt must not be
+    cut: vLLM would take random numbers back, which a generator of the CPU cannot do."""
     if policy.device.type == "cuda":
         total = torch.cuda.get_device_properties(policy.device).total_memory
         return {"max_num_batched_tokens": prefill_tokens(total, sequences)}
@@ -109,10 +100,11 @@ def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, An
 def is_eager(policy: Policy, asked: bool | None) -> bool:
     """Return whether vLLM decodes without CUDA graphs: what is asked for, or else on the CPU, and with a mixture, whose
     operation reads on the host how many tokens each expert has. ValueError where that is asked for with graphs."""
-    if asked is False and policy.routed_layers and on_card(policy):
+    on_card = policy.device.type == "cuda"
+    if asked is False and policy.routed_layers and on_card:
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")
-    return bool(not on_card(policy) or policy.routed_layers) if asked is None else asked
+    return bool(not on_card or policy.routed_layers) if asked is None else asked
 
 
 def why_no_routes(error: BaseException) -> str:

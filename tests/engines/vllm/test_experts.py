@@ -202,9 +202,9 @@ def test_other_mixtures_are_refused_and_not_given_to_vllm_in_16_bits(kind: str) 
 def test_experts_that_the_trainer_does_not_hold_are_refused_where_vllm_makes_them(tmp_path: Path) -> None:
     policy = mixture(tmp_path, FP32)
     with pytest.raises(BorrowError, match=r"\(model.layers.9.mlp.experts\) is a mixture .* those of Qwen3-MoE are"):
-        BorrowedExperts.of(policy.base, "model.layers.9.mlp.experts")
+        BorrowedExperts.from_model(policy.base, "model.layers.9.mlp.experts")
     plugin = import_plugin()
-    lent = BorrowedExperts.of(policy.base, "model.layers.0.mlp.experts")
+    lent = BorrowedExperts.from_model(policy.base, "model.layers.0.mlp.experts")
     right: dict[str, Any] = {"global_num_experts": 16, "hidden_size": 128, "top_k": 4, "renormalize": True,
                              "activation": SimpleNamespace(value="silu"),
                              "moe_config": SimpleNamespace(intermediate_size_per_partition=64)}
