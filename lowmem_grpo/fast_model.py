@@ -22,8 +22,7 @@ from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
-from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit, tokenizer_beside
-from lowmem_grpo.models.rope_context import fix_frequencies
+from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.runs.adapter_file import (
     PREFIX,

@@ -59,26 +59,23 @@ class FastLanguageModel:
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
         the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Products stay in 16
-        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is.
-        `max_seq_length` None is the model's whole context. `device_map` may name one device, as `device` does. dtype
-        None means bfloat16 or float16, depending on
+        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's whole
+        context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16, depending on
         the card, and float32 on the CPU; `torch_dtype` is its older name.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
-        "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and
-        a warning says where vLLM would be faster.
-        `model.engine_choice` says which one it is and why. vLLM takes `gpu_memory_utilization` of the card, or
-        `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
-        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. (False asks for
-        them: where steps cannot be graphs, it is refused with the reason.) Its cache keeps
-        whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
-        `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and of these five it takes
-        `enforce_eager` only.
-        `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once for each phase of sampling. That is faster when
-        many sequences are decoded together (fewer read the codes all the same), and takes 2 bytes a weight until
-        training begins; "4bit" never does it. None does it on a card where it is faster by its data sheet, if the
-        key-value cache of the sequences that are decoded together still fits beside the weights, and never on the CPU;
-        the transformers engine does it so in runs, whose memory is planned.
+        "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and a
+        warning says where vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
+        `gpu_memory_utilization` of the card, or `kv_cache_bytes` for its key-value cache. It decodes up to
+        `max_num_seqs` sequences together (None: what a run samples at once, as far as the cache has room), and
+        `enforce_eager=True` turns CUDA graphs off. (False asks for them: where steps cannot be graphs, it is refused
+        with the reason.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None: vLLM's
+        own, and 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and
+        of these five it takes `enforce_eager` only. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once
+        for each phase of sampling. That is faster when many sequences are decoded together (fewer read the codes all
+        the same), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
+        it is faster by its data sheet, if the key-value cache of the sequences that are decoded together still fits
+        beside the weights, and never on the CPU; the transformers engine does it so in runs, whose memory is planned.
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
         tokens fit, and what it samples differs a little more from what is trained, which the parity gate measures.
 
@@ -172,10 +169,8 @@ class FastLanguageModel:
         `layers_to_transform` are the numbers of the layers that get LoRA; `finetune_last_n_layers` counts from the end.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, and
-        on a card what the run's plan has room for), otherwise in one
-        piece.
-        Raises ValueError for what is not supported.
+        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, and on a card what
+        the run's plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Request
-from lowmem_grpo.engines.kv_cache import GrowingCache, Piece, right_aligned
+from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
 from lowmem_grpo.engines.prefix_cache import Continuation, KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
@@ -62,7 +62,7 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
 
 
 @dataclass
-class Part:
+class PartialRows:
     """Rows with `start` tokens drawn, which grows while they are decoded: what can be resumed after an error."""
 
     rows: list[int]
@@ -99,7 +99,7 @@ class DecodeState:
             return states[0]
         lengths = [state.real.shape[1] for state in states]
         widths = [int(state.positions.max()) + 1 for state in states]
-        pieces = [Piece(state.cache, slice(0, len(state.rows)), length - width, length)
+        pieces = [CacheSlice(state.cache, slice(0, len(state.rows)), length - width, length)
                   for state, length, width in zip(states, lengths, widths, strict=True)]
         most = max(widths)
         real = [F.pad(state.real[:, length - width :], (most - width, 0))
@@ -114,7 +114,7 @@ class DecodeState:
         """Leave out the places on the left that no unfinished row has."""
         width, rows = self.real.shape[1], slice(0, len(self.rows))
         held = int(self.positions.where(self.alive, 0).max()) + 1
-        self.cache = right_aligned([Piece(self.cache, rows, width - held, width)], held, give=True)
+        self.cache = right_aligned([CacheSlice(self.cache, rows, width - held, width)], held, give=True)
         self.real = self.real[:, width - held :]
 
     def select(self, keep: Tensor) -> None:

@@ -32,7 +32,7 @@ class GrowingLayer(DynamicLayer):
         return layer
 
     @classmethod
-    def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["Piece"], width: int,
+    def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["CacheSlice"], width: int,
                       room: int) -> "GrowingLayer":
         rows, like = [piece.count for piece in pieces], layers[0].storage
         storage = like.new_zeros(2, sum(rows), like.shape[2], width + room, like.shape[4])
@@ -96,7 +96,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return layer
 
     @classmethod
-    def right_aligned(cls, layers: Sequence["StateLayer"], pieces: Sequence["Piece"], width: int,
+    def right_aligned(cls, layers: Sequence["StateLayer"], pieces: Sequence["CacheSlice"], width: int,
                       room: int) -> "StateLayer":
         both = [[state[piece.rows] for state in layer.states] for layer, piece in zip(layers, pieces, strict=True)]
         return cls.holding(*(torch.cat(parts) for parts in zip(*both, strict=True)))
@@ -246,7 +246,7 @@ class GrowingCache(Cache):
 
 
 @dataclass(frozen=True)
-class Piece:
+class CacheSlice:
     """The places from `start` to `end` of some rows of a cache."""
 
     cache: GrowingCache
@@ -259,7 +259,7 @@ class Piece:
         return int(self.rows.stop - self.rows.start)
 
 
-def right_aligned(pieces: list[Piece], width: int, room: int = 0, give: bool = False) -> GrowingCache:
+def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
     """A cache of `width` places and `room` for more, with the rows of all pieces in order, each ending at the right
     edge after zeros (a weight of 0 would not hide a NaN). Caches that `give` their layers away lose each as it is
     copied."""

@@ -1,6 +1,5 @@
 """How an engine spends its time: on prompts, on token steps of many sequences, and on the tail, steps of few that take
-as long.
-"""
+as long."""
 
 import time
 from collections.abc import Iterator

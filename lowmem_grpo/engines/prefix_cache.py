@@ -8,7 +8,7 @@ States of gated delta nets cannot be cut: a prompt that goes on from an earlier 
 
 from dataclasses import dataclass, field
 
-from lowmem_grpo.engines.kv_cache import GrowingCache, Piece
+from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache
 from lowmem_grpo.models.routes import Routes
 
 TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its new ones, or so many
@@ -33,9 +33,9 @@ class KeptPrefix:
             return most
         return next(place for place in range(most) if self.ids[place] != ids[place])
 
-    def piece(self, length: int) -> Piece:
+    def piece(self, length: int) -> CacheSlice:
         start = self.end - len(self.ids)
-        return Piece(self.cache, slice(self.row, self.row + 1), start, start + length)
+        return CacheSlice(self.cache, slice(self.row, self.row + 1), start, start + length)
 
 
 @dataclass(frozen=True)

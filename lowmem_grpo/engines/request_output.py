@@ -1,6 +1,5 @@
 """The rollouts of a prompt in the shape of vLLM's answer; its `logprobs=k` are the model's own (temperature 1, nothing
-cut off).
-"""
+cut off)."""
 
 from dataclasses import dataclass, field
 from typing import Any

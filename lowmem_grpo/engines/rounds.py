@@ -1,6 +1,5 @@
 """Turns of episodes by an engine of the caller's that only has `generate`: all that are ready, then all that follow
-from them.
-"""
+from them."""
 
 import logging
 from dataclasses import replace

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.engine import VLLM
+from lowmem_grpo.engines.batch import Passes
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
-from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers, addresses, up_to_multiple
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.hub import first_line

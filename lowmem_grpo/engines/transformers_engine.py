@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup
-from lowmem_grpo.engines.batch import Batch
+from lowmem_grpo.engines.batch import Batch, Passes, left_padded
 from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
-from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, Part
+from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
 from lowmem_grpo.engines.kv_cache import right_aligned
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.passes import Passes, left_padded
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
@@ -147,7 +146,8 @@ class TransformersEngine:
 
     def decode(self, generation: GenerationState) -> None:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
-        waiting, most, device = deque([Part(self.order(generation))]), len(generation.budgets), self.policy.device
+        waiting, most = deque([PartialRows(self.order(generation))]), len(generation.budgets)
+        device = self.policy.device
         while waiting:
             size = min(self.bound.under(None) or most, most)
             batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
@@ -195,7 +195,7 @@ class TransformersEngine:
 
     # One batch: rows that are decoded together
 
-    def decode_together(self, batch: Batch, waiting: deque[Part], size: int) -> None:
+    def decode_together(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
         """Draw rows to their ends, `size` at a time, until none wait. After an error, the batch's parts are what is
         left."""
         logits = torch.empty(0)
@@ -212,10 +212,10 @@ class TransformersEngine:
                 batch.generation.keep_routes(state.rows, state.counts - 1, state.routes)
                 self.weigh(batch)
 
-    def have_room(self, batch: Batch, waiting: deque[Part], size: int) -> bool:
+    def have_room(self, batch: Batch, waiting: deque[PartialRows], size: int) -> bool:
         return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
 
-    def check_rows(self, batch: Batch, waiting: deque[Part], size: int) -> None:
+    def check_rows(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
         """See which rows are done, report the prompts that are complete, and drop rows where that pays."""
         steps, running, generation = batch.since, batch.running, batch.generation
         drawn, done = batch.find_done()
@@ -256,7 +256,7 @@ class TransformersEngine:
 
     # Rows that enter
 
-    def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
+    def enter(self, batch: Batch, waiting: deque[PartialRows], size: int, logits: Tensor) -> Tensor:
         """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
         self.step.release()
         while waiting and batch.running < size:
@@ -268,7 +268,7 @@ class TransformersEngine:
             self.weigh(batch)
         return logits
 
-    def start_part(self, generation: GenerationState, part: Part, running: int) -> tuple[DecodeState, Tensor]:
+    def start_part(self, generation: GenerationState, part: PartialRows, running: int) -> tuple[DecodeState, Tensor]:
         """Compute what is not held of the prompts of a part's rows, and what the rows drew before they were
         interrupted: their state, and the logits (B, V) of their next tokens."""
         continued = generation.continuations(part.rows, running)

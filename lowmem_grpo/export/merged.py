@@ -26,8 +26,7 @@ from lowmem_grpo.export.merge import LoraPair, MergeError, check_merged, live_pa
 from lowmem_grpo.memory.bounds import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import end_ids, evaluating
-from lowmem_grpo.models.pretrained import Pretrained, compute_in
-from lowmem_grpo.models.rope_context import fix_frequencies
+from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +227,7 @@ def check_loads(folder: Path, names: set[str]) -> None:
 def loaded_name(name: str, model: Any) -> str:
     """The parameter that a stored tensor becomes a part of: an expert's, that of all experts."""
     conversions = get_model_conversion_mapping(model)
-    renamings, converters = ([entry for entry in conversions if isinstance(entry, kind)]
-                             for kind in (WeightRenaming, WeightConverter))
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     own = dict(model.named_parameters())
     return str(rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0])

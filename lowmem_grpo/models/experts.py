@@ -43,7 +43,7 @@ class ExpertStack(nn.Module):
         return f"experts={self.experts}, out={self.rows}, in={self.columns}"
 
 
-class Experts(nn.Module):
+class ExpertLayer(nn.Module):
     """The experts of one layer: `gate_up_proj` (E, 2 I, D) and `down_proj` (E, D, I)."""
 
     gate_up_proj: ExpertStack
@@ -64,7 +64,7 @@ class RoutedBlock(nn.Module):
 
     def __init__(self, block: Any, number: int) -> None:
         super().__init__()
-        self.gate, self.experts, self.number = block.gate, Experts(block.experts), number
+        self.gate, self.experts, self.number = block.gate, ExpertLayer(block.experts), number
         self.choice: Choice | None = None  # None: as the router chooses
         self.train(block.training)
 

@@ -20,7 +20,7 @@ from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.packed_attention import PackedLayout
-from lowmem_grpo.models.routes import Recorder, Replay, follow_routes
+from lowmem_grpo.models.routes import Replay, RouteRecorder, follow_routes
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
 from lowmem_grpo.offload.embedding import knowing, on_host
 from lowmem_grpo.types import MicroBatch
@@ -213,9 +213,9 @@ class Policy:
         differing, total = counts.tolist()
         return {"sampling/routes/differing": differing / max(total, 1)}
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> RouteRecorder | None:
         """Return the recorder of the routes of one pass; None for a model without experts that take them."""
-        return Recorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
+        return RouteRecorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
 
     def check_packed(self, calls: int) -> None:
         """Raise ValueError if some layers have another kind of attention, which would mix packed sequences."""

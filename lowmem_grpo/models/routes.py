@@ -149,7 +149,7 @@ def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Ten
     return torch.cat(rows), None if routed.all() else routed
 
 
-class Recorder:
+class RouteRecorder:
     """Keeps what the router of each layer chooses. As of `Replay`, `chosen` decides in a forward pass which experts
     (T, k) int64 T tokens take in the `layer`th layer that has experts, where the live router chose `live` (T, k)."""
 
@@ -216,7 +216,7 @@ class Handing:
     block: RoutedBlock
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        routing: Recorder | Replay | None = kwargs.get("routes")
+        routing: RouteRecorder | Replay | None = kwargs.get("routes")
         self.block.choice = live if routing is None else routing.chosen
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:

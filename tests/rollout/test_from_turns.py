@@ -8,8 +8,8 @@ import torch
 from exact_gradients import close, exact, gradient
 from tables import every_row
 
+from lowmem_grpo.models.packing import sequences_of
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.sequences import sequences_of
 from lowmem_grpo.rollout.from_turns import group_of, rollout_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 

@@ -31,8 +31,7 @@ from lowmem_grpo.models.fp8_loading import to_quantize
 from lowmem_grpo.models.fused_weights import fuse_fp8
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.rope_context import fix_frequencies
+from lowmem_grpo.models.pretrained import fix_frequencies, nf4
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NEEDS_VLLM = [

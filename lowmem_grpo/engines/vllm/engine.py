@@ -24,7 +24,7 @@ from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_pl
 from lowmem_grpo.engines.vllm.lent_layers import check_family
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter
 from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, undisturbed
-from lowmem_grpo.engines.vllm.requests import Prompts, Sampling, Steps, Turns
+from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.models.policy import Policy
@@ -62,7 +62,7 @@ class VLLMEngine:
         check_alone()
         check_family(policy.base.config, policy.head.weight.dtype, policy.device)
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
-        self.on_card = self.sleeps = policy.device.type == "cuda"  # elsewhere vLLM cannot sleep
+        self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)
         self.tells_routes = policy.routed_layers > 0
         self.eager = vllm_settings.is_eager(policy, enforce_eager)
@@ -175,11 +175,11 @@ class VLLMEngine:
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""
         self.check_open()
-        call = Turns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
+        call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
         self.in_less_memory(lambda: self.run_surely(call), call)
 
-    def sampling(self, params: SamplingParams) -> Sampling:
-        return Sampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
+    def sampling(self, params: SamplingParams) -> CallSampling:
+        return CallSampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
                         self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
@@ -212,7 +212,7 @@ class VLLMEngine:
         return (self.llm is None or self.unfinished
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
-    def run_surely(self, call: Prompts | Turns) -> None:
+    def run_surely(self, call: Prompts | OpenTurns) -> None:
         """`run` in an engine that is up to date, and once more in a new one if that dies."""
         if self.outdated:
             self.restart()  # a call that broke off would leave its sequences to the next one
@@ -232,7 +232,7 @@ class VLLMEngine:
     def unfinished(self) -> bool:
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def run(self, call: Prompts | Turns) -> None:
+    def run(self, call: Prompts | OpenTurns) -> None:
         """Run what is left of a call, with the policy as the trainer would compute with it now."""
         self.loan.check()
         self.wake()

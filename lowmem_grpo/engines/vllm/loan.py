@@ -178,7 +178,8 @@ class Loan:
     def close(self) -> None:
         self.drop_weights()
         self.wide = self.room = None
-        for part in (*self.linears.values(), *self.experts.values()):
+        parts: list[BorrowedLinear | BorrowedExperts] = [*self.linears.values(), *self.experts.values()]
+        for part in parts:
             part.close()
         self.linears.clear()
         self.experts.clear()

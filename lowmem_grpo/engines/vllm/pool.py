@@ -109,6 +109,11 @@ def forget(extension: Any) -> None:
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
 
 
+def pool() -> Any:
+    """The module of vLLM that holds the pool."""
+    return import_module(ALLOCATOR)
+
+
 def vllm_version() -> str:
     package = installed()
     return "0" if package is None else package[1]
@@ -120,7 +125,7 @@ def why_not() -> str | None:
     if not CHECKED[0] <= Version(version).release[:2] <= CHECKED[1]:
         first, last = (".".join(map(str, numbers)) for numbers in CHECKED)
         return f"the memory pool of vLLM {version} was not checked, only that of {first} to {last}"
-    if not import_module(ALLOCATOR).cumem_available:
+    if not pool().cumem_available:
         return "this build of vLLM has no memory pool that sleep can free"
     return None
 
@@ -143,7 +148,7 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
     """(size,) bytes in a segment of their own, under our tag, so that nothing of vLLM's is dropped with it."""
     if why := why_not():
         raise BorrowError(f"{why}. {ADVICE}")
-    allocator = import_module(ALLOCATOR).CuMemAllocator.get_instance()
+    allocator = pool().CuMemAllocator.get_instance()
     with allocator.use_memory_pool(tag=TAG):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     segment = allocator.pointer_to_data.get(buffer.data_ptr())

@@ -27,7 +27,7 @@ COLDEST = 0.01  # vLLM raises a lower temperature to this one
 
 
 @dataclass(frozen=True)
-class Sampling:
+class CallSampling:
     """vLLM's sampling options in one call of the engine."""
 
     params: SamplingParams
@@ -131,7 +131,7 @@ class Steps:
 class Prompts(FinishedPrompts):
     """The prompts of one call of `generate`, and which of them are finished."""
 
-    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None,
+    def __init__(self, prompts: list[list[int]], sampling: CallSampling, on_group: OnGroup | None,
                  meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
         """With `expected` the prompts enter vLLM in its order. Their seeds follow from the given order."""
         super().__init__(len(prompts), on_group, meanwhile)
@@ -169,10 +169,10 @@ class Prompts(FinishedPrompts):
                 self.between(steps.open)
 
 
-class Turns(Calls):
+class OpenTurns(Calls):
     """The turns of one call of `converse` that are asked for and not given yet, in the order in which they came."""
 
-    def __init__(self, conversation: Conversation, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, conversation: Conversation, sampling: CallSampling, device: torch.device) -> None:
         self.conversation, self.sampling, self.device = conversation, sampling, device
         self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
         self.routes: dict[int, tuple[list[int], Routes]] = {}  # by key: the tokens that ran, and their routes

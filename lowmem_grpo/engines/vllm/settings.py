@@ -48,6 +48,11 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
     return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
+def on_card(policy: Policy) -> bool:
+    """Return whether the engine is on a card, where it can sleep."""
+    return policy.device.type == "cuda"
+
+
 def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
                 routes: bool = False) -> dict[str, Any]:
     """The options of vLLM's `LLM`. `name` is that of our quantization method and loader; `routes`: whether vLLM returns
@@ -100,11 +105,10 @@ def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, An
 def is_eager(policy: Policy, asked: bool | None) -> bool:
     """Return whether vLLM decodes without CUDA graphs: what is asked for, or else on the CPU, and with a mixture, whose
     operation reads on the host how many tokens each expert has. ValueError where that is asked for with graphs."""
-    on_card = policy.device.type == "cuda"
-    if asked is False and policy.routed_layers and on_card:
+    if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")
-    return bool(not on_card or policy.routed_layers) if asked is None else asked
+    return bool(not on_card(policy) or policy.routed_layers) if asked is None else asked
 
 
 def why_no_routes(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import BorrowedExperts, BorrowError, check_family
-from lowmem_grpo.engines.vllm.requests import Sampling, Turns
+from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
@@ -129,9 +129,9 @@ class Output(SimpleNamespace):
                    logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids])
 
 
-def sampling(**options: Any) -> Sampling:
+def sampling(**options: Any) -> CallSampling:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
-    return Sampling(SamplingParams(**options), CONTEXT, 1000, [2], tokenizer, dict, (0, 2, 3))
+    return CallSampling(SamplingParams(**options), CONTEXT, 1000, [2], tokenizer, dict, (0, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -148,7 +148,7 @@ def test_routes_that_vllm_returns_are_those_of_the_layers_with_experts(dtype: An
 
 def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
     talk = Talk([[5, 6, 7]])
-    call = Turns(talk, sampling(), torch.device("cpu"))
+    call = OpenTurns(talk, sampling(), torch.device("cpu"))
     for turn in range(3):
         (request,) = talk.take(busy=False)
         call.open[0], call.keys["1"] = (request, None), 0
