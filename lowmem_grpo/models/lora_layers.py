@@ -22,9 +22,9 @@ from lowmem_grpo.models.fused_weights import joined_weights
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
     """Let PEFT make our layers for the model's linear ones, plain, in NF4 and in FP8."""
-    four_bit = {type(module) for module in model.modules() if is_nf4(module)}
     kinds: dict[type[nn.Module], type[nn.Module]] = {
-        **{kind: KernelLinear4bit for kind in four_bit}, FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
+        type(module): KernelLinear4bit for module in model.modules() if is_nf4(module)}
+    kinds |= {FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
     # PEFT's guide to custom models describes this call, and a test fails if it goes away. We name exact types because
     # the first match counts and the layers of bitsandbytes are subclasses of nn.Linear.
     config._register_custom_module(kinds)
