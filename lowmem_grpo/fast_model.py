@@ -18,7 +18,7 @@ from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
-from lowmem_grpo.models.lean_modules import MLP_TILE, make_lean
+from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
@@ -39,8 +39,7 @@ from lowmem_grpo.runs.whole_files import AdapterError
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
 ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"
-STARTS = ('True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s '
-          "weights as they are")
+STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
 
 
@@ -319,15 +318,3 @@ def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: boo
     adapted = with_lora(model, config, checkpointing)
     config.init_lora_weights = start
     return adapted
-
-
-def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
-    """Return the tokens in a tile of the MLP; None for one piece."""
-    if mlp_tile is None:
-        return MLP_TILE if checkpointing else None
-    if mlp_tile < 1:
-        raise ValueError(f"mlp_tile is {mlp_tile}; it must be at least 1")
-    if not checkpointing:
-        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are computed again in "
-                         "backward, and that is checkpointing. Leave one of them out")
-    return mlp_tile

@@ -34,11 +34,11 @@ class GrowingLayer(DynamicLayer):
     @classmethod
     def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["CacheSlice"], width: int,
                       room: int) -> "GrowingLayer":
-        rows, like = [piece.count for piece in pieces], layers[0].storage
+        rows, like = [piece.rows.stop - piece.rows.start for piece in pieces], layers[0].storage
         storage = like.new_zeros(2, sum(rows), like.shape[2], width + room, like.shape[4])
-        for layer, piece, place in zip(layers, pieces, accumulate(rows), strict=True):
+        for layer, piece, count, place in zip(layers, pieces, rows, accumulate(rows), strict=True):
             kept = layer.storage[:, piece.rows, :, piece.start : piece.end]
-            storage[:, place - piece.count : place, :, width - piece.end + piece.start : width] = kept
+            storage[:, place - count : place, :, width - piece.end + piece.start : width] = kept
         return cls.holding(storage, width)
 
     def copied(self, rows: Tensor) -> "GrowingLayer":
@@ -253,10 +253,6 @@ class CacheSlice:
     rows: slice
     start: int
     end: int
-
-    @property
-    def count(self) -> int:
-        return int(self.rows.stop - self.rows.start)
 
 
 def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:

@@ -69,7 +69,7 @@ class PrefixCache:
         for key in list(self.rows)[: max(0, len(self.rows) - most)]:
             del self.rows[key]
 
-    def shed(self) -> int:
+    def evict(self) -> int:
         """Drop all because memory ran out, and keep half as many from now on; returns how many they were."""
         count = len(self.rows)
         if count:

@@ -186,7 +186,7 @@ class TransformersEngine:
             self.use_weights(FOUR)
             self.bound.note(what, shortage, "weights in 16 bits are given up, and the work is repeated")
             return size
-        if dropped := generation.kept.shed():
+        if dropped := generation.kept.evict():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")
             return size
@@ -210,7 +210,7 @@ class TransformersEngine:
                 logits = self.step.extend(batch.state)
                 state = batch.state
                 batch.generation.keep_routes(state.rows, state.counts - 1, state.routes)
-                self.weigh(batch)
+                self.note_bytes(batch)
 
     def have_room(self, batch: Batch, waiting: deque[PartialRows], size: int) -> bool:
         return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
@@ -251,7 +251,7 @@ class TransformersEngine:
         for place, prompt in enumerate(prompts):
             generation.finished.add(prompt, rollouts[place * n : place * n + n])
 
-    def weigh(self, batch: Batch) -> None:
+    def note_bytes(self, batch: Batch) -> None:
         self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.generation.kept.nbytes)
 
     # Rows that enter
@@ -265,7 +265,7 @@ class TransformersEngine:
             state, new = self.start_part(batch.generation, part, batch.running - len(part.rows))
             batch.enter(state)
             logits = new if first else torch.cat([logits, new])
-            self.weigh(batch)
+            self.note_bytes(batch)
         return logits
 
     def start_part(self, generation: GenerationState, part: PartialRows, running: int) -> tuple[DecodeState, Tensor]:
@@ -273,7 +273,7 @@ class TransformersEngine:
         interrupted: their state, and the logits (B, V) of their next tokens."""
         continued = generation.continuations(part.rows, running)
         known = {row for more in continued for row in more.rows}
-        made = [self.go_on(generation, more) for more in continued]
+        made = [self.continue_turns(generation, more) for more in continued]
         if fresh := [row for row in part.rows if row not in known]:
             made.append(self.prefill(generation, fresh, running, part.start))
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
@@ -302,7 +302,7 @@ class TransformersEngine:
         state.rows = torch.tensor(rows, device=input_ids.device)
         return state, logits
 
-    def go_on(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
+    def continue_turns(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
         """Do the same for prompts whose first tokens are held."""
         device = self.policy.device
         cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],

@@ -50,7 +50,7 @@ class FP8Config(QuantizationConfigMixin):
 
 def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
     """For a checkpoint in 16 bits, in the form that was asked for."""
-    return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=name_of(dtype))
+    return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=str(dtype).removeprefix("torch."))
 
 
 def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = None) -> None:
@@ -59,11 +59,8 @@ def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = 
     for part in (config.get_text_config(), config):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    config.quantization_config = FP8Config(block=block, compute_dtype=name_of(dtype), names=names).to_dict()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    kind = str(dtype).removeprefix("torch.")
+    config.quantization_config = FP8Config(block=block, compute_dtype=kind, names=names).to_dict()
 
 
 @register_quantizer(NAME)

@@ -201,3 +201,15 @@ def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Mo
     if kind in MLPS and activation is not None:
         return LeanMLP(module, MLPS[kind].inner, activation, tile_rows)
     return None
+
+
+def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
+    """Return the tokens in a tile of the MLP; None for one piece."""
+    if mlp_tile is None:
+        return MLP_TILE if checkpointing else None
+    if mlp_tile < 1:
+        raise ValueError(f"mlp_tile is {mlp_tile}; it must be at least 1")
+    if not checkpointing:
+        raise ValueError(f"mlp_tile is {mlp_tile} and use_gradient_checkpointing=False: tiles are computed again in "
+                         "backward, and that is checkpointing. Leave one of them out")
+    return mlp_tile

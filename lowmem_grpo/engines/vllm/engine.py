@@ -23,7 +23,7 @@ from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import check_family
 from lowmem_grpo.engines.vllm.loan import Loan, active_adapter
-from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, undisturbed
+from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, random_states_kept
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
 from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
@@ -138,7 +138,7 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.loan):
             vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:
-                with undisturbed(self.policy.device):
+                with random_states_kept(self.policy.device):
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
                         self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps,
                         self.tells_routes))
@@ -165,8 +165,8 @@ class VLLMEngine:
             return []
         waiting = len(prompts) * params.n > self.slots
         call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
-        with undisturbed(self.policy.device):
-            self.in_less_memory(lambda: self.run_surely(call), call)
+        with random_states_kept(self.policy.device):
+            self.in_less_memory(lambda: self.run_with_restart(call), call)
         groups = call.result()
         for prompt, rollouts in zip(prompts, groups, strict=True):
             self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
@@ -176,7 +176,7 @@ class VLLMEngine:
         """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""
         self.check_open()
         call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
-        self.in_less_memory(lambda: self.run_surely(call), call)
+        self.in_less_memory(lambda: self.run_with_restart(call), call)
 
     def sampling(self, params: SamplingParams) -> CallSampling:
         return CallSampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
@@ -188,10 +188,10 @@ class VLLMEngine:
         while isinstance(shortage := tried(attempt, self.policy.device), Shortage):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
-            if not self.back_to_four(shortage):
+            if not self.fall_back_to_4bit(shortage):
                 self.capacity.lower(shortage, sampling=self.llm is not None and not self.asleep)
 
-    def back_to_four(self, shortage: Shortage) -> bool:
+    def fall_back_to_4bit(self, shortage: Shortage) -> bool:
         """Give up dequantized weights first where memory ran out beside them; returns whether there were any."""
         if self.sampling_weights == FOUR:
             return False
@@ -212,7 +212,7 @@ class VLLMEngine:
         return (self.llm is None or self.unfinished
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
-    def run_surely(self, call: Prompts | OpenTurns) -> None:
+    def run_with_restart(self, call: Prompts | OpenTurns) -> None:
         """`run` in an engine that is up to date, and once more in a new one if that dies."""
         if self.outdated:
             self.restart()  # a call that broke off would leave its sequences to the next one

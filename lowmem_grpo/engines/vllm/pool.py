@@ -58,7 +58,7 @@ def unmap(llm: Any) -> None:
         llm.collective_rpc("sleep", kwargs={"level": 1})
 
 
-def woken(llm: Any) -> bool:
+def wake_if_room(llm: Any) -> bool:
     """Wake an engine before it ends, if memory has room for it; returns whether it is awake."""
     if not llm.llm_engine.is_sleeping():
         return True

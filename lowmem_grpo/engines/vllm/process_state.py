@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def random_states_kept(device: torch.device) -> Iterator[None]:
     """Whatever happens inside, the random states of Python, numpy and torch (CPU and `device`) are as before."""
     states, hook = (random.getstate(), np.random.get_state()), sys.excepthook
     try:
-        with torch_undisturbed(device):
+        with torch_states_kept(device):
             yield
     finally:
         random.setstate(states[0])
@@ -38,7 +38,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def torch_undisturbed(device: torch.device) -> AbstractContextManager[None]:
+def torch_states_kept(device: torch.device) -> AbstractContextManager[None]:
     """The same for torch's random states, the only ones that a step of the engine changes."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
@@ -88,7 +88,7 @@ def end(llm: Any, loan: Loan) -> None:
     is unmapped already, and the pool fails if it unmaps it again, so we wake it first where memory has room."""
     loan.close()
     try:
-        PROCESS.clean = vllm_pool.woken(llm)
+        PROCESS.clean = vllm_pool.wake_if_room(llm)
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
         PROCESS.clean = False

@@ -19,7 +19,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Calls, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
+from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
 
@@ -185,7 +185,7 @@ class OpenTurns(Calls):
         self.enter(steps, list(self.open.values()))
         try:
             while self.more(steps):
-                with torch_undisturbed(self.device):  # not the conversation, whose environments may draw numbers
+                with torch_states_kept(self.device):  # not the conversation, whose environments may draw numbers
                     outputs = steps.step()
                 for output in outputs:
                     steps.was_read(self.give_turn(output, version))
@@ -216,11 +216,11 @@ class OpenTurns(Calls):
         cached = output.num_cached_tokens or 0
         with self.outside_the_engine():
             rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
-            self.go_on(request, rollout)
+            self.share_routes(request, rollout)
             self.conversation.give(key, rollout)
         return len(request.ids) - cached
 
-    def go_on(self, request: Request, rollout: Rollout) -> None:
+    def share_routes(self, request: Request, rollout: Rollout) -> None:
         """Let the routes of a turn share those of the last turn that it goes on from."""
         if rollout.routes is not None:
             ids, known = self.routes.get(request.key, ([], Routes(())))
