@@ -1,5 +1,4 @@
-"""Keys and values that grow in place, and the states of gated delta nets, by the public cache classes of
-transformers."""
+"""Keys and values that grow in place, and states of gated delta nets, in the public cache classes of transformers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

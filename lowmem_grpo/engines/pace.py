@@ -1,5 +1,6 @@
-"""How an engine spends its time: on prompts, on token steps of many sequences, and on the tail, steps of few that take
-as long."""
+"""How an engine spends its time: on prompts, on steps of many sequences, and on the tail, steps of few as long as
+these.
+"""
 
 import time
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""The rollouts of a prompt in the shape of vLLM's answer; its `logprobs=k` are the model's own (temperature 1, nothing
-cut off)."""
+"""The rollouts of a prompt in the shape of vLLM's answer; `logprobs=k` gives the model's own, at temperature 1."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,4 @@
-"""Turns of episodes by an engine of the caller's that only has `generate`: all that are ready, then all that follow
-from them."""
+"""Turns of episodes by a caller's engine that only has `generate`: all that are ready, then all that follow."""
 
 import logging
 from dataclasses import replace

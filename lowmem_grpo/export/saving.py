@@ -1,5 +1,4 @@
-"""The calls of a loaded model that make what `lowmem-grpo export` makes, and send it to the hub, under Unsloth's names.
-"""
+"""A loaded model's calls that make what `lowmem-grpo export` makes, and send it to the hub, under Unsloth's names."""
 
 import shutil
 import tempfile

@@ -1,5 +1,4 @@
-"""Checks a model's card before anything is downloaded (driver, age, C compiler), and chooses the dtype of products.
-"""
+"""Checks a card before anything is downloaded (driver, age, C compiler), and chooses the dtype of products."""
 
 import ctypes
 import importlib.util

@@ -1,6 +1,8 @@
-"""Work on micro-batches that starts again with smaller ones where memory runs out. The gradient is that of a run that
-had these from the start: bit for bit on the CPU, up to rounding on a card, where fused attention sums in no fixed
-order."""
+"""Work on micro-batches that starts again with smaller ones where memory runs out.
+
+The gradient is that of a run that had these from the start: bit for bit on the CPU, up to rounding on a card, where
+fused attention sums in no fixed order.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
