@@ -153,7 +153,7 @@ def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
         (request,) = talk.take(busy=False)
         call.open[0], call.keys["1"] = (request, None), 0
         output = Output.of(request.ids, [8, 9], 10 * turn)
-        call.give(SimpleNamespace(request_id="1-abc", outputs=[output], num_cached_tokens=0), 0)
+        call.give_turn(SimpleNamespace(request_id="1-abc", outputs=[output], num_cached_tokens=0), 0)
     first, *others = (rollout.routes for rollout in talk.drawn[0])
     for routes in others:
         assert routes.parts[0].data_ptr() == first.parts[0].data_ptr()
