@@ -113,8 +113,8 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: f
     return (out.where(seen, 0.0) * share).sum(1).to(query.dtype).view(rows, heads, group, size)
 
 
-def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor, scaling: float | None) -> tuple[Tensor,
-                   Tensor]:
+def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
+                   scaling: float | None) -> tuple[Tensor, Tensor]:
     if query.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True,
                                                                               scale=scaling)

@@ -33,15 +33,15 @@ KINDS = {row.delta_net for row in FAMILIES.values() if row.delta_net}  # transfo
 
 
 @dataclass(frozen=True)
-class Given:
+class RuleInputs:
     """The inputs of the rule for T packed tokens: the convolution's input, decay and rate."""
 
     mixed: Tensor  # (T, C) query, key and value
     g: Tensor  # (T, H) float32
     beta: Tensor  # (T, H) float32
 
-    def at(self, tokens: Tensor | slice) -> "Given":
-        return Given(self.mixed[tokens], self.g[tokens], self.beta[tokens])
+    def at(self, tokens: Tensor | slice) -> "RuleInputs":
+        return RuleInputs(self.mixed[tokens], self.g[tokens], self.beta[tokens])
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class DeltaNet(nn.Module):
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = wide(a, b, self.A_log, self.dt_bias)
         g = -log.exp() * F.softplus(a + bias)
-        inputs = Given(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
+        inputs = RuleInputs(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
         if packed is not None:
             packed.calls += 1
             result = self.packed(inputs, packed)
@@ -106,7 +106,7 @@ class DeltaNet(nn.Module):
         output: Tensor = self.get_submodule(DELTA_OUT)(normed.view(rows, count, self.value_dim))
         return output
 
-    def packed(self, inputs: Given, layout: PackedLayout) -> Tensor:
+    def packed(self, inputs: RuleInputs, layout: PackedLayout) -> Tensor:
         if layout.stages is None:
             layout.stages = Stages.from_layout(layout, inputs.g.device)
         stages: Stages = layout.stages
@@ -119,14 +119,14 @@ class DeltaNet(nn.Module):
         result = torch.cat([prompts, completions])
         return result if stages.back is None else result.index_select(0, stages.back)
 
-    def rows(self, inputs: Given, rows: int, cache: Any, real: Tensor | None) -> Tensor:
+    def rows(self, inputs: RuleInputs, rows: int, cache: Any, real: Tensor | None) -> Tensor:
         """(B T, H, V) of rows, which go on from the cache's states if there is a cache, and leave theirs in it."""
         count = len(inputs.g) // rows
         before = self.states(cache) if cache is not None and cache.has_previous_state(self.layer_idx, 0) else None
         if real is not None:
             shown = real.reshape(-1, 1)
-            inputs = Given(torch.where(shown, inputs.mixed, 0), torch.where(shown, inputs.g, 0),
-                          torch.where(shown, inputs.beta, 0))
+            inputs = RuleInputs(torch.where(shown, inputs.mixed, 0), torch.where(shown, inputs.g, 0),
+                                torch.where(shown, inputs.beta, 0))
         runs = Runs((count,) * rows, inputs.g.device)
         result, _, state = self.run(inputs, runs, *(before or (None, None)))
         if cache is not None:
@@ -140,8 +140,8 @@ class DeltaNet(nn.Module):
         layer = cache.layers[self.layer_idx]
         return layer.conv_states[0][..., 1 - self.conv_weight.shape[1] :].mT, layer.recurrent_states[0]
 
-    def run(self, inputs: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor,
-            Tensor, Tensor]:
+    def run(self, inputs: RuleInputs, runs: Runs, conv: Tensor | None = None,
+            state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
         mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)

@@ -199,8 +199,8 @@ def scale_of(name: str, stored: Container[str]) -> str | None:
     return next((scale for scale in (path_of(name) + suffix for suffix in SCALES) if scale in stored), None)
 
 
-def fitting_block(name: str, shape: tuple[int, int], scales: list[int], block: tuple[int, int] | None) -> tuple[int,
-                  int] | None:
+def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
+                  block: tuple[int, int] | None) -> tuple[int, int] | None:
     """The blocks by which scales of this shape cover a weight: None for rows, or one for all."""
     if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
         return None

@@ -93,8 +93,8 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
     return sequences
 
 
-def shared(prompt: list[int] | None, of_group: list[int], repeated: set[Ids]) -> tuple[list[int], list[int],
-           Ids | None]:
+def shared(prompt: list[int] | None, of_group: list[int],
+           repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
     """Return the shared part of a sequence's prompt, what is left, and the family it shares with."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
