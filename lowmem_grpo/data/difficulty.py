@@ -11,7 +11,7 @@ LONGEST_REST = 8  # epochs
 class Visit:
     """The outcome of a row's last visit."""
 
-    reward: float | None = None  # of all completions, if they earned the same
+    reward: float | None = None  # what all completions earned, if that is the same
     fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
     back: int = 0  # the epoch in which the row is sampled again
 
@@ -30,7 +30,6 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
-        """Return whether a row is left out in an epoch."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -65,6 +64,5 @@ class DifficultyPools:
         return {"rows": rows, "worst": self.worst, "best": self.best}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a `state`."""
         self.rows = {index: Visit(*rest) for index, *rest in state["rows"]}
         self.worst, self.best = state["worst"], state["best"]

@@ -14,21 +14,15 @@ LOOKED = 10_000  # lines that are parsed before the library reads all of them
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
 
-def refuse_missing(path: Path) -> None:
-    """OSError unless this is a file of a known kind."""
-    if path.suffix.lower() not in KINDS or not path.is_file():
-        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
-
-
 def is_file_name(source: str) -> bool:
-    """Return whether the source is a file, and not a dataset on the hub."""
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
 
 
 def refuse_unreadable(path: Path) -> None:
     """Raise OSError for a file that is missing, that has no rows, or whose first rows are broken."""
-    refuse_missing(path)
     kind = path.suffix.lower()
+    if kind not in KINDS or not path.is_file():
+        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
     if kind == ".parquet":
         with path.open("rb") as file:
             why = "" if file.read(len(PARQUET)) == PARQUET else "it is not a parquet file"
@@ -58,10 +52,10 @@ def check_rows(path: Path) -> None:
             return
         file.seek(0)
         try:
-            found = json.loads(file.read().lstrip("\ufeff"))
+            content = json.loads(file.read().lstrip("\ufeff"))
         except ValueError:
             return  # the library says what is wrong with it
-    for name, held in found.items():
+    for name, held in content.items():
         if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
             raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
                           "expected is the list itself, or a .jsonl file with one object a line")

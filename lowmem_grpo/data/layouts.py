@@ -30,7 +30,7 @@ ANSWERS = ("reward_model.ground_truth", "answer.normalized_value", "answers_span
            "gold", "output", "response", "completion", "result", "ideal", "reference")
 TESTED = re.compile(r'\bassert\b|def (check|test)\w*\(|"inputs?":.*"outputs?":|"outputs?":.*"inputs?":', re.DOTALL)
 TESTS = ("test_list", "tests", "test", "test_cases", "unit_tests", "input_output", "verification_info",
-         "private_test_cases", "private_tests", "public_test_cases", "public_tests")  # of code
+         "private_test_cases", "private_tests", "public_test_cases", "public_tests")
 FUNCTIONS = ("entry_point", "fn_name", "metadata")  # name what these test
 CHOICES = ("choices", "options", "endings")
 BELONGING = ("context", "passage", "article", "input", "starter_code", "tools", *CHOICES)  # that a prompt needs as well
@@ -147,8 +147,10 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
     if prompt is not None and prompt == answer:
         raise ValueError(f"prompts and answers cannot both be the column {prompt!r}; name two of {listed(names)}")
     if len(names) == 1 and prompt is None and not answered(rows, names[0]):
-        raise ValueError(f"{source} has one column, {names[0]!r}{separated(names[0])}; a recipe needs prompts and "
-                         f"answers. Add a column, or write --prompt-column {names[0]!r} for rewards without answers")
+        word = "semicolons" if ";" in names[0] else "tabs" if "\t" in names[0] else ""
+        hint = f" (its fields are separated by {word}: save it with commas)" if word else ""
+        raise ValueError(f"{source} has one column, {names[0]!r}{hint}; a recipe needs prompts and answers. Add a "
+                         f"column, or write --prompt-column {names[0]!r} for rewards without answers")
     if len(names) > MOST:
         raise ValueError(f"{source} has {len(names)} columns, too many to guess from: name two with --prompt-column "
                          f"and --answer-column. The first are {listed(names)}")
@@ -184,7 +186,6 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
 
 
 def is_asked(rows: list[dict[str, Any]], *names: str) -> bool:
-    """Return whether one of the columns holds texts or chats."""
     return any(isinstance(cell := value_at(row, name), str) or chat_in(cell) for row in rows for name in names)
 
 
@@ -194,28 +195,20 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
     return bool(chats) and 2 * sum(chat[-1]["role"] == "assistant" for chat in chats) > len(chats)
 
 
-def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
+def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
     """Return the same columns, with those that a prompt cannot be answered without. A chat gets none."""
-    names = {name.strip().lower(): name for name in rows[0] if name not in (found.prompt, found.answer)}
-    column = found.answer or ""
+    names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
+    column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
     tests += [names[name] for name in FUNCTIONS if tests and name in names][:1]
     system = next((names[name] for name in SYSTEM if name in names and is_asked(rows, names[name])), "")
-    found = replace(found, tests=tuple(tests), system=system)
-    if not found.prompt or any(chat_in(value_at(row, found.prompt)) for row in rows):
-        return found
-    if found.prompt.lower() == "question" and "body" in names:
-        return replace(found, prompt=names["body"], more=(found.prompt,))
+    columns = replace(columns, tests=tuple(tests), system=system)
+    if not columns.prompt or any(chat_in(value_at(row, columns.prompt)) for row in rows):
+        return columns
+    if columns.prompt.lower() == "question" and "body" in names:
+        return replace(columns, prompt=names["body"], more=(columns.prompt,))
     named = [column] * (column.lower() == "test_list")  # only these tests name the function
-    return replace(found, more=(*(names[name] for name in BELONGING if name in names), *named))
-
-
-def separated(name: str) -> str:
-    """Return a line on a table whose first line uses another separator than the comma; empty if it uses none."""
-    for mark, word in ((";", "semicolons"), ("\t", "tabs")):
-        if mark in name:
-            return f" (its fields are separated by {word}: save it with commas)"
-    return ""
+    return replace(columns, more=(*(names[name] for name in BELONGING if name in names), *named))
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
@@ -238,11 +231,11 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
             prompt, why_prompt = longer_or_first(rows, names)
-        first, second = names
+        other, why = names[names[0] in (prompt, answer)], "guessed: the other one of two columns"
         if not answer:
-            answer, why_answer = second if prompt == first else first, "guessed: the other one of two columns"
+            answer, why_answer = other, why
         else:
-            prompt, why_prompt = second if answer == first else first, "guessed: the other one of two columns"
+            prompt, why_prompt = other, why
     return Columns(prompt, answer, why_prompt, why_answer)
 
 
@@ -256,24 +249,23 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """The column with the most usual name, or the only one whose name contains such a word; and how it was found. Empty
-    texts if there is none."""
+    """Return the column with the most usual name, or the only one with such a word in it, and how it was found."""
     lower = {name.strip().lower(): name for name in reversed(names)}
-    found = next((lower[name] for name in usual if name in lower), "")
+    match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]
-    if not found and len(part) == 1:
-        found = part[0]
-    return found, "guessed from its name" if found else ""
+    if not match and len(part) == 1:
+        match = part[0]
+    return match, "guessed from its name" if match else ""
 
 
-def checked(rows: list[dict[str, Any]], found: Columns, source: str) -> Columns:
+def checked(rows: list[dict[str, Any]], columns: Columns, source: str) -> Columns:
     """The same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
-    for name in (found.prompt, found.answer):
+    for name in (columns.prompt, columns.answer):
         if name and all(value_at(row, name) in (None, "", []) for row in rows):
             raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "
                              "another one with --prompt-column or --answer-column")
-    asked = [found.prompt] if found.prompt else list(rows[0])
+    asked = [columns.prompt] if columns.prompt else list(rows[0])
     if not is_asked(rows, *asked):
         raise ValueError(f"{source} has no texts in {listed(asked)}: prompts are texts, or lists of chat messages; "
                          "name their column with --prompt-column")
-    return found
+    return columns

@@ -26,15 +26,9 @@ def owned(value: Any) -> Any:
     if type(value) in (tuple, set):
         return type(value)(map(owned, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return of_fields(value)
+        made = copy.copy(value)
+        for name, part in getattr(value, "__dict__", {}).items():
+            if isinstance(part, (list, dict)):  # others may lead back to it, or be as large as the routes of a turn
+                object.__setattr__(made, name, owned(part))  # also where it is frozen
+        return made
     return copy.deepcopy(value) if hasattr(value, "dtype") else value
-
-
-def of_fields(value: Any) -> Any:
-    """Return a copy of a dataclass whose lists and dicts are owned: others may lead back to it, or be as large as the
-    routes of a turn."""
-    made = copy.copy(value)
-    for name, part in getattr(value, "__dict__", {}).items():
-        if isinstance(part, (list, dict)):
-            object.__setattr__(made, name, owned(part))  # also where it is frozen
-    return made

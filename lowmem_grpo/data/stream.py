@@ -29,7 +29,7 @@ class Stream:
         self.ahead: deque[Row] = deque()
         self.drawn = 0  # rows, since the stream was last begun
 
-    def begin(self, round_number: int = 0) -> None:
+    def start_round(self, round_number: int = 0) -> None:
         """Begin the stream, or begin it again; DataError for an iterator, which cannot be."""
         if self.iterator is not None and isinstance(self.rows, Iterator):
             raise DataError(
@@ -52,18 +52,16 @@ class Stream:
             yield self.read(row)
 
     def read(self, row: Row) -> Row:
-        """Return a row in plain values, with the change that is made to each."""
         return self.plain(row) if self.change is None else self.change(self.plain(row))
 
     def change_each(self, change: Callable[[Row], Row]) -> None:
-        """Make a change to every row that was not drawn yet."""
         self.ahead = deque(map(change, self.ahead))
         self.change = change
 
     def peek(self, count: int) -> list[Row]:
         """The next rows, at most `count`, which stay to be drawn."""
         if self.iterator is None:
-            self.begin()
+            self.start_round()
         assert self.iterator is not None
         self.ahead.extend(islice(self.iterator, max(0, count - len(self.ahead))))
         return list(islice(self.ahead, count))
@@ -75,16 +73,15 @@ class Stream:
         self.drawn += 1
         return self.ahead.popleft()
 
-    def put_back(self, rows: Iterable[Row]) -> None:
+    def put_back(self, rows: list[Row]) -> None:
         """Rows that were the last ones drawn, to be drawn again."""
-        given = list(rows)
-        self.ahead.extendleft(reversed(given))
-        self.drawn -= len(given)
+        self.ahead.extendleft(reversed(rows))
+        self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
         """As if so many rows had been drawn in this round."""
         if drawn < self.drawn or round_number:
-            self.begin(round_number)
+            self.start_round(round_number)
         while self.drawn < drawn:
             if self.draw() is None:
                 raise DataError(f"the stream ended after {self.drawn} rows, and the checkpoint had drawn {drawn}; "
@@ -139,7 +136,7 @@ class StreamSource(PromptSource):
             raise DataError("the dataset has no rows")
         if self.fruitful < self.rounds or not self.position - sum(self.skipped.values()):
             raise DataError(f"no row of the dataset can be used: {self.skip_summary()}")
-        self.dataset.begin(self.rounds + 1)
+        self.dataset.start_round(self.rounds + 1)
         self.rounds += 1
 
     def end_epoch(self) -> None:

@@ -29,7 +29,7 @@ class Renders(Protocol):
 
     def bridge(self, messages: list[Message], ended: bool) -> list[int]: ...
 
-    def whole(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
+    def render_anew(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
 
     def closed(self, completion_ids: list[int], messages: list[Message]) -> bool: ...
 
@@ -53,16 +53,16 @@ class Episode:
 
     key: int
     row: dict[str, Any]
-    messages: list[Message]  # of the prompt, and all that followed
+    messages: list[Message]  # the prompt's, and all that followed
     bounds: Bounds
     renderer: Renders
     toolbox: Any  # None: there are no tools
     seat: Seat | None  # None: there is no environment
-    seeds: Callable[[int], int]  # of each turn
+    seeds: Callable[[int], int]  # by turn
     within: Callable[[Answer], Answer] = lambda answer: answer  # cuts what a step of the environment says
     opening: list[Message] = field(default_factory=list)  # before the first turn
     prompt: list[int] = field(default_factory=list)  # (P,) the first
-    ids: list[int] = field(default_factory=list)  # of the sequence in progress, prompt included
+    ids: list[int] = field(default_factory=list)  # the sequence in progress, prompt included
     after: list[int] = field(default_factory=list)  # (C,) as in `Rollout.completion_ids`
     logprobs: list[float] = field(default_factory=list)  # (C,)
     trained: list[bool] = field(default_factory=list)  # (C,)
@@ -73,11 +73,11 @@ class Episode:
     ending: str = ""
     trouble: str = ""  # what failed
     trusted: int = 0  # messages, the first ones, which are the dataset's
-    given: list[Message] = field(default_factory=list)  # of the row
+    given: list[Message] = field(default_factory=list)  # the row's
     asked: int = 0  # times that the base model was asked something
-    unread: int = 0  # of its replies
+    unread: int = 0  # replies that could not be read
     unreadable: int = 0  # turns in a row
-    seconds: float = 0.0  # of workers
+    seconds: float = 0.0  # spent by workers
 
     # Before the first turn
 
@@ -85,7 +85,7 @@ class Episode:
         """The environment's first observation; in a worker."""
         return Answer() if self.seat is None else self.bound(job).reset(self.row)
 
-    def begin(self, answer: Answer) -> None:
+    def open_prompt(self, answer: Answer) -> None:
         """Make the first prompt of the row's messages and the observation."""
         self.given, self.state = self.messages, answer.state
         self.prompt = self.first(answer.messages)
@@ -97,21 +97,20 @@ class Episode:
         """A prompt (P,) of the row's messages and an observation, which become all that was said."""
         self.messages = joined(self.given, observation)
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
-        self.trusted = sum(one is other for one, other in zip(self.messages, self.given, strict=False))
-        self.empty = not any(one.get("content") or one.get("tool_calls") for one in self.messages)
+        self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
+        self.empty = not any(message.get("content") or message.get("tool_calls") for message in self.messages)
         if self.empty and (self.seat is None or self.seat.steps):
             raise EnvironmentFailedError("reset returned nothing and the row has no prompt, so the policy would read "
                                          "nothing; let reset return a text, or give the rows a prompt")
         return self.renderer.first(self.messages, self.trusted)
 
-    def told(self, job: Job, ask: AskBase, said: str) -> Answer:
+    def pass_reply(self, job: Job, ask: AskBase, said: str) -> Answer:
         """Pass on a reply of the base model, in a worker, and return what follows."""
-        answer, read = self.bound(job).told(ask, said, first=not self.turns)
+        answer, read = self.bound(job).pass_reply(ask, said, first=not self.turns)
         self.unread += not read
         return self.within(answer) if self.turns else answer
 
     def bound(self, job: Job) -> Seat:
-        """The environment, called as part of a job."""
         assert self.seat is not None
         self.seat.run = job.call
         return self.seat
@@ -126,24 +125,20 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Tokens after the first prompt, as the engine sees them."""
         return len(self.ids) - len(self.prompt)
 
     @property
     def spent(self) -> bool:
-        """Whether all turns are taken."""
         return self.bounds.turns is not None and len(self.turns) >= self.bounds.turns
 
     @property
     def steps(self) -> bool:
-        """Whether an environment answers texts."""
         return self.seat is not None and self.seat.steps
 
     def request(self) -> Request:
-        """The next turn."""
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
-    def take(self, drawn: Rollout) -> Callable[[Job], Answer] | None:
+    def add_turn(self, drawn: Rollout) -> Callable[[Job], Answer] | None:
         """Take a turn in; returns what a worker is to do about it, or None where that was the last."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
@@ -210,28 +205,26 @@ class Episode:
         """Make the next prompt: what was said so far, or nothing of it, and the replies."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
-            found = self.first(replies)
+            ids = self.first(replies)
         elif self.bounds.append:
             ended = self.renderer.closed(self.turns[-1].completion_ids, replies)
-            found = [*self.ids, *self.renderer.bridge(replies, ended)]
+            ids = [*self.ids, *self.renderer.bridge(replies, ended)]
         else:
-            found = self.renderer.whole(self.messages, self.trusted)
-        if len(found) - len(self.prompt) >= self.bounds.completion or len(found) >= self.bounds.context:
+            ids = self.renderer.render_anew(self.messages, self.trusted)
+        if len(ids) - len(self.prompt) >= self.bounds.completion or len(ids) >= self.bounds.context:
             self.ending, self.messages, self.turns[-1].replies = "context", kept, []
-        elif found[: len(self.ids)] == self.ids:
-            self.add(found[len(self.ids) :])
+        elif ids[: len(self.ids)] == self.ids:
+            self.add(ids[len(self.ids) :])
         else:
-            self.split(found)
+            self.split(ids)
 
-    def split(self, found: list[int]) -> None:
+    def split(self, ids: list[int]) -> None:
         """Begin another sequence: what was sampled was rewritten or left out."""
-        begins = len(self.prompt) > 0 and found[: len(self.prompt)] == self.prompt
-        self.splits.append(Split(len(self.after), None if begins else found))
-        self.ids = list(self.prompt) if begins else []
+        begins = len(self.prompt) > 0 and ids[: len(self.prompt)] == self.prompt
+        self.splits.append(Split(len(self.after), None if begins else ids))
+        self.ids = list(self.prompt) if begins else ids
         if begins:
-            self.add(found[len(self.prompt) :])
-        else:
-            self.ids = found
+            self.add(ids[len(self.prompt) :])
 
     def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
         """Tokens that follow: drawn by the policy, or context between its turns."""
@@ -264,7 +257,7 @@ class Episode:
         last = self.turns[-1] if self.turns else None
         splits = self.splits
         if self.prompt != prompt:  # the environment began in its own way
-            splits = [Split(0, self.prompt), *(Split(one.start, one.prompt_ids or self.prompt) for one in splits)]
+            splits = [Split(0, self.prompt), *(Split(split.start, split.prompt_ids or self.prompt) for split in splits)]
         return Rollout(
             self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
             last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
@@ -275,11 +268,11 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """Return the prompt with the first observation: a text is added to the last message, as in TRL, unless that is the
+    """Return the prompt with the first observation. A text is added to the last message, as in TRL, unless that is the
     assistant's; other messages follow."""
     begun = bool(prompt) and prompt[-1]["role"] == "assistant"
     if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
-        said = (one for one in prompt if one.get("content") or one.get("tool_calls") or not observation)
+        said = (message for message in prompt if message.get("content") or message.get("tool_calls") or not observation)
         return [*said, *observation]
     last = prompt[-1]
     return [*prompt[:-1], last | {"content": last["content"] + observation[0]["content"]}]

@@ -44,7 +44,6 @@ class OpenEnv:
         self.kinds = {kind: type(name, (kind,), {"__doc__": kind.__doc__}) for kind in (PlainClient, AsyncClient)}
 
     def __call__(self) -> Any:
-        """An environment that has not begun."""
         if inspect.iscoroutinefunction(self.connect):
             return self.kinds[AsyncClient](None, self)  # it connects when it begins
         client = self.connect()
@@ -59,7 +58,6 @@ class Client:
         self.client, self.settings = client, settings
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row that the client's reset gets."""
         names = self.settings.columns
         return {name: value for name, value in row.items() if (name != "prompt" if names is None else name in names)}
 
@@ -87,18 +85,15 @@ class PlainClient(Client):
     """An environment of OpenEnv, whose client waits."""
 
     def reset(self, **row: Any) -> Any:
-        """The first observation, as text."""
         try:
             return self.read(self.client.reset(**self.columns(row)))[0]
         except Exception as error:
             raise self.explain(error) from error
 
     def step(self, reply: str) -> Step:
-        """Send a reply to the server and return its answer."""
         return self.read(self.client.step(self.settings.action(reply)))
 
     def close(self) -> None:
-        """End the session."""
         self.client.close()
 
 
@@ -106,7 +101,6 @@ class AsyncClient(Client):
     """An environment of OpenEnv, whose client is async."""
 
     async def reset(self, **row: Any) -> Any:
-        """The first observation, as text."""
         try:
             if self.client is None:
                 self.client = await self.settings.connect()
@@ -115,10 +109,8 @@ class AsyncClient(Client):
             raise self.explain(error) from error
 
     async def step(self, reply: str) -> Step:
-        """Send a reply to the server and return its answer."""
         return self.read(await self.client.step(self.settings.action(reply)))
 
     async def close(self) -> None:
-        """End the session."""
         if self.client is not None:
             await self.client.close()

@@ -24,12 +24,10 @@ class EnvironmentReward:
                 for each, environment in played]
 
     def pay(self, turns: "list[Turn]") -> float | None:
-        """Return the reward of one episode."""
         paid = [self.finite(turn.reward) for turn in turns if turn.reward is not None]
         return self.finite(sum(paid)) if paid else None
 
     def finite(self, value: Any) -> float:
-        """The value as a float; errors as above."""
         if not isinstance(value, (int, float)):
             raise TypeError(f"{self.__name__} paid {value!r:.100}, a {type(value).__name__}; it must pay a number")
         if not math.isfinite(value):

@@ -26,7 +26,7 @@ class Job:
         self.result: Any = None
         self.error: BaseException | None = None
         self.seconds = 0.0
-        self.deadline = float("inf")  # of the call in progress, on the monotonic clock
+        self.deadline = float("inf")  # for the call in progress, on the monotonic clock
         self.doing = ""  # the name of that call
         self.dropped = False
 
@@ -47,11 +47,9 @@ class Job:
             self.deadline = float("inf")
 
     def too_late(self) -> TimeoutError:
-        """The error of a call that takes too long."""
         return TimeoutError(f"{self.doing} took more than {self.limit:g} s")
 
     def run(self) -> None:
-        """Do the work, here and now."""
         began = time.monotonic()
         try:
             self.result = self.work(self)
@@ -82,7 +80,6 @@ class Workers:
         return job
 
     def man(self) -> None:
-        """Begin as many threads as there are jobs, within the bound."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)
@@ -96,28 +93,27 @@ class Workers:
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[Job]:
-        """Jobs that are done or late, in no particular order; `wait` until there is one. Those that are late have a
-        TimeoutError."""
-        found: list[Job] = []
+        """Return jobs that are done, or late with a TimeoutError, in no particular order; `wait` until there is one."""
+        jobs: list[Job] = []
         began = time.monotonic()
-        while not found and self.running:
-            found = [job for job in self.finished(wait) if job in self.running] or self.late()
+        while not jobs and self.running:
+            jobs = [job for job in self.finished(wait) if job in self.running] or self.late()
             if not wait:
                 break
         self.waited += time.monotonic() - began if wait else 0.0
-        self.running.difference_update(found)
-        return found
+        self.running.difference_update(jobs)
+        return jobs
 
     def finished(self, wait: bool) -> list[Job]:
         """Return the jobs that the threads have finished. With `wait`, wait for PAUSE seconds at most, and then for
         those that end just behind the first: to decode them together costs little more."""
-        found: list[Job] = []
+        jobs: list[Job] = []
         try:
-            while len(found) < len(self.running):
-                found.append(self.done.get(wait, TOGETHER if found else PAUSE))
+            while len(jobs) < len(self.running):
+                jobs.append(self.done.get(wait, TOGETHER if jobs else PAUSE))
         except Empty:
             pass
-        return found
+        return jobs
 
     def late(self) -> list[Job]:
         """Give up the jobs whose call takes too long."""
@@ -136,7 +132,6 @@ class Workers:
             job.limit, job.deadline = min(job.limit, seconds), min(job.deadline, time.monotonic() + seconds)
 
     def close(self) -> None:
-        """Let the threads end."""
         for _ in range(self.threads):
             self.waiting.put(None)
         self.threads = 0

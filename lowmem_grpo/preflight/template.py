@@ -9,8 +9,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from lowmem_grpo.data.examples import Example, each_of
-from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
-from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError, renderer_for
 from lowmem_grpo.environments.transitions import QUESTION, Tried, cost, no_tool_support, try_transitions
 from lowmem_grpo.preflight.subject import Messages, Subject
 from lowmem_grpo.runs.findings import Finding
@@ -139,7 +138,7 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
             if error is not None:
                 raise error
         if anew and isinstance(renderer, PlainRenderer):
-            renderer.whole([])  # which says why it cannot
+            renderer.render_anew([])  # which says why it cannot
     except RendererError as error:
         yield Finding("error", "", error.problem, error.fix)
 

@@ -23,9 +23,8 @@ from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.recipes.problems.stock import stock_problems
 from lowmem_grpo.recipes.warm_up import WarmUp
-from lowmem_grpo.rewards.ready.answers import number_match, regex_match
+from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
-from lowmem_grpo.rewards.ready.numbers import number_equal, proximity
 from lowmem_grpo.rewards.ready.reading import Place, after, in_tag, last_line
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import Verifier

@@ -21,7 +21,12 @@ def find_function(name: str) -> Any:
     refuse_unknown(name)
     if not colon:
         return made(name, getattr(rewards, name))
-    module = load_file(Path(home)) if home.endswith(".py") else load_module(home)
+    if home.endswith(".py"):
+        module = load_file(Path(home))
+    elif importlib.util.find_spec(home.partition(".")[0]) is None:
+        raise ValueError(f"there is no module {home!r} here")
+    else:
+        module = import_module(home)
     if not hasattr(module, attribute):
         raise ValueError(f"{home} has no {attribute!r}")
     return made(name, getattr(module, attribute))
@@ -35,20 +40,20 @@ def refuse_unknown(name: str) -> None:
         raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")
 
 
-def made(name: str, found: Any) -> Any:
-    """Return what was found, or its result if it is a function that makes a reward or a verifier without arguments."""
-    if isinstance(found, Verifier):
-        return found
-    parameters = inspect.signature(found).parameters if callable(found) else {}
+def made(name: str, value: Any) -> Any:
+    """Return a value that is a reward or a verifier, or what it makes without arguments where it is a function."""
+    if isinstance(value, Verifier):
+        return value
+    parameters = inspect.signature(value).parameters if callable(value) else {}
     if "completions" in parameters:
-        return found
+        return value
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in several]
-    if needed or not callable(found):
+    if needed or not callable(value):
         needs = f", and needs {', '.join(needed)}, which a name cannot give" if needed else ""
         raise ValueError(f"{name} is not a reward function: it takes no `completions`{needs}. Write one that calls it, "
                          "and name that one as FILE.py:FUNCTION")
-    built = found()
+    built = value()
     if not isinstance(built, Verifier | Reward):
         raise ValueError(f"{name}() returns a {type(built).__name__}, which is neither a reward nor a verifier")
     return built
@@ -66,10 +71,3 @@ def load_file(path: Path) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def load_module(name: str) -> Any:
-    """Import a module by its name; ValueError where there is none."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise ValueError(f"there is no module {name!r} here")
-    return import_module(name)

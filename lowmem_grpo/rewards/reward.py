@@ -112,4 +112,4 @@ class TokenReward(Reward):
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
         if "environments" in call and "turns" in call:  # episodes: no dataset has both
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
-        return [self.rule(one) for one in ids]
+        return [self.rule(tokens) for tokens in ids]

@@ -124,13 +124,11 @@ class RewardModel(Reward):
         keep_layout(self.model)  # repacked for a processor, 4-bit weights could not be moved to a card
 
     def move(self, device: torch.device) -> None:
-        """Move all weights, and give back what they held."""
         self.model.to(device)
         free(self.device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep the model where it scores, inside of the block."""
         if self.device == self.home:
             yield
             return
@@ -142,14 +140,13 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of its weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def scoring_bytes(self) -> int:
         """Its bytes on the card while it scores: its weights, and what is inside a layer (estimated)."""
-        shape, dtypes = self.model.config.get_text_config(), [one.dtype for one in self.model.parameters()]
+        shape, dtypes = self.model.config.get_text_config(), [parameter.dtype for parameter in self.model.parameters()]
         size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
         inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
         return self.weight_bytes + size * TOKENS * (2 * int(inner) + 6 * int(shape.hidden_size))
@@ -224,7 +221,6 @@ class RewardModel(Reward):
 
 
 def model_class(model: nn.Module) -> str:
-    """Return the name of a model's class; of a compiled one, that of the model inside."""
     return type(getattr(model, "_orig_mod", model)).__name__
 
 

@@ -17,7 +17,7 @@ class Verifier(ABC):
     """Says right, wrong, or None if it cannot tell. It is not a reward function: `.reward(right, wrong)` makes one."""
 
     name: str
-    columns: tuple[str, ...] = ()  # of the dataset: those that it reads
+    columns: tuple[str, ...] = ()  # the dataset's columns that it reads
 
     @abstractmethod
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:

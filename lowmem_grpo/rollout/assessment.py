@@ -8,8 +8,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import brought
 from lowmem_grpo.data.prompts import check_dataset
 from lowmem_grpo.rewards.calling.of_groups import call, score_rows
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.scores import Scores
+from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.types import RolloutGroup

@@ -130,7 +130,7 @@ class Batch:
     def give(self, key: int, rollout: Rollout) -> None:
         """A turn is drawn."""
         episode = self.live[key]
-        work = episode.take(rollout)
+        work = episode.add_turn(rollout)
         if work is not None:
             self.submit(key, work)
         else:
@@ -147,7 +147,7 @@ class Batch:
         """Begin an episode, for the first time or again."""
         index, member = divmod(key, self.n)
         row = self.prompts[index].row
-        kit = self.owner.kits.of(row)
+        kit = self.owner.kits.kit_for(row)
         self.tries[key] += 1
         self.live[key] = Episode(
             key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
@@ -205,7 +205,7 @@ class Batch:
         try:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)
-            (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
+            (episode.answered(job.result, job.seconds) if episode.turns else episode.open_prompt(job.result))
             if episode.empty:
                 self.owner.say_empty()
         except (RendererError, EnvironmentFailedError) as error:  # foreign text that the template cannot hold, or none
@@ -231,7 +231,7 @@ class Batch:
     def heard(self, key: int, ask: AskBase, said: str) -> None:
         """The base model replied."""
         episode = self.live[key]
-        self.submit(key, lambda job: episode.told(job, ask, said))
+        self.submit(key, lambda job: episode.pass_reply(job, ask, said))
 
     def finish(self, key: int) -> None:
         """The episode is over but for what its environment says about it."""

@@ -14,8 +14,7 @@ from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.scores import Scores
+from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup

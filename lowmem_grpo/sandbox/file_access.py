@@ -31,8 +31,8 @@ LOOK = EXECUTE | READ_FILE | READ_DIR
 def version() -> int:
     """The kernel's version of Landlock; 0 if it is missing or off."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
-    return max(int(found), 0)
+    number = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
+    return max(int(number), 0)
 
 
 def attributes(known: int) -> bytes:

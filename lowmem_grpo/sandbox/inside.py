@@ -122,8 +122,8 @@ class TestSource(Source):
 
     def get_code(self, fullname: str) -> Any:
         tree = ast.parse(self.text)
-        kept = [one for node in tree.body
-                for one in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
+        kept = [statement for node in tree.body
+                for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
         tree.body = [node for node in kept if not starts_tests(node)]
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -132,22 +132,20 @@ class TestSource(Source):
 
 
 def is_main_guard(node: ast.If) -> bool:
-    """Return whether it is `if __name__ == "__main__":`."""
     return "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
 
 
 def starts_tests(node: ast.stmt) -> bool:
-    """Return whether it calls unittest.main or pytest.main."""
-    return any(isinstance(one, ast.Call) and ast.unparse(one.func) in ("unittest.main", "pytest.main")
-               for one in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return any(isinstance(child, ast.Call) and ast.unparse(child.func) in ("unittest.main", "pytest.main")
+               for child in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
 
 
-def load(name: str, source: Source, given: dict[str, Any]) -> ModuleType:
-    """Run the source as a module `name`, with `given` among its globals. Raises whatever it raises."""
+def load(name: str, source: Source, namespace: dict[str, Any]) -> ModuleType:
+    """Run the source as a module `name`, with `namespace` among its globals. Raises whatever it raises."""
     spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(given)
+    vars(module).update(namespace)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -186,7 +184,6 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
 
 
 def answer(module: ModuleType, request: dict[str, Any]) -> Any:
-    """Return the encoded result of one call."""
     function = find(module, request["call"])
     return encode(function(*decode(request["args"]), **decode(request["kwargs"])))
 
@@ -199,17 +196,16 @@ def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return a function, or as in "Solution.two_sum" a method of a new object, also where only the method is named.
-    NameError if there is none."""
-    found: Any = module
+    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError without one."""
+    target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"
     for part in name.split("."):
-        found = found() if isinstance(found, type) else found
-        if not hasattr(found, part):
+        target = target() if isinstance(target, type) else target
+        if not hasattr(target, part):
             raise NameError(f"the code defines no {name}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def run_asserts(order: dict[str, Any], channel: Channel) -> None:
@@ -229,11 +225,10 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
 
 
 def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
-    """Return the outcome of one test, and why."""
     try:
         helpers = leetcode.for_tests(set(test["names"]), test["source"])
-        given = {name: code.named(name) for name in test["names"] if name not in helpers}
-        like_pytest.run_all(load("tests", TestSource(test["source"]), given | helpers))
+        subjects = {name: code.named(name) for name in test["names"] if name not in helpers}
+        like_pytest.run_all(load("tests", TestSource(test["source"]), subjects | helpers))
         if link.broken is not None:
             raise link.broken
     except Undecided as why:
@@ -259,20 +254,20 @@ class Code(ModuleType):
             return decode(self.link.ask("names")["value"])
         if name.startswith("__"):
             raise AttributeError(name)
-        found = self.named(name)
-        if isinstance(found, Missing):
-            self.link.raised.append((error := AttributeError(found.text), found.text))
+        value = self.named(name)
+        if isinstance(value, Missing):
+            self.link.raised.append((error := AttributeError(value.text), value.text))
             raise error
-        return found
+        return value
 
     def named(self, name: str) -> Any:
         """Return what the code defines under a name; what is missing is an error only where it is used."""
         reply = self.link.ask("get", name)
         if "value" not in reply:
             return Missing(self.link, str(reply.get("text")))
-        found = decode(reply["value"], self.link.referred)
-        self.link.named |= {name} if isinstance(found, Subject) and found._kind == "type" else set()
-        return found
+        value = decode(reply["value"], self.link.referred)
+        self.link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
+        return value
 
 
 class Missing:

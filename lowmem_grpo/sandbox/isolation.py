@@ -78,5 +78,4 @@ def why_not(isolation: str) -> str | None:
 
 @functools.cache
 def warn_of_process() -> None:
-    """Warn once of what the opt-in leaves open."""
     logger.warning(PROCESS_WARNING)

@@ -18,7 +18,7 @@ from typing import Any
 BIG_INT_BITS = 1024  # longer ones are written as hex: Python refuses to print very long ones as decimals
 UNORDERED = ("set", "frozenset", "dict", "Counter")
 LISTS = ("tuple", "iterator", "deque", "range")  # equal to a list of the same items: a dataset holds only lists
-MOST_STEPS = 100_000  # of a range that is compared with a list
+MOST_STEPS = 100_000  # in a range that is compared with a list
 WRITTEN_BY_CODE = ("solution", "tests")  # modules whose classes are not plain data, although a base may be
 SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
 SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -141,10 +141,5 @@ def as_number(tree: Any) -> Any:
 def ordered(items: Any, json: bool = False) -> Any:
     """Return trees in an order that depends only on their content; of pairs, with keys as JSON writes them."""
     if json:
-        items = [[as_key(key), item] for key, item in items]
+        items = [[key if isinstance(key, str | dict | list) else dumps(key), item] for key, item in items]
     return sorted(items, key=lambda item: dumps(item, sort_keys=True))
-
-
-def as_key(tree: Any) -> Any:
-    """Return a key of a dictionary as JSON writes it; what JSON cannot write, as it is."""
-    return tree if isinstance(tree, str | dict | list) else dumps(tree)

@@ -64,7 +64,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "sched_getparam": (143, 121), "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
     "capget": (125, 90),
 }
-NEWEST = 450  # of Linux 6.1, on every machine
+NEWEST = 450  # in Linux 6.1, on every machine
 Test = tuple[int, int, int]  # argument, mask, and the value that must be left
 WHOLE, O_ASYNC = 0xFFFFFFFF, 0x2000
 F_SETFL, LOOKS, LOCKS = 4, (0, 1, 2, 3, 1030, 1032), (5, 6, 7, 36, 37, 38)  # duplicates, flags, size of a pipe; locks
@@ -146,7 +146,6 @@ def with_prctl() -> ctypes.CDLL:
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError if a call failed: the C library then returns -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

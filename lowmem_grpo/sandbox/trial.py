@@ -78,7 +78,6 @@ class Trial:
         self.begun: set[str] = set()  # roles that had a process
 
     def verdict(self, case: Case) -> Verdict:
-        """Run one test."""
         if time.monotonic() >= self.ends:
             return Verdict("timeout", f"not begun within {self.limits.total_seconds:g} s of all tests")
         try:
@@ -90,7 +89,6 @@ class Trial:
             return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
 
     def close(self) -> None:
-        """End both processes."""
         for worker in (self.server, self.tester):
             if worker is not None:
                 worker.close()
@@ -106,7 +104,6 @@ class Trial:
         return worker
 
     def deadline(self) -> float:
-        """When a test that begins now must be done."""
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
@@ -125,12 +122,11 @@ class Trial:
         return self.server
 
     def run_call(self, case: CallCase) -> Verdict:
-        """Ask the code, and compare its answer here."""
         reply = self.ask({"call": case.name, "args": case.args, "kwargs": case.kwargs}, None)
         if "value" not in reply:
             return Verdict(*failure_of(reply))
         right = [case.expected] if case.also is NO_RESULT else [case.expected, case.also]
-        if any(is_same(one, reply["value"], case.json) for one in right):
+        if any(is_same(value, reply["value"], case.json) for value in right):
             return Verdict("passed")
         return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
 

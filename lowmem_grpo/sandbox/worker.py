@@ -148,7 +148,6 @@ class Worker:
         self._check_scratch()
 
     def _take_output(self, is_stdout: bool, data: bytes) -> None:
-        """Keep what was printed, up to the limit."""
         self.printed += len(data)
         if self.printed > self.limits.output_bytes:
             raise WorkerEnded("output", f"printed more than {self.limits.output_bytes} bytes")
@@ -158,7 +157,6 @@ class Worker:
             self.stderr[:] = (self.stderr + data)[-TAIL:]
 
     def _check_scratch(self) -> None:
-        """Raises WorkerEnded if the scratch directory holds more than it may."""
         if self._place < 0:
             return
         entries, size = self._folder.usage(self.limits.files) if self._folder else usage_of_tmpfs(self._place)
@@ -185,7 +183,6 @@ class Worker:
             return self._process.wait()
 
     def _last_words(self) -> str:
-        """The last line on standard error."""
         if self._process is not None and self._process.stderr is not None and not self._process.stderr.closed:
             os.set_blocking(self._process.stderr.fileno(), False)
             with contextlib.suppress(OSError):

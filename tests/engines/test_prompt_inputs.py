@@ -18,8 +18,7 @@ from lowmem_grpo.data.examples import Example, ExampleEncoder
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.data.texts import TextEncoder
 from lowmem_grpo.engines.prompt_inputs import encode
-from lowmem_grpo.environments.plain import PlainRenderer
-from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.service.token_texts import TokenTexts
 

@@ -20,7 +20,7 @@ BOUNDS = {
     "exclusiveMaximum": (lambda value, bound: value < bound, "below"),
 }
 SHOWN = 60  # characters of a wrong value in a message
-DEPTH = 50  # of lists in lists; all that handles a call later can still follow it
+DEPTH = 50  # lists in lists; all that handles a call later can still follow it
 INTEGER_BITS = 4096  # Python prints no much longer ones
 
 
@@ -86,8 +86,8 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
         if name not in properties and rest is False:
             known = f"; known are {', '.join(properties)}" if properties else ""
             return f"{inside(where, name[:SHOWN])} is unknown{known}"
-        if found := fault(properties.get(name, rest), item, inside(where, name[:SHOWN])):
-            return found
+        if problem := fault(properties.get(name, rest), item, inside(where, name[:SHOWN])):
+            return problem
     return None
 
 
@@ -98,13 +98,12 @@ def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str 
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"
     for at, item in enumerate(value):
         rule = places[at] if isinstance(places, list) and at < len(places) else schema.get("items")
-        if found := fault(rule, item, f"{where}[{at}]"):
-            return found
+        if problem := fault(rule, item, f"{where}[{at}]"):
+            return problem
     return None
 
 
 def has_type(value: Any, name: str) -> bool:
-    """Return whether a value has the type of that name; types that JSON schema does not have are left to the tool."""
     if isinstance(value, bool):
         return name == "boolean" or name not in TYPES
     return name not in TYPES or isinstance(value, TYPES[name])
@@ -116,12 +115,10 @@ def same(value: Any, choice: Any) -> bool:
 
 
 def inside(where: str, name: str) -> str:
-    """The path of a value in an object."""
     return f"{where}.{name}" if where else name
 
 
 def shown(value: Any, most: int = SHOWN) -> str:
-    """A value as JSON, cut."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):  # a number of endless digits

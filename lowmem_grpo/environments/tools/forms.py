@@ -45,7 +45,7 @@ def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]],
     if named != OWN and (form := FORMS[named] if named else template.form()):
         properties = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in schemas}
         return Parser(form, properties, tokenizer, template.opens_thought())
-    if template.has_response_template():
+    if getattr(tokenizer, OWN, None) is not None:
         return TemplateParser(tokenizer, schemas, template.prompt(), template.call(), template.answer())
     raise template.error()
 
@@ -72,11 +72,9 @@ class Template:
                     logger.debug("the chat template refuses a call written as %s: %s", called, error)
 
     def turn(self, message: Message) -> str:
-        """Return what the template writes behind the question."""
         return self.rendered([{"role": "user", "content": ASKED}, message], False).rpartition(ASKED)[2]
 
     def prompt(self) -> str:
-        """A prompt, up to where the policy goes on."""
         return self.rendered([{"role": "user", "content": ASKED}], True)
 
     def rendered(self, messages: list[Message], prompts: bool) -> str:
@@ -88,11 +86,9 @@ class Template:
         return next((text for text in self.calls if CALL.name in text), "")
 
     def answer(self) -> str:
-        """A turn without one."""
         return self.turn({"role": "assistant", "content": ANSWER})
 
     def opens_thought(self) -> bool:
-        """Return whether a prompt ends inside of a thought."""
         scaffold = self.prompt().rpartition(ASKED)[2]
         return THINK in scaffold and THOUGHT not in scaffold.rpartition(THINK)[2]
 
@@ -113,11 +109,7 @@ class Template:
         forms = [form for form in FORMS.values() if form.open in known and form.close in known]
         return forms[0] if len(forms) == 1 and CALL.name in self.prompt() else None
 
-    def has_response_template(self) -> bool:
-        return getattr(self.tokenizer, OWN, None) is not None
-
     def error(self) -> ToolFormError:
-        """Why calls cannot be read, and what to do."""
         if not self.call():
             return ToolFormError(
                 "the chat template of the tokenizer has no tool calls: it leaves them out. Take a model whose template "
@@ -149,16 +141,16 @@ class TemplateParser:
         """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
         whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
         try:
-            found = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
-            calls = [call_of(writable(call["function"])) for call in found.pop("tool_calls", None) or []]
+            fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
+            calls = [call_of(writable(call["function"])) for call in fields.pop("tool_calls", None) or []]
         except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
             return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
         if not calls and any(sign in whole for sign in self.signs):
             return self.failed(text, "it is not in the form of the chat template")
-        content, _ = found.pop("content", None), found.pop("role", None)
+        content, _ = fields.pop("content", None), fields.pop("role", None)
         if not content and not calls:  # what the response template passed over
             return Reading(text)
-        return Reading(content or "", calls, fields=found)
+        return Reading(content or "", calls, fields=fields)
 
     def failed(self, text: str, why: str) -> Reading:
         return Reading(text, errors=[unreadable(why, self.example)])

@@ -33,7 +33,6 @@ class MCPTools(list[Tool]):
         self.session = session
 
     def close(self) -> None:
-        """End the session, and with it a server that was started for it."""
         self.session.close()
 
     def __enter__(self) -> "MCPTools":
@@ -55,18 +54,18 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     Raises ValueError for none or several of the three and for an unknown name, ImportError without the library, and
     ToolOutage if the server does not answer within `start_seconds`.
     """
-    given = [source for source in (command, url, server) if source is not None]
-    if len(given) != 1 or not given[0] or isinstance(command, str):
+    sources = [source for source in (command, url, server) if source is not None]
+    if len(sources) != 1 or not sources[0] or isinstance(command, str):
         raise ValueError("give one of command=[\"program\", \"argument\", ...], url=\"http://...\" and server=...; "
                          f"got command={command!r}, url={url!r}, server={server!r}")
     try:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
         raise ImportError(PACKAGE) from error
-    source: Any = given[0]
+    source: Any = sources[0]
     if command is not None:
         source = StdioServerParameters(command=command[0], args=[*command[1:]], env=env)
-    session = Session(Client(source), " ".join(command) if command else str(given[0]))
+    session = Session(Client(source), " ".join(command) if command else str(sources[0]))
     offered = {tool.name: tool for tool in session.open(start_seconds)}
     if unknown := [name for name in names or () if name not in offered]:
         session.close()
@@ -153,7 +152,6 @@ async def answer_to(call: Callable[[], Coroutine[Any, Any, Any]], serving: "asyn
 
 
 async def all_tools(client: Any) -> list[Any]:
-    """The tools of all pages."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

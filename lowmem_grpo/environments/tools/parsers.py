@@ -31,7 +31,7 @@ THINK, THOUGHT = "<think>", "</think>"
 CALL_LIKE = re.compile(r'\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
 UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
 LISTED = re.compile(r"\s*\[([\w.-]+)\(")
-MOST_FAULTS = 5  # of one completion that are told
+MOST_FAULTS = 5  # that are told about one completion
 Piece = tuple[str, str]  # a mark and "", or "" and text
 
 
@@ -42,7 +42,7 @@ class Reading:
     content: str
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    fields: Message = field(default_factory=dict)  # of the message beside these, such as thoughts
+    fields: Message = field(default_factory=dict)  # what else the message has, such as thoughts
 
     def message(self) -> Message:
         """The assistant's message, in OpenAI's form."""
@@ -173,7 +173,6 @@ class Parser:
 
 
 def split(text: str, marks: Sequence[str]) -> list[Piece]:
-    """Marks and the text between them."""
     if not marks:
         return [("", text)] if text else []
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
@@ -181,7 +180,6 @@ def split(text: str, marks: Sequence[str]) -> list[Piece]:
 
 
 def joined(pieces: Sequence[Piece]) -> str:
-    """The pieces as one text."""
     return "".join(mark or text for mark, text in pieces)
 
 
@@ -194,10 +192,10 @@ def custom(parse: Callable[..., Any], text: str) -> Reading:
     """Read a completion by the caller's function, which returns a Reading, or calls as ToolCall or in OpenAI's form. An
     error that it raises is that of a call that could not be read."""
     try:
-        given = parse(text)
-        if isinstance(given, Reading):
-            return given
-        calls = [item if isinstance(item, ToolCall) else call_of(item.get("function", item)) for item in given or []]
+        result = parse(text)
+        if isinstance(result, Reading):
+            return result
+        calls = [item if isinstance(item, ToolCall) else call_of(item.get("function", item)) for item in result or []]
     except Exception as error:  # noqa: BLE001, of the user's function
         return Reading(text, errors=[f"error: the tool call could not be read: {error}"])
     return Reading("" if calls else text, calls)

@@ -34,12 +34,10 @@ class Tool:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The JSON schema of the arguments."""
         return self.schema["function"].get("parameters") or {"type": "object", "properties": {}}
 
     @property
     def is_async(self) -> bool:
-        """Whether a call of the function gives a coroutine."""
         return inspect.iscoroutinefunction(inspect.unwrap(self.function))
 
 
@@ -47,22 +45,22 @@ class ToolSchemaError(ValueError):
     """A function that cannot be a tool. The message says which, why, and what to write."""
 
 
-def tool_of(given: Any) -> Tool:
+def tool_of(function: Any) -> Tool:
     """The tool of a function, a bound method or an async one; a Tool as it is. Raises ToolSchemaError."""
-    if isinstance(given, Tool):
-        return checked_name(given)
-    name = getattr(given, "__name__", None)
-    if not callable(given) or isinstance(given, type) or not isinstance(name, str):
-        raise ToolSchemaError(f"a tool must be a function, a bound method or a tool of an MCP server, got {given!r}; "
-                              f"write a function around it, for example:{EXAMPLE}")
+    if isinstance(function, Tool):
+        return checked_name(function)
+    name = getattr(function, "__name__", None)
+    if not callable(function) or isinstance(function, type) or not isinstance(name, str):
+        raise ToolSchemaError("a tool must be a function, a bound method or a tool of an MCP server, got "
+                              f"{function!r}; write a function around it, for example:{EXAMPLE}")
     from transformers.utils import get_json_schema  # takes seconds to import
 
-    check_signature(name, given)
+    check_signature(name, function)
     try:
-        schema = get_json_schema(given)
-    except Exception as error:  # of several kinds, with words for developers
+        schema = get_json_schema(function)
+    except Exception as error:  # there are several kinds, with words for developers
         raise ToolSchemaError(f"the tool {name} has no schema: {error}. A tool reads like this:{EXAMPLE}") from error
-    return checked_name(Tool(name, schema, given))
+    return checked_name(Tool(name, schema, function))
 
 
 def checked_name(tool: Tool) -> Tool:

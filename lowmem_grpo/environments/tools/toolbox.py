@@ -10,11 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.environments.token_limit import TokenLimit
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
-from lowmem_grpo.environments.tools.results import FinalResult, ToolError, ToolOutage, described, text_of
+from lowmem_grpo.environments.tools.results import FinalResult, TokenLimit, ToolError, ToolOutage, described, text_of
 from lowmem_grpo.environments.tools.schema import Tool, tool_of
 from lowmem_grpo.types import Message, ToolCall
 
@@ -41,15 +40,14 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form, as a template takes them."""
         return [tool.schema for tool in self.tools.values()]
 
-    def of(self, functions: Sequence[Any]) -> "Toolbox":
+    def with_functions(self, functions: Sequence[Any]) -> "Toolbox":
         """The same for other functions of these names, such as the methods of another instance of an environment."""
         known = {shared(tool.function): tool for tool in self.tools.values()}  # their schemas are not made again
         other = copy(self)
-        other.tools = named([tool_of(one) if isinstance(one, Tool) or shared(one) not in known
-                             else replace(known[shared(one)], function=one) for one in functions])
+        other.tools = named([tool_of(function) if isinstance(function, Tool) or shared(function) not in known
+                             else replace(known[shared(function)], function=function) for function in functions])
         if other.schemas != self.schemas:
             raise ValueError(f"the tools {', '.join(other.tools)} differ from those that the template was told of: "
                              f"{', '.join(self.tools)}")
@@ -71,13 +69,13 @@ class Toolbox:
         failed, and ToolOutage for a tool that does not work at all, which is not the policy's failure."""
         with self.failures_told():
             result = self.started(call)
-            return self.told(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
+            return self.as_text(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
 
     async def answer(self, call: ToolCall) -> str:
         """The same in an event loop."""
         with self.failures_told():
             result = self.started(call)
-            return self.told(await result if inspect.isawaitable(result) else result)
+            return self.as_text(await result if inspect.isawaitable(result) else result)
 
     def started(self, call: ToolCall) -> Any:
         """Call the function, and return its result, or something to await."""
@@ -88,7 +86,7 @@ class Toolbox:
             raise ToolError(f"{call.name}: {wrong}")
         return tool.function(**call.arguments)
 
-    def told(self, result: Any) -> str:
+    def as_text(self, result: Any) -> str:
         """A result as text, cut. One that ends the episode still does."""
         text = self.limit.cut(text_of(result))
         return FinalResult(text) if isinstance(result, FinalResult) else text
@@ -105,18 +103,17 @@ class Toolbox:
             raise ToolError(self.limit.cut(words)) from error
 
     def message(self, call: ToolCall, content: str) -> Message:
-        """The message that answers a call."""
         return {"role": "tool", "name": call.name if call.name in self.tools else "unknown", "content": content}
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
     """The tools by name. ValueError for a name that comes twice."""
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in by_name:
             raise ValueError(f"two tools are called {tool.name!r}, so a call could mean either; rename one of them")
-        found[tool.name] = tool
-    return found
+        by_name[tool.name] = tool
+    return by_name
 
 
 def shared(function: Any) -> Any:

@@ -1,11 +1,14 @@
 """One call of a reward function: its arguments, its thread or task, its time limit and its result."""
 
 import asyncio
+import math
+import signal
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -21,10 +24,12 @@ from lowmem_grpo.rewards.calling.contract import (
     bind,
     own_limit,
 )
-from lowmem_grpo.rewards.calling.time_limit import OverTime, can_limit, time_limit
 from lowmem_grpo.rewards.reward import MeanOf
 
 POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some systems deliver only between waits
+
+SIGNAL: Any = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))  # None on Windows; SIGALRM stays free
+AGAIN = 1.0  # seconds until it is raised once more in code that catches everything
 
 Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each completion
 
@@ -45,7 +50,6 @@ class Recorder:
         self.extras[column] = values
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Add one number to the mean of `name`."""
         if (number := as_number(value)) is None:
             raise RewardError(f"log_metric({name!r}) got None, expected a number")
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
@@ -71,26 +75,26 @@ class Call:
         self.func = bind(name, func, {**lists, **shared})
         self.lists = lists.keys() - {"environments"}  # those are the ones that were played
         self.future: Future[Any] = Future()
-        self.groups: list[int] = []  # of the batch, to which its completions belong; empty for the whole batch
+        self.groups: list[int] = []  # to which its completions belong; empty for the whole batch
         self.began = self.ended = 0.0
 
     def bound(self) -> Any:
         """Call the function with objects of its own: what it changes is seen by no other call, record or step."""
-        given = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
-        return self.func.func(**given)
+        arguments = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
+        return self.func.func(**arguments)
 
     def run(self) -> None:
         """Run here and now, unless it was stopped before. `future` gets what it returns or raises."""
         if not self.future.set_running_or_notify_cancel():
             return
-        self.begin()
+        self.began = time.monotonic()
         try:
             result = self.bound()
         except BaseException as error:  # noqa: BLE001, the thread that asked raises it again
-            self.end()
+            self.note_end()
             self.future.set_exception(error)
         else:
-            self.end()
+            self.note_end()
             self.future.set_result(result)
 
     def run_alone(self) -> None:
@@ -102,19 +106,15 @@ class Call:
             if self.future.done() and isinstance(error := failure(self.future), KeyboardInterrupt):
                 raise error
         else:
-            self.begin()
+            self.began = time.monotonic()
             start_thread(f"reward {self.name}", self.run)
 
     def run_in_loop(self, loop: BackgroundLoop) -> None:
-        """Run in the event loop, next to other async functions."""
-        self.begin()
-        self.future = loop.submit(self.bound)
-        self.future.add_done_callback(lambda _: self.end())
-
-    def begin(self) -> None:
         self.began = time.monotonic()
+        self.future = loop.submit(self.bound)
+        self.future.add_done_callback(lambda _: self.note_end())
 
-    def end(self) -> None:
+    def note_end(self) -> None:
         self.ended = time.monotonic()
 
     @property
@@ -144,8 +144,8 @@ class Call:
 
 
 def wait_for(calls: list[Call]) -> None:
-    """Wait until calls that run side by side have ended. Raises RewardError for the first that fails and TooLateError
-    for those that pass their time limits. Async calls are then stopped; nothing can stop a thread."""
+    """Wait until calls that run side by side have ended. RewardError for the first that fails, TooLateError for those
+    that pass their time limits: async calls are then stopped, and nothing can stop a thread."""
     try:
         while True:
             check(calls)
@@ -188,3 +188,47 @@ def stop(calls: list[Call]) -> None:
 def failure(future: Future[Any]) -> BaseException | None:
     """Return the error of a finished call. A coroutine that cancelled itself counts as an error too."""
     return asyncio.CancelledError() if future.cancelled() else future.exception()
+
+
+class OverTime(BaseException):
+    """Raised inside of code that takes longer than it may; `except Exception` does not catch it."""
+
+
+def can_limit() -> bool:
+    """Return whether `time_limit` works in this thread: only in the main one, and not on Windows."""
+    return SIGNAL is not None and threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OverTime inside of the block, in the main thread, when it has taken this long, and each second after that.
+    Code that waits is woken; code that computes outside of Python's interpreter is not ended before it comes back."""
+    if not math.isfinite(seconds):
+        yield
+        return
+    done = threading.Event()
+
+    def end_code(*_: Any) -> None:
+        if not done.is_set():
+            raise OverTime
+
+    previous = signal.signal(SIGNAL, end_code)
+    watchdog = threading.Thread(target=watch, args=(done, seconds), name="time limit", daemon=True)
+    watchdog.start()
+    try:
+        try:
+            yield
+        finally:
+            done.set()
+    finally:
+        done.set()  # the signal may come within the line above
+        watchdog.join()  # from here on no signal comes
+        signal.signal(SIGNAL, previous)
+
+
+def watch(done: threading.Event, seconds: float) -> None:
+    """Send the signal to the main thread until the block is done."""
+    main: Any = threading.main_thread().ident
+    while not done.wait(seconds):
+        signal.pthread_kill(main, SIGNAL)
+        seconds = AGAIN

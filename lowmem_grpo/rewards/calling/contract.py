@@ -50,7 +50,6 @@ def is_model(func: Any) -> bool:
 
 
 def unwrap(func: Any) -> Any:
-    """The function inside any number of functools.partial."""
     while isinstance(func, functools.partial):
         func = func.func
     return func
@@ -90,12 +89,10 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 
 
 def own_limit(func: RewardFunction) -> float | None:
-    """Its own time limit in seconds, if it has one."""
     return getattr(unwrap(func), "time_limit", None)
 
 
 def is_required(func: RewardFunction) -> bool:
-    """Return whether None from it leaves the whole group out of the step."""
     return bool(getattr(unwrap(func), "required", False))
 
 

@@ -13,8 +13,10 @@ notebook's running loop. `early.py` calls functions sooner, in a thread.
 
 import logging
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_grpo.config.grpo import check_weights
@@ -26,21 +28,35 @@ from lowmem_grpo.rewards.calling.contract import (
     as_rewards,
     check_function,
     check_lengths,
+    foreign_types,
     function_name,
     is_async,
+    is_invalid,
     is_model,
     is_required,
     may_be_early,
     passed_columns,
     unique_names,
 )
-from lowmem_grpo.rewards.calling.scores import Scores, put_together
 
 __all__ = ["RewardError", "RewardScorer", "Scores"]
 
 logger = logging.getLogger(__name__)
 Override = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids")
+DIGITS = 12  # in a mean over several calls: how a batch was cut into calls depends on time, but the log must not
+
+
+@dataclass
+class Scores:
+    """The results of the functions on N completions."""
+
+    rewards: dict[str, list[float | None]]  # (N,) for each function; None if it does not apply or was not finite
+    invalid: dict[str, int]  # how many NaN and infinite values of each function became None
+    extras: dict[str, list[Any]]  # (N,) for each column passed to log_extra
+    metrics: dict[str, float]  # means of what log_metric got
+    returned: dict[str, list[float | None]] = field(default_factory=dict)  # as `rewards`, but with NaN and infinity
+    converted: dict[str, list[str]] = field(default_factory=dict)  # what each function returned beside numbers
 
 
 class RewardScorer:
@@ -171,3 +187,85 @@ class RewardScorer:
             )
             self.said.add(name)
         return scores
+
+
+@dataclass
+class Part:
+    """A finished call, the places of its completions in the batch, and what it returned for them."""
+
+    call: Call
+    places: list[int]
+    rewards: list[float | None]
+
+    @classmethod
+    def from_call(cls, call: Call, spans: Sequence[range] | Mapping[int, range] | None) -> "Part":
+        """`spans` has the places of each group; None if the call was of the whole batch. RewardError for a result that
+        is not a list of rewards."""
+        count = len(call.completions)
+        places = list(range(count)) if spans is None else [place for group in call.groups for place in spans[group]]
+        return cls(call, places, as_rewards(call.name, call.future.result(), count))
+
+
+def put_together(
+    whole: list[Call], early: list[Call], names: list[str], spans: Sequence[range] | Mapping[int, range], count: int
+) -> Scores:
+    """Return the scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of
+    it and of some of its groups. RewardError for a result that is not a list of rewards."""
+    parts: dict[str, list[Part]] = {name: [] for name in names}
+    for calls, cut in ((early, spans), (whole, None)):
+        for call in calls:
+            parts[call.name].append(Part.from_call(call, cut))
+    returned = {name: in_order(parts[name], count) for name in names}
+    return Scores(
+        rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
+        invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},
+        extras=extras_of([part for name in names for part in parts[name]], count),
+        metrics=means_of(list(parts.values())), returned=returned,
+        converted={name: sorted(kinds) for name in names if (kinds := {
+            kind for part in parts[name] for kind in foreign_types(part.call.future.result())})},
+    )
+
+
+def in_order(parts: list[Part], count: int) -> list[float | None]:
+    """The rewards of one function at their places."""
+    values: list[float | None] = [None] * count
+    for part in parts:
+        for place, reward in zip(part.places, part.rewards, strict=True):
+            values[place] = reward
+    return values
+
+
+def extras_of(parts: list[Part], count: int) -> dict[str, list[Any]]:
+    """The columns passed to log_extra; a later function replaces a column of an earlier one."""
+    extras: dict[str, list[Any]] = {}
+    for part in parts:
+        for column, logged in part.call.recorder.extras.items():
+            values = extras.setdefault(column, [None] * count)
+            for place, value in zip(part.places, logged, strict=True):
+                values[place] = value
+    return extras
+
+
+def means_of(functions: list[list[Part]]) -> dict[str, float]:
+    """Means of the values passed to log_metric. The values of a function's calls are weighted so that together they
+    give what a single call on the whole batch would."""
+    logged: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    cut = set()
+    for parts in functions:
+        for name, value, weight in weighed(parts):
+            logged[name].append((value, weight))
+            if len(parts) > 1:
+                cut.add(name)
+    means = {name: sum(v * w for v, w in values) / sum(w for _, w in values) for name, values in logged.items()}
+    return {name: float(f"{mean:.{DIGITS}g}") if name in cut else mean for name, mean in means.items()}
+
+
+def weighed(parts: list[Part]) -> Iterator[tuple[str, float, float]]:
+    """(metric, value, weight) of all that one function logged. Each value of a single call counts as one, as in TRL;
+    the values of several calls count as one together."""
+    recorders = [part.call.recorder for part in parts]
+    for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
+        logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
+        total = sum(weight for _, weight in logged)
+        for value, weight in logged:
+            yield name, value, weight / total if len(parts) > 1 else 1.0

@@ -77,7 +77,6 @@ def check(
 
 
 def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, tokenizer: Any) -> PromptSource:
-    """Return the prompts of the run, in its order."""
     longest = longest_prompt(args.max_prompt_length, args.max_completion_length, model.loaded.max_seq_length)
     encoder = PromptEncoder(tokenizer or model.loaded.tokenizer, longest, args.chat_template_kwargs)
     return source_of(rows_of(dataset, "dataset"), encoder, args.seed, args.shuffle_dataset)
@@ -90,7 +89,6 @@ def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
 
 
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
-    """Return a group for each prompt, sampled by the model as it is."""
     engine = model.engine(None, tokenizer)
     try:
         completions = engine.generate([prompt.ids for prompt in prompts], args.draws.of(step=0))

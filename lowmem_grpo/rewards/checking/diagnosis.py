@@ -12,7 +12,7 @@ from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.types import RolloutGroup
 
-LOW_SHARE = 0.25  # of groups with signal; below this most samples of a step teach nothing
+LOW_SHARE = 0.25  # groups with signal; below this most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
 ENOUGH_GROUPS = 4  # with fewer groups, little can be said about each function and about the share with signal
 COLUMN_FIX = "rename a column of the dataset (dataset.rename_column), or the one that the function reads"
@@ -61,7 +61,6 @@ def failed(
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
-    """Return which column is missing, if that is why the function failed."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -202,7 +201,6 @@ def groups_with_signal(groups: list[RolloutGroup]) -> int:
 
 
 def differs(pays: list[float | None]) -> bool:
-    """Return whether the numbers among them are not all equal."""
     return len({pay for pay in pays if pay is not None}) > 1
 
 

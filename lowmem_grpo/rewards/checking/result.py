@@ -35,7 +35,7 @@ class RewardCheck:
     signal_share: float  # share of groups whose completions differ in their sum
     signal_interval: tuple[float, float]  # 95% Wilson interval of that share
     seconds: float  # for the whole check
-    columns: list[str] = field(default_factory=list)  # of the dataset
+    columns: list[str] = field(default_factory=list)  # the dataset's
 
     @property
     def ok(self) -> bool:
@@ -72,14 +72,13 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
 
 
 def fitting_table(result: RewardCheck, console: Console) -> Table:
-    """Return the table of functions, without the columns for which the terminal has no room beside whole names."""
+    """Return the table of functions, without the columns for which the terminal has no room."""
     tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
     fits = (table for table in tables if console.measure(table).maximum < console.width)
     return next(fits, functions_table(result, DROPPED))
 
 
 def functions_table(result: RewardCheck, without: tuple[str, ...]) -> Table:
-    """Return one line for each function, without some of the columns."""
     table = Table(title="What the reward functions pay", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("function", overflow="fold")
     shown = [name for name in ("kind", *AMOUNTS) if name not in without]
@@ -108,8 +107,7 @@ def number(value: float | None) -> str:
 
 
 def samples_table(result: RewardCheck, width: int) -> Table:
-    """Return the best and the worst completion of the first prompts, with what each function paid for them. Names of
-    functions are not broken if they fit into half of `width` characters."""
+    """Return the best and the worst completion of the first prompts, with what each function paid for them."""
     table = Table(title="What they pay for what", title_justify="left", box=SIMPLE, show_lines=True)
     for name in ("prompt", "completion"):
         table.add_column(name, ratio=1, overflow="fold")

@@ -32,7 +32,6 @@ class Trial:
 
     @property
     def paid(self) -> list[float]:
-        """The pays that are numbers."""
         return [pay for pay in self.pays if pay is not None]
 
 
@@ -70,7 +69,6 @@ def try_function(
 
 
 def without_text(group: RolloutGroup) -> RolloutGroup:
-    """Return the group with a single rollout, which ended at once and is empty."""
     rollout = replace(group.rollouts[0], completion_ids=[], rollout_logprobs=[], text="", turns=[], rewards={},
                       extras={})
     return replace(group, rollouts=[rollout])

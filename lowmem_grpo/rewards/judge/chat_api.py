@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 SHORTEST = 8  # characters; a shorter key ("local", "EMPTY") is no secret, and stands in ordinary words
 SHOWN = 300  # characters of what a server or its connection says
 PLACE = "[hidden]"
-MOST_TOKENS = 1 << 32  # of one request, that a server may say it took
+MOST_TOKENS = 1 << 32  # that a server may say one request took
 VISIBLE = re.compile(r"[!-~]+")  # what a key consists of
 WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_URL; it must be like "
              "https://api.example.com/v1")
-
-
 STATUSES = {  # an answer's: a short name, what the server does, and what to do about it
     401: ("key", "does not take the API key", "give the right api_key"),
     403: ("key", "does not let this key use {model}", "give another api_key or model"),
@@ -74,23 +72,16 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
                              http_client=LimitedClient(timeout))
     except OpenAIError as error:
-        raise ValueError(
-            f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of your own takes "
-            'any text, api_key="local"'
-        ) from error
+        raise ValueError(f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of "
+                         'your own takes any text, api_key="local"') from error
     except Exception as error:  # the client's library has one of its own, and its words may hold a password
         raise ValueError(WRONG_URL) from error
-    check_client(client)
-    return client
-
-
-def check_client(client: "AsyncOpenAI") -> None:
-    """Raises ValueError, without showing the key, if the key or the URL cannot be that of a request."""
-    if not VISIBLE.fullmatch(client.api_key):
+    if not VISIBLE.fullmatch(client.api_key):  # which the message must not show
         raise ValueError("the API key has a space, a line break or a letter that is not ASCII, which no request can "
                          "hold; copy it again, without what stands around it")
     if not is_address(str(client.base_url)):
         raise ValueError(WRONG_URL)
+    return client
 
 
 def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]:
@@ -100,7 +91,6 @@ def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]
 
 
 def is_json(value: Any) -> bool:
-    """Return whether a request can hold it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -111,7 +101,6 @@ def is_json(value: Any) -> bool:
 async def ask(
     client: "AsyncOpenAI", model: str, question: Question, fault: str | None, options: dict[str, Any]
 ) -> Reply | Failure:
-    """Return one chat completion, or why there is none."""
     create: Any = client.chat.completions.with_raw_response.create
     secrets = secrets_of(client, options)
     try:
@@ -142,7 +131,6 @@ def count_of(usage: Any, name: str) -> int:
 
 
 def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: list[str]) -> Failure:
-    """Return the failure as a finding with what to do."""
     request = getattr(error, "request", None)
     taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
     trouble = trouble_of(error, model, address(client.base_url), client.timeout, secrets)
@@ -150,7 +138,6 @@ def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: lis
 
 
 def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: list[str]) -> Finding:
-    """The finding for an error of the client."""
     from openai import APIConnectionError, APITimeoutError
 
     from lowmem_grpo.rewards.judge.limited_client import ReplyTooLargeError
@@ -175,12 +162,11 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: li
 def secrets_of(client: Any, options: dict[str, Any]) -> list[str]:
     """Return what the client and the extra headers of a request hold that only the server may know."""
     headers = options.get("extra_headers")
-    found = [client.api_key, client.base_url.password, *(headers.values() if isinstance(headers, dict) else ())]
-    return [text for text in found if isinstance(text, str) and len(text) >= SHORTEST]
+    secrets = [client.api_key, client.base_url.password, *(headers.values() if isinstance(headers, dict) else ())]
+    return [text for text in secrets if isinstance(text, str) and len(text) >= SHORTEST]
 
 
 def hidden(text: str, secrets: Iterable[str]) -> str:
-    """Return the text without the secrets."""
     for secret in secrets:
         text = text.replace(secret, PLACE)
     return text

@@ -36,20 +36,20 @@ TRIES = 20
 def broken(text: str) -> str:
     """The text with a space inside whatever looks like a control token of a well-known family of models, for a judge
     whose tokenizer is not known; also inside what looks so without invisible characters and with wide ones as usual."""
-    text = CONTROL.sub(lambda found: f"{found[0]} ", text)
+    text = CONTROL.sub(lambda match: f"{match[0]} ", text)
     if text.isascii():
         return text
     seen, places = usual(text)
-    ends = [places[found.end() - 1] + 1 for found in CONTROL.finditer(seen)]
+    ends = [places[match.end() - 1] + 1 for match in CONTROL.finditer(seen)]
     return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
 
 
 def usual(text: str) -> tuple[str, list[int]]:
     """The text as many tokenizers read it, without invisible characters and with wide ones as usual (NFKC), and for
     each of its characters the place in `text` that it comes from."""
-    found = [(char, place) for place, one in enumerate(text) if not INVISIBLE.match(one)
-             and unicodedata.category(one) != "Cf" for char in unicodedata.normalize("NFKC", one)]
-    return "".join(char for char, _ in found), [place for _, place in found]
+    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
+             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
+    return "".join(char for char, _ in pairs), [place for _, place in pairs]
 
 
 def without_controls(text: str, tokenizer: Any) -> str:
@@ -66,8 +66,8 @@ def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
     such as wide ones or small letters. Each try breaks all that there are; breaking one may make another."""
     numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
     for _ in range(TRIES):
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [span for number, span in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [span for number, span in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
                  if number in numbers and span[1] - span[0] > 1]
         for start, _ in reversed(spans):
             text = f"{text[:start + 1]} {text[start + 1:]}"

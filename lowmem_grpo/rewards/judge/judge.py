@@ -30,8 +30,8 @@ class Meter:
     completion_tokens: int = 0
 
     def add(self, other: "Meter") -> None:
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Judge:
         self.meter = Meter()
         self.complaints = Complaints()
 
-    def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
+    def open_round(self, questions: list[Question]) -> tuple[Round, list[Question]]:
         """A round with the known answers, and the distinct questions that must be asked."""
         now = Round(questions)
         waiting: list[Question] = []
@@ -83,7 +83,7 @@ class Judge:
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
 
-    def end(self, now: Round) -> Round:
+    def close_round(self, now: Round) -> Round:
         """Add the round to the meter, and warn of what went wrong in it."""
         now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
         self.meter.add(now.meter)

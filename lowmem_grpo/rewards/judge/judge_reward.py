@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.judge.forms import Asked, Form, GroupForm, SingleForm
+from lowmem_grpo.rewards.judge.forms import Form, GroupForm, JudgeRequest, SingleForm
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question
 from lowmem_grpo.rewards.reward import Reward
@@ -40,45 +40,50 @@ class JudgeReward(Reward):
         return [self.form.read(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        asked, began = self.ask(texts, columns, call), time.monotonic()
-        now: Any = self.judge.rate(questions_of(asked))
-        return self.settle(asked, now, time.monotonic() - began, call)
+        requests, began = self.ask(texts, columns, call), time.monotonic()
+        now: Any = self.judge.rate(questions_of(requests))
+        return self.settle(requests, now, time.monotonic() - began, call)
 
-    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[JudgeRequest]:
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         seeds = call.get("seed") if "environments" in call else None  # tasks that look alike may differ
         return self.form.questions(texts, columns, prompts, seeds)
 
-    def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
-        """The rewards for a round's scores, None without a score. Also logs the round."""
-        size = sum(len(places) for one in asked for places in one.places)
+    def settle(
+        self, requests: list[JudgeRequest], now: Round, seconds: float, call: dict[str, Any]
+    ) -> list[float | None]:
+        """Return the rewards for a round's scores, None without a score. Also log the round."""
+        size = sum(len(places) for request in requests for places in request.places)
         rewards: list[float | None] = [None] * size
         reasons = ["not judged"] * size
-        for one in asked:
-            ratings = now.found.get(one.question) if one.question else [(None, "nothing to compare")] * len(one.places)
-            for places, (score, reason) in zip(one.places, ratings or [], strict=False):
+        for request in requests:
+            alone = [(None, "nothing to compare")] * len(request.places)
+            ratings = now.found.get(request.question) if request.question else alone
+            for places, (score, reason) in zip(request.places, ratings or [], strict=False):
                 for place in places:
-                    rewards[place] = one.equal if score is None else self.form.worth(score)
+                    rewards[place] = request.equal if score is None else self.form.worth(score)
                     reasons[place] = reason
         if now.troubles:
             self.trouble = now.troubles[-1]
-        self.log(asked, now, seconds, reasons, call)
+        self.log(requests, now, seconds, reasons, call)
         return rewards
 
-    def log(self, asked: list[Asked], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
+    def log(
+        self, requests: list[JudgeRequest], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]
+    ) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
             return
         meter = now.meter
         totals = {
-            "failed": completions_of(asked, lambda question: question not in now.found),
-            "cached": completions_of(asked, lambda question: question in now.known), "retries": meter.retried,
+            "failed": completions_of(requests, lambda question: question not in now.found),
+            "cached": completions_of(requests, lambda question: question in now.known), "retries": meter.retried,
             "tokens": meter.prompt_tokens + meter.completion_tokens,
         }
-        found = {name: total / len(reasons) for name, total in totals.items()}
-        for name, value in (found | ({"seconds": seconds} if meter.calls else {})).items():
+        means = {name: total / len(reasons) for name, total in totals.items()}
+        for name, value in (means | ({"seconds": seconds} if meter.calls else {})).items():
             log(f"judge/{self.__name__}/{name}", value)
 
 
@@ -91,19 +96,19 @@ class AsyncJudgeReward(JudgeReward):
     async def pay(  # type: ignore[override]
         self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
     ) -> list[float | None]:
-        asked, began = self.ask(texts, columns, call), time.monotonic()
-        now = await self.judge.rate(questions_of(asked))
-        return self.settle(asked, now, time.monotonic() - began, call)
+        requests, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(requests))
+        return self.settle(requests, now, time.monotonic() - began, call)
 
 
-def questions_of(asked: list[Asked]) -> list[Any]:
-    """The questions for the judge. A group whose completions are all alike has none."""
-    return [one.question for one in asked if one.question is not None]
+def questions_of(requests: list[JudgeRequest]) -> list[Any]:
+    return [request.question for request in requests if request.question is not None]
 
 
-def completions_of(asked: list[Asked], holds: Callable[[Question], bool]) -> int:
+def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], bool]) -> int:
     """Return how many completions are behind the questions for which `holds` is true."""
-    return sum(len(places) for one in asked if one.question and holds(one.question) for places in one.places)
+    return sum(len(places) for request in requests if request.question and holds(request.question)
+               for places in request.places)
 
 
 # The two rewards that users make

@@ -135,18 +135,18 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
     entries = json_object(reply).get("scores")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadReplyError('it has no list of objects under "scores"')
-    found: dict[int, tuple[float, str]] = {}
+    ratings: dict[int, tuple[float, str]] = {}
     for entry in entries:
         name = id_of(entry.get("id"))
         if name is None or not 1 <= name <= count:
             raise BadReplyError(f"it scores an answer that is none of 1 to {count}", f"{entry.get('id')!r:.20}")
-        if name in found:
+        if name in ratings:
             raise BadReplyError(f"it scores answer {name} twice")
-        found[name] = rating_of(entry, low, high)
-    missing = [str(name) for name in range(1, count + 1) if name not in found]
+        ratings[name] = rating_of(entry, low, high)
+    missing = [str(name) for name in range(1, count + 1) if name not in ratings]
     if missing:
         raise BadReplyError(f"it has no score for answer {', '.join(missing)}")
-    return [found[name] for name in range(1, count + 1)]
+    return [ratings[name] for name in range(1, count + 1)]
 
 
 def id_of(value: Any) -> int | None:
@@ -192,21 +192,21 @@ def object_alone(said: str) -> dict[str, Any]:
     if not text.startswith("{"):
         raise BadReplyError("it is not just one JSON object", shown(said))
     try:
-        found = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadReplyError("it is not just one JSON object", shown(said)) from error
     except ValueError as error:  # an integer of thousands of digits, or an error of ours
         raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
-    assert isinstance(found, dict)  # it begins with a brace
-    return found
+    assert isinstance(value, dict)  # it begins with a brace
+    return value
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object whose keys are all different: with two scores, neither counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise BadReplyError("an object in it has the same key twice")
-    return found
+    return members
 
 
 def no_constant(name: str) -> Any:

@@ -57,7 +57,7 @@ class SelfJudge(Judge):
 
     def rate(self, questions: list[Question]) -> Round:
         """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
-        now, waiting = self.begin(questions)
+        now, waiting = self.open_round(questions)
         began = time.monotonic()
         try:
             asked = {question: ids for question in waiting if (ids := self.encode(question, None, now)) is not None}
@@ -74,7 +74,7 @@ class SelfJudge(Judge):
                     "take a larger model, raise max_tokens, or judge by URL: a small model may not follow the form",
                 ))
         finally:
-            self.end(now)
+            self.close_round(now)
         return now
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
@@ -131,7 +131,7 @@ class SelfJudge(Judge):
             self.memory.watch(engine)
         try:
             with engine.policy.base_model():
-                found: list[Any] = engine.generate(prompts, params)
+                rollouts: list[Any] = engine.generate(prompts, params)
         finally:
             engine.sleep()
-        return found
+        return rollouts

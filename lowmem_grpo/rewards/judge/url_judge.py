@@ -47,9 +47,9 @@ class UrlJudge(Judge):
         for name, value, rule in (("timeout", timeout, POSITIVE), ("deadline", deadline, POSITIVE),
                                   ("retries", retries, at_least(0)), ("concurrency", concurrency, COUNT)):
             require(name, value, rule)
-        for name, given, kind in (("api_key", api_key, str), ("options", options, dict)):  # values may be secret
-            if not isinstance(given, kind | None):
-                raise ValueError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}, or None")
+        for name, setting, kind in (("api_key", api_key, str), ("options", options, dict)):  # values may be secret
+            if not isinstance(setting, kind | None):
+                raise ValueError(f"{name} is a {type(setting).__name__}; it must be a {kind.__name__}, or None")
         names = sorted(options or {})
         if own := [name for name in names if name in OURS]:
             raise ValueError(f"options has {names}; it must be without {', '.join(own)}, which the judge sets itself")
@@ -65,7 +65,7 @@ class UrlJudge(Judge):
 
     async def rate(self, questions: list[Question]) -> Round:
         """Ratings of the questions that were answered within the deadline. A failure of judging raises no error."""
-        now, waiting = self.begin(questions)
+        now, waiting = self.open_round(questions)
         client, places = self._sessions.here(self)
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
         try:
@@ -81,7 +81,7 @@ class UrlJudge(Judge):
         finally:
             for task in tasks:
                 task.cancel()
-            self.end(now)
+            self.close_round(now)
         return now
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
@@ -89,12 +89,12 @@ class UrlJudge(Judge):
         fault, last, reply, secrets = None, "", Reply(""), secrets_of(client, self.options)
         for attempt in range(1 + self.retries):
             async with places:
-                found = await ask(client, self.name, question, fault, self.options)
-            now.meter.retried += found.retries + (attempt > 0)
-            if isinstance(found, Failure):
-                now.troubles.append(found.trouble)
+                answer = await ask(client, self.name, question, fault, self.options)
+            now.meter.retried += answer.retries + (attempt > 0)
+            if isinstance(answer, Failure):
+                now.troubles.append(answer.trouble)
                 return
-            reply = found
+            reply = answer
             now.meter.prompt_tokens += reply.prompt_tokens
             now.meter.completion_tokens += reply.completion_tokens
             try:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 def python_code(text: str) -> str | None:
     """The code of a completion: its last ```python block, else its last block without a language, else what <code>
     holds, else all of it. A block without its closing fence counts, because that may have been a stop string."""
-    blocks = [(found[1].lower(), found[2]) for found in FENCED.finditer(text)]
+    blocks = [(match[1].lower(), match[2]) for match in FENCED.finditer(text)]
     for languages in (PYTHON, ("",)):
         if named := [block for language, block in blocks if language in languages]:
             return named[-1]
@@ -127,16 +127,16 @@ class CodeVerifier(Verifier):
                 return run_tests(code, cases[row], self.sandbox)
 
         try:
-            found = run_side_by_side(run, pairs, self.workers)
+            results = run_side_by_side(run, pairs, self.workers)
         except CannotStart as error:
             raise SandboxError(f"{self.sandbox.isolation} worked before and no longer does: {error}") from error
-        if late := found.count(None):
+        if late := results.count(None):
             logger.warning(
                 "%d of %d codes did not run within %g s and get no reward: raise workers (%d), or batch_seconds with "
                 "GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)", late, len(pairs), self.batch_seconds,
                 self.workers, self.sandbox.limits.seconds,
             )
-        return found
+        return results
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> VerifiedReward:
         """Pays `right` if all tests pass, else `wrong`. The share of each outcome is logged as `tests/OUTCOME`."""
@@ -174,10 +174,10 @@ class OfTests(Reward):
         rows = [{name: columns[name][place] for name in self.columns} for place in range(len(texts))]
         faults = [untestable(tests) if tests else self.fault_of_row(row)
                   for row, tests in zip(rows, judged, strict=True)]
-        if found := [fault for fault in faults if fault]:
+        if reasons := [fault for fault in faults if fault]:
             if callable(log):
-                log("tests/no_verdict", MeanOf(len(found) / len(faults), len(faults)))
-            self.say(found, rows[faults.index(found[0])], len(faults))
+                log("tests/no_verdict", MeanOf(len(reasons) / len(faults), len(faults)))
+            self.say(reasons, rows[faults.index(reasons[0])], len(faults))
         return judged
 
     def say(self, faults: list[str], row: dict[str, Any], total: int) -> None:
@@ -236,7 +236,7 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a code: None if it was not run, or if all that is left is a test without a verdict."""
+    """Return the verdict on a code: None if it was not run, or if the only other tests have no verdict."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)

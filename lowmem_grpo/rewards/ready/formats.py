@@ -48,8 +48,8 @@ def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
         return False
     parts: list[str] = []
     for tag in tags:
-        before, found, complete = complete.partition(tag)
-        if not found:
+        before, mark, complete = complete.partition(tag)
+        if not mark:
             return False
         parts.append(before)
     return not complete.strip() and all(part.strip() for part in parts[1::2])

@@ -45,8 +45,8 @@ def tokens_of(answer: str) -> tuple[str, ...]:
     text = THIN.sub(digits, DEGREES.sub("°", TEXTS.sub(r" \\text \1 ", text)))
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a pair
         text = COMMAS.sub(digits, text)
-    found = [SAME.get(token, token) for token in TOKEN.findall(text)]
-    tokens = group([small(token) for token in found[::-1] if token not in NOTHING])
+    raw = [SAME.get(token, token) for token in TOKEN.findall(text)]
+    tokens = group([small(token) for token in raw[::-1] if token not in NOTHING])
     return tuple(tokens[1:] if tokens[:1] == ["+"] else tokens)
 
 
@@ -63,17 +63,17 @@ def small(token: str) -> str:
 def group(queue: list[str]) -> list[str]:
     """Take tokens from the end of the queue, up to the brace that closes, and return them with braces around every
     argument."""
-    found: list[str] = []
+    tokens: list[str] = []
     while queue and (token := queue.pop()) != "}":
-        found.append("\\sqrt" if token == "√" else token)
+        tokens.append("\\sqrt" if token == "√" else token)
         if token == "{":
-            found += [*group(queue), "}"]
+            tokens += [*group(queue), "}"]
         elif token == "\\sqrt" and queue[-1:] == ["["] and "]" in queue:  # the degree of the root
-            while found[-1] != "]":
-                found.append(queue.pop())
+            while tokens[-1] != "]":
+                tokens.append(queue.pop())
         for _ in range(ARGUMENTS.get(token, 0)):
-            found += ["{", *argument(queue, token), "}"]
-    return found
+            tokens += ["{", *argument(queue, token), "}"]
+    return tokens
 
 
 def argument(queue: list[str], command: str) -> list[str]:

@@ -72,5 +72,4 @@ def pay_signature(text: str, lines: list[str], amounts: tuple[float, float]) -> 
 
 
 def stripped_lines(text: str) -> list[str]:
-    """The lines that are not blank, each stripped."""
     return [line.strip() for line in text.splitlines() if line.strip()]

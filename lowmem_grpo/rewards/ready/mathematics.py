@@ -3,6 +3,8 @@ r"""The parts of an answer, and whether two answers are equal.
 An answer is taken apart at what has one meaning only: lists, equations and inequalities, unions, brackets, matrices,
 the two values of \pm. The parts are compared one by one. Those without parts are equal if their tokens are, or their
 numbers, or if `ask` says that they are equal as expressions. It is asked only about what is surely an expression.
+
+A unit is what stands before or after the number of an answer: a currency, a percent sign or a word.
 """
 
 import functools
@@ -12,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowmem_grpo.rewards.ready.latex import LETTERS, NAMES, TEXT, tokens_of
-from lowmem_grpo.rewards.ready.reading import read_number
-from lowmem_grpo.rewards.ready.units import unit_and_rest
+from lowmem_grpo.rewards.ready.reading import SCALES, read_number
 
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
@@ -37,6 +38,19 @@ NO_EXPRESSION = re.compile(
     r"[0-9] / [0-9.]+ /|[0-9]{4} - [0-9]+ - |[0-9] - [0-9]+ - [0-9]{4}|[0-9A-Z] _|\b[fghFGHP] \(|[0-9] \.?[0-9]"
     r"|\b0[0-9x]|\b0 [A-Za-z]|[0-9][eE]|[A-Za-z] [0-9]|[A-Za-z]{3}"
 )
+ALIASES = """$ dollar dollars usd | € euro euros | £ | ¥ | % percent | ° degree degrees deg | mph | unit units
+| cent cents | cm centimeter centimeters centimetres | m meter meters metre metres | km kilometer kilometers
+| mm millimeter millimeters | in inch inches | ft foot feet | yd yard yards | mi mile miles | kg kilogram kilograms
+| g gram grams | lb lbs pound pounds | s sec second seconds | min minute minutes | h hr hrs hour hours
+| l liter liters litre litres | ml milliliter milliliters"""
+UNITS = {word: group.split()[0] for group in ALIASES.split("|") for word in group.split()}
+CURRENCIES = ("$", "€", "£", "¥")
+OF_VALUES = {"\\frac", "\\sqrt", "\\pi", "\\cdot", "\\times", *SCALES, *"+-/^{}()[].0123456789"}
+POWERS = {"square", "cubic", "sq", "cu"}  # like exponents of units, they do not count: the question gives them
+CHANGE_MEANING = """am pm noon midnight or and more less fewer to of out base mod times factorial squared cubed not no
+only below above before after at least most both none all bc ad st nd rd th half quarter dozen plus minus choose
+remainder north south east west if when for where is"""
+NO_UNITS = {*SCALES, *CHANGE_MEANING.split()}
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,6 @@ class Part:
 
     @property
     def text(self) -> str:
-        """Return the tokens as one text."""
         return " ".join(token for token in self.tokens if token != TEXT)
 
     @property
@@ -70,11 +83,10 @@ def read_answer(text: str) -> Part:
 
 
 def part_of(tokens: Tokens) -> Part:
-    """Return the parts of these tokens."""
     for marks in LEVELS:
-        pieces, found = split(tokens, marks)
-        if found:
-            return joined(pieces, found, tokens)
+        pieces, separators = split(tokens, marks)
+        if separators:
+            return joined(pieces, separators, tokens)
     return bracketed(tokens) or two_values(tokens) or Part("", (), tokens)
 
 
@@ -85,22 +97,22 @@ def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> Part:
     if marks[0] not in OF_LISTS:
         return Part(" ".join(marks), tuple(part_of(piece) for piece in pieces), tokens)
     parts = [part_of(piece) for piece in pieces if any(token != TEXT for token in piece)]
-    flat = [inner for one in parts for inner in (one.parts if one.kind == "," and "\\pm" in one.tokens else [one])]
+    flat = [inner for part in parts for inner in (part.parts if part.kind == "," and "\\pm" in part.tokens else [part])]
     return flat[0] if len(flat) == 1 else Part(",", tuple(flat), tokens)
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
     """Return the pieces between these marks that are in no bracket, and the marks found."""
     pieces: list[list[str]] = [[]]
-    found, deep = [], 0
+    separators, deep = [], 0
     for token in tokens:
         deep += depth(token)
         if token in marks and deep == 0:
-            found.append(token)
+            separators.append(token)
             pieces.append([])
         else:
             pieces[-1].append(token)
-    return [tuple(piece) for piece in pieces], found
+    return [tuple(piece) for piece in pieces], separators
 
 
 def bracketed(tokens: Tokens) -> Part | None:
@@ -136,7 +148,7 @@ def equal(label: Part, answer: Part, ask: Ask) -> bool:
     if label.text == answer.text:
         return True
     if bool(label.name) != bool(answer.name) and label.kind != answer.kind:
-        label, answer = (one.parts[1] if one.name else one for one in (label, answer))
+        label, answer = (side.parts[1] if side.name else side for side in (label, answer))
     if label.kind != answer.kind or len(label.parts) != len(answer.parts):
         return False
     if not label.kind:
@@ -151,15 +163,15 @@ def equal(label: Part, answer: Part, ask: Ask) -> bool:
 def equal_lists(label: Part, answer: Part, ask: Ask) -> bool:
     """Return whether each value of the label is one of the answer, in any order. Values with names of their own, as
     in a=1, b=2, are not equal to values without."""
-    names = [{part.name for part in one.parts if part.name} for one in (label, answer)]
+    names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False
     left = list(answer.parts)
     for wanted in label.parts:
-        found = next((one for one in left if equal(wanted, one, ask)), None)
-        if found is None:
+        match = next((value for value in left if equal(wanted, value, ask)), None)
+        if match is None:
             return False
-        left.remove(found)
+        left.remove(match)
     return True
 
 
@@ -172,20 +184,19 @@ def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
 
 
 def difference(left: Part, right: Part) -> Tokens:
-    """Return the tokens of left - (right)."""
     return (*left.tokens, "-", "(", *right.tokens, ")")
 
 
 def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
     """Return whether two values are equal: their units, and then their tokens, numbers or expressions."""
-    (wanted, unit), (found, other) = unit_and_rest(label), unit_and_rest(answer)
+    (wanted, unit), (value, other) = unit_and_rest(label), unit_and_rest(answer)
     if unit and other and unit != other:
         return False
-    written = [" ".join(token for token in tokens if token != TEXT) for tokens in (wanted, found)]
+    written = [" ".join(token for token in tokens if token != TEXT) for tokens in (wanted, value)]
     numbers = [read_value(text) for text in written]
     if written[0] == written[1] or None not in numbers:
         return written[0] == written[1] or numbers[0] == numbers[1]
-    if not all(is_expression(tokens) for tokens in (wanted, found)) or letters_differ(wanted, found):
+    if not all(is_expression(tokens) for tokens in (wanted, value)) or letters_differ(wanted, value):
         return False
     return ask(*map(expression, written))
 
@@ -222,3 +233,41 @@ def letters_differ(label: Tokens, answer: Tokens) -> bool:
 def expression(text: str) -> str:
     """Return LaTeX for math-verify, with decimals as fractions, so that it computes exactly."""
     return re.sub(r"([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)
+
+
+# Units
+
+
+def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Return the tokens of a value without its unit, and the unit; it is empty where there is none for certain."""
+    sign, bare = (tokens[:1], tokens[1:]) if tokens[:1] == ("-",) else ((), tokens)
+    if len(bare) > 1 and bare[0] in CURRENCIES:
+        value, unit = unit_and_rest((*sign, *bare[1:]))
+        return (value, bare[0]) if unit in ("", bare[0]) else (tokens, "")
+    start = next((place for place, token in enumerate(tokens) if starts_unit(token)), len(tokens))
+    words = [token for token in tokens[start:] if token != TEXT]
+    value = (*tokens[:start], *(word for word in words[:1] if word in SCALES))
+    unit = unit_name(words[len(value) - start :])
+    if not words or not value or not all(map(is_of_value, value)):
+        return tokens, ""
+    return (value, unit) if unit or len(words) == len(value) - start else (tokens, "")
+
+
+def starts_unit(token: str) -> bool:
+    """Return whether a unit or a word begins here; a bare letter may be a variable."""
+    return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
+
+
+def is_of_value(token: str) -> bool:
+    """Return whether a token can stand in the value before a unit: no function, whose argument would end there."""
+    return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
+
+
+def unit_name(words: list[str]) -> str:
+    """Return the name of a unit, in one form for singular, plural and abbreviation; empty if it is none."""
+    plain = [word for word in words if word not in POWERS]
+    if plain[1:2] == ["^"] and len(plain) == 5:  # the word, ^, and a number in braces
+        plain = plain[:1]
+    if any(word.lower() in NO_UNITS or not (word.isalnum() or word in UNITS or word in "/^{}-") for word in plain):
+        return ""
+    return " ".join(UNITS.get(word.lower(), word.removesuffix("s") if len(word) > 3 else word) for word in plain)

@@ -12,13 +12,13 @@ from fractions import Fraction
 
 Place = Callable[[str], str | None]
 
-MAX_DIGITS = 64  # of a number that is read; a longer one is no answer, and slow to compute with
+MAX_DIGITS = 64  # in a number that is read; a longer one is no answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUSES = "-\u2212\u2013"  # in ASCII, in print, and the dash that many write for it
 PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
          "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
 FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
-SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # of units and letters: cm^2, x_1
+SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # behind letters: cm^2, x_1
 SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 DIGITS = r"(?:[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]+)*)"
@@ -35,7 +35,7 @@ CLOCK = re.compile(r"[0-9]{1,2}(?::[0-9]{2})+")
 THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9/]|,[0-9])")
 NEAR = 400  # characters: a number that begins further before its last digit is too long to be read
 FENCE = "```"
-LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # of a block
+LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # a block's
 STATED = re.compile(r"\banswer(?: is)?[ :=]{1,3}(.+)", re.IGNORECASE)
 ENCLOSED = re.compile(r"\A(\*\*|\$\$?)(.+)\1\Z")
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
@@ -84,8 +84,8 @@ def after(mark: str) -> Place:
 
 def behind(text: str, mark: str) -> str | None:
     """The rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
-    _, found, rest = text.rpartition(mark)
-    return (rest.partition("\n")[0].strip() or None) if found else None
+    _, separator, rest = text.rpartition(mark)
+    return (rest.partition("\n")[0].strip() or None) if separator else None
 
 
 def stated(label: str) -> str:
@@ -136,13 +136,13 @@ def last_number(text: str) -> str | None:
     """
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
-    found: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
-    if found is None:
+    number: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
+    if number is None:
         return None
-    found = found.strip()
-    if "," in found and len(found) <= 2 * MAX_DIGITS and read_number(found) is None:
-        return found.rpartition(",")[2]  # not thousands but a list: 3,4,5
-    return found
+    number = number.strip()
+    if "," in number and len(number) <= 2 * MAX_DIGITS and read_number(number) is None:
+        return number.rpartition(",")[2]  # not thousands but a list: 3,4,5
+    return number
 
 
 def plain_number(text: str) -> str:
@@ -187,8 +187,8 @@ def value_of(text: str) -> Fraction:
     """Return the value of a number's parts. Raises ValueError for commas that are not for thousands, and if it is too
     large, ZeroDivisionError for 1/0."""
     for mark, operation in OPERATIONS.items():
-        left, found, right = text.partition(mark)
-        if found:
+        left, separator, right = text.partition(mark)
+        if separator:
             return operation(value_of(left), value_of(right))
     start, _, again = text.partition("\\overline")  # what repeats for ever
     mantissa, _, exponent = start.lower().partition("e")
