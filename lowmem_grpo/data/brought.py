@@ -54,7 +54,6 @@ def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
 
 
 def plain(value: Any, arrays: bool) -> Any:
-    """Return a value of a row with lists for arrays, and messages without empty keys."""
     if hasattr(value, "tolist") and (arrays or str(getattr(value, "dtype", "")) == "object"):
         value = value.tolist()
     if isinstance(value, list):
@@ -111,7 +110,6 @@ def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
 
 
 def comes_from(value: Any, library: str, name: str) -> bool:
-    """Return whether it is of a library's class of this name, or of a subclass."""
     return any(cls.__name__ == name and cls.__module__.partition(".")[0] == library for cls in type(value).__mro__)
 
 

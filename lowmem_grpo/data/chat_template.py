@@ -126,13 +126,11 @@ def is_token(tokenizer: Any, text: str) -> bool:
 
 
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
-    """Return the token that ends a turn: the format's, or the tokenizer's where that is the one that it has."""
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
 
 
 def stop_at(tokenizer: Any, end: str) -> None:
-    """Make a token that the tokenizer has its end token."""
     if is_token(tokenizer, end) and tokenizer.eos_token != end:
         logger.info("end token: %r instead of %r", end, tokenizer.eos_token)
         tokenizer.eos_token = end

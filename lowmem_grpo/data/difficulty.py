@@ -45,11 +45,9 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
-        """All rows come back at once; their counts of fruitless visits stay."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Number of visited rows in each pool, by their last visit."""
         same = [visit.reward for visit in self.rows.values() if visit.reward is not None]
         told = self.best is not None and self.worst is not None and self.worst < self.best
         easy = sum(told and reward == self.best for reward in same)

@@ -15,8 +15,7 @@ from lowmem_grpo.hub import find_dataset
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
-    """A dataset with a column `prompt` from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset
-    on the hub. OSError if it is not there, ValueError for a missing column."""
+    """Return `read_rows`, with the prompts in a column `prompt`. ValueError where their column is missing."""
     rows = read_rows(source, split)
     if prompt_column not in rows.column_names:
         raise ValueError(f"{source} has no column {prompt_column!r}; it has {listed(rows.column_names)}. Name the "

@@ -1,6 +1,5 @@
 """The kinds of data files; needs no library, so that a file that is missing, empty or broken is refused at once."""
 
-import codecs
 import csv
 import json
 from collections.abc import Collection, Sequence
@@ -8,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-CHUNK = 1 << 20  # bytes of a file that are read at a time
 NAMED = 12  # columns that a message lists
 LOOKED = 10_000  # lines that are parsed before the library reads all of them
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
@@ -62,19 +60,16 @@ def check_rows(path: Path) -> None:
 
 
 def check_encoding(path: Path) -> None:
-    """OSError unless a text file is in UTF-8."""
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    """Raise OSError unless a text file is in UTF-8."""
+    place = 0
     with path.open("rb") as file:
-        while True:
-            chunk = file.read(CHUNK)
+        for line in file:
             try:
-                decoder.decode(chunk, final=not chunk)
+                line.decode()
             except UnicodeDecodeError as error:
                 raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
                               f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
-            if not chunk:
-                return
-            place += len(chunk)
+            place += len(line)
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
@@ -110,6 +105,5 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first few of the columns' names, and how many more there are."""
     rest = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")

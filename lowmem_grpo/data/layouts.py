@@ -49,23 +49,16 @@ MOST = 100  # the largest number of columns to guess from
 class Columns:
     """The two columns, and why they were chosen."""
 
-    prompt: str = ""
-    """Empty if it cannot be told."""
-    answer: str | None = ""
-    """Empty if it cannot be told; None if no answers are wanted."""
+    prompt: str = ""  # empty if it cannot be told
+    answer: str | None = ""  # empty if it cannot be told; None if no answers are wanted
     why_prompt: str = ""
     why_answer: str = ""
-
-    more: tuple[str, ...] = ()
-    """Further columns that go into the prompt."""
-    tests: tuple[str, ...] = ()
-    """Where answers are tests of code: their column, and the one that names what they test."""
-    system: str = ""
-    """The column with system prompts; empty if there is none."""
+    more: tuple[str, ...] = ()  # further columns that go into the prompt
+    tests: tuple[str, ...] = ()  # where answers are tests of code: their column, and the one that names what they test
+    system: str = ""  # the column with system prompts; empty if there is none
 
     @property
     def known(self) -> bool:
-        """Whether nothing has to be filled in."""
         return self.prompt != "" and self.answer != ""
 
 
@@ -83,8 +76,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
-    """Return a prompt as chat messages, without an answer at its end. A text is the user's. `system` is the first
-    message, unless a chat has its own."""
+    """Return a prompt as chat messages, without an answer at its end, and with `system` first unless it has its own."""
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()

@@ -204,7 +204,6 @@ class PromptSource:
         return self.order[place]
 
     def end_epoch(self) -> None:
-        """Pass over what is left of the epoch."""
         self.position += -self.position % len(self.dataset)
 
     def count_skip(self, index: int, reason: str) -> None:

@@ -67,14 +67,12 @@ class Stream:
         return list(islice(self.ahead, count))
 
     def draw(self) -> Row | None:
-        """The next row; None at the end."""
         if not self.peek(1):
             return None
         self.drawn += 1
         return self.ahead.popleft()
 
     def put_back(self, rows: list[Row]) -> None:
-        """Rows that were the last ones drawn, to be drawn again."""
         self.ahead.extendleft(reversed(rows))
         self.drawn -= len(rows)
 
@@ -89,7 +87,6 @@ class Stream:
 
     @property
     def column_names(self) -> list[str]:
-        """The columns of the next row."""
         return list((self.peek(1) or [{}])[0])
 
 
@@ -139,9 +136,7 @@ class StreamSource(PromptSource):
         self.dataset.start_round(self.rounds + 1)
         self.rounds += 1
 
-    def end_epoch(self) -> None:
-        """Begin the stream again."""
-        self.next_round()
+    end_epoch = next_round
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs to go on from here."""
@@ -165,6 +160,5 @@ class StreamSource(PromptSource):
 def source_of(
     dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None
 ) -> PromptSource:
-    """The prompts of rows by index, or of a Stream."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
     return kind(dataset, encoder, seed, shuffle, pools)

@@ -25,7 +25,6 @@ class TextEncoder(ExampleEncoder):
     column = "text"
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
         text = row.get(self.column)
         if not isinstance(text, str):
             return f"{self.column} is {type(text).__name__}, not text"
@@ -93,7 +92,6 @@ class ConversationEncoder(ExampleEncoder):
     def marked(
         self, row: dict[str, Any], text: str, ids: list[int], starts: list[int], places: list[int]
     ) -> list[bool]:
-        """Return which tokens belong to the messages at these places."""
         trained = [False] * len(ids)
         for place in places:
             first, last = (bisect_left(starts, at) for at in self.span(row, place, text))
@@ -118,8 +116,7 @@ class ConversationEncoder(ExampleEncoder):
         return Examples(row, [], "", parts=parts) if parts else str(examples[0])
 
     def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return (first, end) of what the assistant says in a message, as characters, without what ends its turn.
-        DataError where that cannot be told."""
+        """Return (first, end) of an answer's characters, without what ends its turn; DataError if it cannot be told."""
         messages = row["messages"]
         try:
             before = self.render(messages[:place], self.options(row))
@@ -175,7 +172,6 @@ class CompletionEncoder(ExampleEncoder):
     turns: ConversationEncoder
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """Return the example, or the reason for leaving the row out."""
         prompt, completion = row.get("prompt"), row.get("completion")
         if not (is_chat(prompt) and is_chat(completion)):
             return super().encode(row)
@@ -192,13 +188,11 @@ class AnswerEncoder(ExampleEncoder):
     continues = False  # two messages of the assistant are two turns
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """Return the example, or the reason for leaving the row out."""
         return row["reason"] or super().encode(row)
 
 
 def with_answer(messages: Any, name: str) -> dict[str, Any]:
-    """Return a conversation as `prompt` and `completion`, the assistant's last message, and the `reason` why it cannot
-    be used; `name` is its column."""
+    """Return a conversation as a row with its last answer, and the `reason` why not; `name` is its column."""
     if not is_chat(messages):
         return {"prompt": messages, "completion": None, "reason": no_chat(messages, name)}
     place = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
@@ -226,7 +220,6 @@ class TokenEncoder(ExampleEncoder):
     column = "input_ids"
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
         ids = row.get("input_ids") or []
         if not ids or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             return "input_ids is no list of token ids" if ids else "empty input_ids"

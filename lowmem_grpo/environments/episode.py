@@ -7,14 +7,15 @@ encoded again: between two turns there is a bridge, which holds only what the en
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.environments.tools.results import FinalResult, ToolError
-from lowmem_grpo.environments.workers import Job
+from lowmem_grpo.environments.workers import WorkerJob
 from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,8 @@ logger = logging.getLogger(__name__)
 UNREADABLE = 3  # turns in a row whose calls cannot be read end an episode
 
 
-class Renders(Protocol):
-    """A renderer of messages to tokens."""
-
-    def first(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
-
-    def bridge(self, messages: list[Message], ended: bool) -> list[int]: ...
-
-    def render_anew(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
-
-    def closed(self, completion_ids: list[int], messages: list[Message]) -> bool: ...
-
-
 @dataclass(frozen=True)
-class Bounds:
+class EpisodeBounds:
     """The limits of an episode, in turns, tokens and seconds."""
 
     turns: int | None  # None: only tokens do
@@ -54,8 +43,8 @@ class Episode:
     key: int
     row: dict[str, Any]
     messages: list[Message]  # the prompt's, and all that followed
-    bounds: Bounds
-    renderer: Renders
+    bounds: EpisodeBounds
+    renderer: Renderer | PlainRenderer
     toolbox: Any  # None: there are no tools
     seat: Seat | None  # None: there is no environment
     seeds: Callable[[int], int]  # by turn
@@ -81,8 +70,7 @@ class Episode:
 
     # Before the first turn
 
-    def reset(self, job: Job) -> Answer:
-        """The environment's first observation; in a worker."""
+    def reset(self, job: WorkerJob) -> Answer:
         return Answer() if self.seat is None else self.bound(job).reset(self.row)
 
     def open_prompt(self, answer: Answer) -> None:
@@ -104,13 +92,13 @@ class Episode:
                                          "nothing; let reset return a text, or give the rows a prompt")
         return self.renderer.first(self.messages, self.trusted)
 
-    def pass_reply(self, job: Job, ask: AskBase, said: str) -> Answer:
+    def pass_reply(self, job: WorkerJob, ask: AskBase, said: str) -> Answer:
         """Pass on a reply of the base model, in a worker, and return what follows."""
         answer, read = self.bound(job).pass_reply(ask, said, first=not self.turns)
         self.unread += not read
         return self.within(answer) if self.turns else answer
 
-    def bound(self, job: Job) -> Seat:
+    def bound(self, job: WorkerJob) -> Seat:
         assert self.seat is not None
         self.seat.run = job.call
         return self.seat
@@ -138,7 +126,7 @@ class Episode:
     def request(self) -> Request:
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
-    def add_turn(self, drawn: Rollout) -> Callable[[Job], Answer] | None:
+    def add_turn(self, drawn: Rollout) -> Callable[[WorkerJob], Answer] | None:
         """Take a turn in; returns what a worker is to do about it, or None where that was the last."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
@@ -164,7 +152,7 @@ class Episode:
             self.ending = "max_tokens" if drawn.finish_reason == "length" else "answer"
         return None
 
-    def call_tools(self, job: Job, calls: list[ToolCall], errors: list[str]) -> Answer:
+    def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
         """The results of the calls, in their order, and of what could not be read; in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
         if self.seat is not None:
@@ -202,7 +190,6 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt: what was said so far, or nothing of it, and the replies."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)
@@ -219,7 +206,6 @@ class Episode:
             self.split(ids)
 
     def split(self, ids: list[int]) -> None:
-        """Begin another sequence: what was sampled was rewritten or left out."""
         begins = len(self.prompt) > 0 and ids[: len(self.prompt)] == self.prompt
         self.splits.append(Split(len(self.after), None if begins else ids))
         self.ids = list(self.prompt) if begins else ids
@@ -235,7 +221,7 @@ class Episode:
 
     # The end
 
-    def finish(self, job: Job) -> float | None:
+    def finish(self, job: WorkerJob) -> float | None:
         """Ask `get_reward` and end the environment, in a worker."""
         if self.seat is None:
             return None
@@ -244,7 +230,7 @@ class Episode:
         finally:
             self.close(job)
 
-    def close(self, job: Job) -> None:
+    def close(self, job: WorkerJob) -> None:
         """Close the environment, in a worker. Where that fails, the episode stands all the same."""
         if self.seat is not None:
             try:

@@ -63,7 +63,6 @@ class Kits:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
-        """The tools of one episode, whose environment this is."""
         kit = self.kit_for(row)
         if kit.toolbox is None or made is None:
             return kit.toolbox

@@ -24,13 +24,10 @@ class OpenEnvError(RuntimeError):
 
 
 class OpenEnv:
-    """An `environment_factory` for GRPOTrainer: each call makes an environment with a client, and so with a session of
-    the server, of its own."""
+    """An `environment_factory` for GRPOTrainer: each call makes an environment with a client and session of its own."""
 
-    def __init__(
-        self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
-        columns: Sequence[str] | None = None, name: str = "OpenEnv",
-    ) -> None:
+    def __init__(self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
+                 columns: Sequence[str] | None = None, name: str = "OpenEnv") -> None:
         """`connect` makes a client; it may be async. `action` makes an action of a reply's text, and `text` makes a
         text, or messages, of an observation. `columns` of a row go to the client's reset; None: all but `prompt`.
         `name` is the environment's in the logs."""

@@ -137,7 +137,6 @@ class Seat:
 
 
 def tools_of(made: Any) -> list[Callable[..., Any]]:
-    """The functions of an environment that the policy may call: its `tools`, or TRL's public methods."""
     if callable(getattr(made, "step", None)):
         tools = getattr(made, "tools", None) or []
         return list(tools() if callable(tools) else tools)
@@ -193,7 +192,6 @@ class Factories:
 
     @property
     def paying(self) -> list[type]:
-        """The classes whose environments say what an episode earned."""
         return list({type(environment): None for environment in self.samples.values() if any(
             callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
 
@@ -262,7 +260,6 @@ def text_only(message: Message) -> Message:
 
 
 def number(value: Any, source: str) -> float | None:
-    """A finite number, or None; EnvironmentFailedError for anything else."""
     value = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
     if value is None:
         return None

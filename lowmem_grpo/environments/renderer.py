@@ -70,8 +70,7 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> Seam:
 
 
 def answers(messages: Sequence[Message]) -> list[list[Message]]:
-    """Conversations that may come before messages, the likeliest first: with calls of the tools whose results they are,
-    in the forms that templates want, and with a plain answer."""
+    """Return what may come before messages, the likeliest first: calls, in the forms of templates, or an answer."""
     question = {"role": "user", "content": "Question"}
     names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
@@ -114,7 +113,6 @@ def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, s
 
 
 def special(template: ChatTemplate, text: str) -> Iterator[str]:
-    """The special tokens of a text, in order."""
     return (match[0] for match in template.marks.of_special.finditer(text))
 
 
@@ -126,13 +124,11 @@ class Renderer:
     """Renders with the tokenizer's chat template.
 
     `bridge` neither renders nor encodes what was sampled. Messages of tools and environments are rendered as the
-    template does it, but their text cannot become a mark (see marks.py); messages of the dataset are trusted.
+    template does it, but their text cannot become a mark (see template.py); messages of the dataset are trusted.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
+                 template_kwargs: dict[str, Any] | None = None) -> None:
         """`tools` are OpenAI schemas. RendererError without a chat template."""
         self.template = ChatTemplate(tokenizer, tools, template_kwargs)
         self.marks = self.template.marks
@@ -232,10 +228,8 @@ class PlainRenderer:
                             "use history='append', or make `prompt` a list of chat messages")
 
 
-def renderer_for(
-    prompt: Any, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-) -> Renderer | PlainRenderer:
+def renderer_for(prompt: Any, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
+                 template_kwargs: dict[str, Any] | None = None) -> Renderer | PlainRenderer:
     """The renderer for a dataset's prompts. RendererError for tools with a plain string, or without a chat template."""
     if not isinstance(prompt, str):
         return Renderer(tokenizer, tools, template_kwargs)

@@ -17,8 +17,7 @@ class EnvironmentReward:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *, turns: "list[list[Turn]]", environments: list[Any], **kwargs: Any) -> list[float | None]:
-        """The pay (N,) of N episodes. Raises TypeError for what is no number and ValueError for NaN and infinity,
-        which no environment may pay."""
+        """Return the pay (N,) of N episodes. TypeError for what is no number, ValueError for NaN and infinity."""
         played = zip(turns, environments, strict=True)
         return [self.pay(each) if environment is None or type(environment) is self.kind else None
                 for each, environment in played]

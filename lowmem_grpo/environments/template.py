@@ -49,7 +49,6 @@ class Marks:
 
 
 def pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds one of the texts, the longest where several begin at a place."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -72,8 +71,7 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """A message that is not trusted, with words for its marks. An answer may hold marks that are no special tokens,
-        such as `<think>`, which templates read."""
+        """Return a message with words for its marks. Answers may hold marks that templates read, as `<think>`."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}
@@ -130,8 +128,7 @@ class ChatTemplate:
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the same of messages that hold tool calls, whose arguments some templates want as text. RendererError
-        where the template leaves a call out."""
+        """Return the same of messages with tool calls, whose arguments some templates want as text."""
         numbered = with_call_ids(messages)
         try:
             return self.text(numbered, generation)

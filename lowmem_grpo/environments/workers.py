@@ -18,10 +18,10 @@ PAUSE = 0.1  # seconds between looks for jobs that are late, and for Ctrl-C
 TOGETHER = 0.005  # seconds by which jobs may follow each other and still be collected together
 
 
-class Job:
+class WorkerJob:
     """One piece of work: calls of one environment, one after the other, each within `limit` seconds."""
 
-    def __init__(self, key: int, work: Callable[["Job"], Any], limit: float, loop: BackgroundLoop) -> None:
+    def __init__(self, key: int, work: Callable[["WorkerJob"], Any], limit: float, loop: BackgroundLoop) -> None:
         self.key, self.work, self.limit, self.loop = key, work, limit, loop
         self.result: Any = None
         self.error: BaseException | None = None
@@ -64,16 +64,16 @@ class Workers:
     def __init__(self, most: int = 64, loop: BackgroundLoop | None = None) -> None:
         """At most so many jobs are done at a time, beside those that hang. `loop` is one that others use too."""
         self.most = most
-        self.waiting: SimpleQueue[Job | None] = SimpleQueue()
-        self.done: SimpleQueue[Job] = SimpleQueue()
-        self.running: set[Job] = set()  # given out and not collected
+        self.waiting: SimpleQueue[WorkerJob | None] = SimpleQueue()
+        self.done: SimpleQueue[WorkerJob] = SimpleQueue()
+        self.running: set[WorkerJob] = set()  # given out and not collected
         self.threads = 0
         self.waited = 0.0  # seconds in which nothing else could be done
         self.loop = loop or BackgroundLoop("environments")
 
-    def submit(self, key: int, work: Callable[[Job], Any], limit: float) -> Job:
+    def submit(self, key: int, work: Callable[[WorkerJob], Any], limit: float) -> WorkerJob:
         """Begin a job; it is given to `work`, which makes its calls through it."""
-        job = Job(key, work, limit, self.loop)
+        job = WorkerJob(key, work, limit, self.loop)
         self.running.add(job)
         self.waiting.put(job)
         self.man()
@@ -92,9 +92,9 @@ class Workers:
                 return  # another thread has taken this one's place
             self.done.put(job)
 
-    def collect(self, wait: bool) -> list[Job]:
+    def collect(self, wait: bool) -> list[WorkerJob]:
         """Return jobs that are done, or late with a TimeoutError, in no particular order; `wait` until there is one."""
-        jobs: list[Job] = []
+        jobs: list[WorkerJob] = []
         began = time.monotonic()
         while not jobs and self.running:
             jobs = [job for job in self.finished(wait) if job in self.running] or self.late()
@@ -104,10 +104,10 @@ class Workers:
         self.running.difference_update(jobs)
         return jobs
 
-    def finished(self, wait: bool) -> list[Job]:
+    def finished(self, wait: bool) -> list[WorkerJob]:
         """Return the jobs that the threads have finished. With `wait`, wait for PAUSE seconds at most, and then for
         those that end just behind the first: to decode them together costs little more."""
-        jobs: list[Job] = []
+        jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):
                 jobs.append(self.done.get(wait, TOGETHER if jobs else PAUSE))
@@ -115,7 +115,7 @@ class Workers:
             pass
         return jobs
 
-    def late(self) -> list[Job]:
+    def late(self) -> list[WorkerJob]:
         """Give up the jobs whose call takes too long."""
         now = time.monotonic()
         late = [job for job in self.running if now > job.deadline]

@@ -60,8 +60,7 @@ def made(name: str, value: Any) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """Run a file of the user's and return it as a module. Its name is user_file_STEM: dataclasses look their module up
-    by its name, and this name hides no installed module."""
+    """Run a user's file as a module. Its name hides no installed one, and dataclasses can look it up."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)

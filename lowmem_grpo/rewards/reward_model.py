@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lowmem_grpo.data.prompts import is_chat
@@ -35,10 +34,8 @@ class RewardModel(Reward):
     after_sampling = True  # it is on the card only once the sampler's cache is not
     time_limit = math.inf
 
-    def __init__(
-        self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
+                 template_kwargs: dict[str, Any] | None = None) -> None:
         """`tokenizer` is by default that of the model's name. `init` holds options of from_pretrained for a name:
         revision, token, dtype and quantization_config. `template_kwargs` go to the chat template.
 
@@ -66,7 +63,9 @@ class RewardModel(Reward):
 
     def check_kind(self, config: Any) -> None:
         """Raise TypeError for a model that scores nothing, and ValueError for several labels."""
-        kinds = list(getattr(config, "architectures", None) or []) if self.model is None else [model_class(self.model)]
+        kinds = list(getattr(config, "architectures", None) or [])
+        if self.model is not None:
+            kinds = [type(getattr(self.model, "_orig_mod", self.model)).__name__]  # a compiled model has it inside
         if not any("SequenceClassification" in kind for kind in kinds):
             raise TypeError(f"reward_funcs holds {self.__name__}, a {' or '.join(kinds) or 'model of no known class'}; "
                             f"a reward model is {KIND}; for another, give a function that calls it")
@@ -117,8 +116,7 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Let nothing train it, and no cache be kept. It looks for the last token that is not this tokenizer's
-        padding."""
+        """Let nothing train it, and no cache be kept. It looks for the last token that is not this padding."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # repacked for a processor, 4-bit weights could not be moved to a card
@@ -161,7 +159,6 @@ class RewardModel(Reward):
                 "and give it in reward_processing_classes")
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return the completions as they are: a chat is rendered with its prompt."""
         return completions
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
@@ -174,14 +171,12 @@ class RewardModel(Reward):
             return list(self.scores(whole))
 
     def text(self, prompt: Any, completion: Any) -> str:
-        """Return what the model reads, as in TRL."""
         if not is_chat(prompt):
             return str(prompt) + str(completion)
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_kwargs))
 
     def scores(self, texts: list[str]) -> list[float]:
-        """Return the scores (N,) of N texts, computed in batches, the shortest first; fewer at a time where memory runs
-        out."""
+        """Return the scores (N,) of N texts, in batches, the shortest first; fewer at a time where memory runs out."""
         lengths = [len(ids) for ids in self.encode(texts)["input_ids"]]
         waiting = sorted(range(len(texts)), key=lengths.__getitem__)
         done: dict[int, float] = {}
@@ -197,7 +192,6 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """Return the rows of the next batch: the shortest of those that wait, which are sorted by their lengths."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 
@@ -220,14 +214,8 @@ class RewardModel(Reward):
         return [float(score) for score in logits[:, 0]]
 
 
-def model_class(model: nn.Module) -> str:
-    return type(getattr(model, "_orig_mod", model)).__name__
-
-
-def with_models(
-    functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-) -> list[Any]:
+def with_models(functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
+                template_kwargs: dict[str, Any] | None = None) -> list[Any]:
     """Return the reward functions, with a `RewardModel` in the place of each model and each name of one.
 
     `processing_classes` are their tokenizers: one, or a list with one for each function, of which those of functions

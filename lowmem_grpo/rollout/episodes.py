@@ -18,13 +18,13 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup, Request
 from lowmem_grpo.engines.rounds import converse
-from lowmem_grpo.environments.episode import Bounds, Episode
+from lowmem_grpo.environments.episode import Episode, EpisodeBounds
 from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
-from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.environments.workers import WorkerJob, Workers
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rollout.other_side import OtherSide
 from lowmem_grpo.rollout.outages import Failure, Outages, say_too_long
@@ -40,7 +40,7 @@ CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 class Episodes:
     """Plays the episodes of a run."""
 
-    def __init__(self, kits: Kits, bounds: Bounds, stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, kits: Kits, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
         """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
         self.kits, self.bounds, self.stopping = kits, bounds, stopping
         self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
@@ -155,7 +155,7 @@ class Batch:
         )
         self.submit(key, partial(self.reset, self.live[key]))
 
-    def reset(self, episode: Episode, job: Job) -> Answer:
+    def reset(self, episode: Episode, job: WorkerJob) -> Answer:
         """Make the environment and its first observation; in a worker."""
         kits = self.owner.kits
         if kits.factories is not None:
@@ -169,7 +169,7 @@ class Batch:
         """The seed of a turn: not of when it came."""
         return random.Random(f"{self.seed}-{self.first + index}-{member}-{turn}").getrandbits(62)
 
-    def submit(self, key: int, work: Callable[[Job], Any]) -> None:
+    def submit(self, key: int, work: Callable[[WorkerJob], Any]) -> None:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
 
     def collect_all(self, wait: bool) -> None:
@@ -184,7 +184,7 @@ class Batch:
             if job.key >= 0:  # others only close
                 self.settle(job, self.live[job.key])
 
-    def settle(self, job: Job, episode: Episode) -> None:
+    def settle(self, job: WorkerJob, episode: Episode) -> None:
         """Make a worker's result for an episode its next turn, or its end."""
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
@@ -200,7 +200,7 @@ class Batch:
         else:
             self.go_on(episode, job)
 
-    def go_on(self, episode: Episode, job: Job) -> None:
+    def go_on(self, episode: Episode, job: WorkerJob) -> None:
         """An observation becomes the next prompt, or the last word."""
         try:
             if job.result.asks is not None:

@@ -46,10 +46,6 @@ class SandboxTrials:
         works = [name for name in self._threads if name in reasons and reasons[name] is None]
         taken = self._by_default if self._by_default in works else None
         head = taken or ("none by default, process if asked for" if works else "none")
-        return f"{head} ({'; '.join(self._state(name, reasons) for name in self._threads if name != taken)})"
-
-    def _state(self, name: str, reasons: dict[str, str | None]) -> str:
-        if name not in reasons:
-            return f"{name}: no answer yet"
-        why = reasons[name]
-        return f"{name}: works" if why is None else f"{name}: {' '.join(why.split())[:120]}"
+        states = {name: "works" if why is None else " ".join(why.split())[:120] for name, why in reasons.items()}
+        others = (f"{name}: {states.get(name, 'no answer yet')}" for name in self._threads if name != taken)
+        return f"{head} ({'; '.join(others)})"

@@ -67,7 +67,6 @@ def restrict(readable: list[str], writable: list[str]) -> bool:
 
 
 def allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
-    """Allow the rights for everything below a path."""
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = struct.pack("=Qi", rights, place)

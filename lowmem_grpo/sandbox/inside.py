@@ -28,7 +28,7 @@ from typing import Any
 from lowmem_grpo.sandbox import leetcode, like_pytest
 from lowmem_grpo.sandbox.file_access import restrict
 from lowmem_grpo.sandbox.plain import decode, encode
-from lowmem_grpo.sandbox.remote import Link, Remote, Undecided, described, of_code, of_tests
+from lowmem_grpo.sandbox.remote import Link, RemoteObject, Undecided, described, of_code, of_tests
 from lowmem_grpo.sandbox.subject import Subject
 from lowmem_grpo.sandbox.system_calls import give_up_rights, install_filter
 
@@ -87,7 +87,6 @@ def prepare(order: dict[str, Any]) -> None:
 
 
 def open_as_stdin(text: str) -> None:
-    """Make descriptor 0 read `text`."""
     Path("stdin").write_text(text, encoding="utf-8")
     descriptor = os.open("stdin", os.O_RDONLY)
     os.unlink("stdin")
@@ -107,7 +106,7 @@ def limit(limits: dict[str, float]) -> None:
         resource.setrlimit(kind, (int(value), int(value)))
 
 
-class Source(importlib.abc.InspectLoader):
+class TextSource(importlib.abc.InspectLoader):
     """Loads a module from text, so that no file can be changed before it is read."""
 
     def __init__(self, text: str) -> None:
@@ -117,7 +116,7 @@ class Source(importlib.abc.InspectLoader):
         return self.text
 
 
-class TestSource(Source):
+class TestSource(TextSource):
     """Loads test code, which is run as if by pytest or unittest: without what starts those, and as the main program."""
 
     def get_code(self, fullname: str) -> Any:
@@ -140,7 +139,7 @@ def starts_tests(node: ast.stmt) -> bool:
                for child in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
 
 
-def load(name: str, source: Source, namespace: dict[str, Any]) -> ModuleType:
+def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType:
     """Run the source as a module `name`, with `namespace` among its globals. Raises whatever it raises."""
     spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -160,13 +159,13 @@ def run_program(order: dict[str, Any], channel: Channel) -> None:
 
 def serve(order: dict[str, Any], channel: Channel) -> None:
     """Load the code, then answer calls until the other side hangs up."""
-    link = Link(channel, of_module, Remote)
-    asks = Remote(link, -1, "", False)._ask
+    link = Link(channel, of_module, RemoteObject)
+    asks = RemoteObject(link, -1, "", False)._ask
     known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: asks("input", *text)}
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
         # As built-in names they are known in the code, and not taken for something that it defines.
-        link.module = load("solution", Source(order["code"]), {"__builtins__": {**vars(builtins), **known}})
+        link.module = load("solution", TextSource(order["code"]), {"__builtins__": {**vars(builtins), **known}})
         channel.send({"loaded": True})
     except BaseException as error:  # noqa: BLE001, also SystemExit: the code does not decide when this ends
         channel.send(described(error))
@@ -285,7 +284,6 @@ class Missing:
 
 
 def failed_line(error: BaseException, source: str) -> str:
-    """The line of the test that failed, and what its assert says."""
     numbers, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") == "tests":

@@ -99,7 +99,6 @@ def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any
 
 
 def value_of(text: str) -> Any:
-    """Return what JSON, or else a Python literal, says. Text that is neither means itself."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)

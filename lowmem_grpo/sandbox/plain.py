@@ -122,7 +122,6 @@ def same(expected: Any, got: Any, json: bool = False) -> bool:
 
 
 def as_list(tree: Any) -> Any:
-    """Return the items of an encoded sequence; anything else as it is."""
     if not isinstance(tree, dict) or len(tree) != 1 or next(iter(tree)) not in LISTS:
         return tree
     ((name, content),) = tree.items()

@@ -52,13 +52,13 @@ class Link:
 
     def refer(self, value: Any) -> Any:
         """Return the tree of what is not plain data."""
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return {"yours": value._number}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": names_of(value)}
         if isinstance(value, type) and value in vars(builtins).values():
             return {"type": value.__name__}
-        if self.stand_in is not Remote and isinstance(value, Iterator):
+        if self.stand_in is not RemoteObject and isinstance(value, Iterator):
             return {"iterator": [encode(item, self.refer) for item in value]}
         number = self.numbers.setdefault(id(value), len(self.own))
         self.own += [value] if number == len(self.own) else []
@@ -102,7 +102,7 @@ class Link:
             args = [decode(tree, self.referred) for tree in request["args"]]
             kwargs = {name: decode(tree, self.referred) for name, tree in request["kwargs"].items()}
             before = self.changeable([*args, *kwargs.values()])
-            with contextlib.redirect_stdout(printed) if self.stand_in is Remote else contextlib.nullcontext():
+            with contextlib.redirect_stdout(printed) if self.stand_in is RemoteObject else contextlib.nullcontext():
                 value = self.perform(self, request["do"], args, kwargs)
                 awaited = inspect.iscoroutine(value)
                 value = asyncio.run(value) if awaited else value
@@ -131,7 +131,7 @@ class Tee(io.StringIO):
         return super().write(text)
 
 
-class Remote:
+class RemoteObject:
     """An object of the other process: it can be called, and has attributes."""
 
     def __init__(self, link: Link, number: int, kind: str, is_plain: bool) -> None:

@@ -84,7 +84,6 @@ def sweep(below: str) -> None:
 
 
 def remove_unowned(folder: str) -> None:
-    """Remove a folder if nobody holds its lock."""
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -103,6 +102,5 @@ def remove(folder: str) -> None:
 
 
 def usage_of_tmpfs(place: int) -> tuple[int, int]:
-    """Files and bytes in the tmpfs of a descriptor."""
     state = os.fstatvfs(place)
     return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize

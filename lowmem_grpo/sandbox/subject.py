@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowmem_grpo.sandbox.plain import decode
-from lowmem_grpo.sandbox.remote import CHANGEABLE, Remote, Undecided, as_exception, operation
+from lowmem_grpo.sandbox.remote import CHANGEABLE, RemoteObject, Undecided, as_exception, operation
 
 MOST = 1000  # items of an iterator that are fetched at a time
 
 
-class Subject(Remote):
+class Subject(RemoteObject):
     """An object of the code under test, in the tests."""
 
     def _ask(self, do: str, *args: Any, **kwargs: Any) -> Any:

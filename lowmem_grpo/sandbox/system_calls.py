@@ -139,7 +139,6 @@ def install_filter() -> None:
 
 
 def with_prctl() -> ctypes.CDLL:
-    """The C library, with the arguments of prctl as the kernel wants them."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
     return libc

@@ -158,7 +158,6 @@ class Trial:
         raise WorkerEnded("error", f"the test made more than {CALLS} calls")
 
     def run_program(self, case: ProgramCase) -> Verdict:
-        """Run the code as a script, and compare here what it printed."""
         if fault := too_large(self.code, case.stdin, self.limits.scratch_bytes):
             return Verdict("refused", fault)
         with self.started("program", self.code, stdin=case.stdin) as worker:
@@ -173,7 +172,6 @@ class Trial:
 
 
 def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
-    """Outcome and reason of an answer that is not a value."""
     kind, text = reply.get("error"), reply.get("text")
     if not isinstance(kind, str) or not isinstance(text, str):
         return "error", "it answered with what is no message"

@@ -7,7 +7,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import DataError, PromptEncoder
 from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.environments.episode import Bounds
+from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
 from lowmem_grpo.environments.protocol import Factories, short, tools_of
 from lowmem_grpo.environments.reward import EnvironmentReward
@@ -116,7 +116,7 @@ class Players:
         if self.kits is None:
             return None
         config = self.config
-        bounds = Bounds(
+        bounds = EpisodeBounds(
             config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
             config.environment_timeout, config.episode_timeout, config.history == "append",
         )

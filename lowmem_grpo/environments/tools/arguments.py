@@ -35,7 +35,6 @@ def loads(text: str) -> Any:
 
 
 def writable(value: Any, depth: int = 0) -> Any:
-    """The value, if it can be written as JSON and shown: neither endlessly deep nor long, and of whole characters."""
     if depth > DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, float) and not math.isfinite(value):
@@ -110,7 +109,6 @@ def has_type(value: Any, name: str) -> bool:
 
 
 def same(value: Any, choice: Any) -> bool:
-    """Return whether they are equal in JSON, where true is not 1."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 

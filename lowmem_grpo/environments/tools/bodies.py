@@ -89,14 +89,12 @@ def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def add(arguments: dict[str, str], key: str, value: str) -> None:
-    """Put in a new argument. CallError for one that is there."""
     if key in arguments:
         raise CallError(f"{key[:60]} is given twice")
     arguments[key] = value
 
 
 def typed_call(name: str, arguments: dict[str, str], schemas: Schemas) -> ToolCall:
-    """A call whose arguments were written as text, each read as its schema says."""
     properties = schemas.get(name, {}).get("properties", {})
     return ToolCall(name, {key: typed(properties.get(key), value) for key, value in arguments.items()})
 
@@ -160,8 +158,7 @@ def literal(node: ast.expr) -> Any:
 
 
 def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """NAME[ARGS]{...}, with [CALL_ID] and an id behind the name in some models, or as older models write it a JSON list
-    of calls."""
+    """NAME[ARGS]{...}, with [CALL_ID] and an id behind the name in some models; in older ones a JSON list of calls."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
         return json_calls(body, schemas)

@@ -41,7 +41,7 @@ def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]],
     if named not in (None, OWN, *FORMS):
         raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
                             "function of a completion's text")
-    template = Template(tokenizer, template_kwargs)
+    template = ToolCallTemplate(tokenizer, template_kwargs)
     if named != OWN and (form := FORMS[named] if named else template.form()):
         properties = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in schemas}
         return Parser(form, properties, tokenizer, template.opens_thought())
@@ -50,7 +50,7 @@ def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]],
     raise template.error()
 
 
-class Template:
+class ToolCallTemplate:
     """A tokenizer's chat template, as it renders a question and an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ PACKAGE = "tools of an MCP server need the package mcp: pip install 'mcp>=2.0'"
 class MCPTools(list[Tool]):
     """The tools of one server, each of which a Toolbox takes as a function."""
 
-    def __init__(self, tools: list[Tool], session: "Session") -> None:
+    def __init__(self, tools: list[Tool], session: "MCPSession") -> None:
         super().__init__(tools)
         self.session = session
 
@@ -65,7 +65,7 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     source: Any = sources[0]
     if command is not None:
         source = StdioServerParameters(command=command[0], args=[*command[1:]], env=env)
-    session = Session(Client(source), " ".join(command) if command else str(sources[0]))
+    session = MCPSession(Client(source), " ".join(command) if command else str(sources[0]))
     offered = {tool.name: tool for tool in session.open(start_seconds)}
     if unknown := [name for name in names or () if name not in offered]:
         session.close()
@@ -73,8 +73,7 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     return MCPTools([tool_of(offered[name], prefix, session) for name in names or offered], session)
 
 
-def tool_of(offered: Any, prefix: str, session: "Session") -> Tool:
-    """A tool of the server as one of ours; `offered` is mcp.types.Tool."""
+def tool_of(offered: Any, prefix: str, session: "MCPSession") -> Tool:
     name = prefix + offered.name
 
     async def call(**arguments: Any) -> str:
@@ -84,7 +83,7 @@ def tool_of(offered: Any, prefix: str, session: "Session") -> Tool:
         "name": name, "description": offered.description or "", "parameters": offered.input_schema}}, call)
 
 
-class Session:
+class MCPSession:
     """One client in one event loop."""
 
     def __init__(self, client: Any, name: str) -> None:
@@ -161,7 +160,6 @@ async def all_tools(client: Any) -> list[Any]:
 
 
 def end(loop: BackgroundLoop, stop: asyncio.Event, ended: "Future[None]") -> None:
-    """End a session, and wait until its server has ended."""
     if loop.loop is None or ended.done():
         return
     loop.loop.call_soon_threadsafe(stop.set)

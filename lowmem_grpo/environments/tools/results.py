@@ -56,7 +56,6 @@ class TokenLimit:
         self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
 
     def cut(self, text: str) -> str:
-        """The text, as `within_tokens` cuts it."""
         with self.lock:
             return within_tokens(text, self.tokenizer, self.most)
 

@@ -65,8 +65,7 @@ class Toolbox:
         return tool is not None and tool.is_async
 
     def run(self, call: ToolCall) -> str:
-        """Call a tool, and return what the policy reads. Raises ToolError, whose text the policy reads, for a call that
-        failed, and ToolOutage for a tool that does not work at all, which is not the policy's failure."""
+        """Return what the policy reads of a call. ToolError for one that failed, ToolOutage for a broken tool."""
         with self.failures_told():
             result = self.started(call)
             return self.as_text(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
@@ -78,7 +77,6 @@ class Toolbox:
             return self.as_text(await result if inspect.isawaitable(result) else result)
 
     def started(self, call: ToolCall) -> Any:
-        """Call the function, and return its result, or something to await."""
         tool = self.tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
@@ -107,7 +105,6 @@ class Toolbox:
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
-    """The tools by name. ValueError for a name that comes twice."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in by_name:
@@ -122,5 +119,4 @@ def shared(function: Any) -> Any:
 
 
 async def awaited(result: Any) -> Any:
-    """An awaitable as a coroutine, which `asyncio.run` asks for."""
     return await result

@@ -35,7 +35,7 @@ Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each 
 
 
 @dataclass
-class Recorder:
+class CallRecorder:
     """Collects what a function logs while a batch of completions is scored."""
 
     num_completions: int
@@ -70,7 +70,7 @@ class Call:
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
-        self.recorder = Recorder(len(self.completions))
+        self.recorder = CallRecorder(len(self.completions))
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.func = bind(name, func, {**lists, **shared})
         self.lists = lists.keys() - {"environments"}  # those are the ones that were played
@@ -129,19 +129,6 @@ class Call:
         stopped = self.future.done() and isinstance(failure(self.future), OverTime)
         return stopped or (bool(began) and ended - began >= self.limit)
 
-    @property
-    def seconds_left(self) -> float:
-        """Until its time limit; negative when it has passed."""
-        return self.began + self.limit - time.monotonic()
-
-    def raise_failure(self) -> None:
-        """Raise RewardError if the call has ended with an error other than its time limit."""
-        if self.future.done() and not isinstance(error := failure(self.future), (NoneType, OverTime)):
-            raise RewardError(
-                f"reward function {self.name} raised {type(error).__name__}: {error}; "
-                f"the first completion begins {repr(self.completions[0])[:120] if self.completions else None}"
-            ) from error
-
 
 def wait_for(calls: list[Call]) -> None:
     """Wait until calls that run side by side have ended. RewardError for the first that fails, TooLateError for those
@@ -157,27 +144,26 @@ def wait_for(calls: list[Call]) -> None:
 
 
 def check(calls: list[Call]) -> None:
-    """Raise RewardError if one of them has failed or passed its time limit."""
+    """Raise RewardError for a call that has failed, and TooLateError for those that have passed their time limits,
+    whether anyone waited for them or not."""
     for call in calls:
-        call.raise_failure()
-    raise_late(calls)
-
-
-def pause(calls: list[Call]) -> float:
-    """Seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
-    return max(0.0, min([POLL_SECONDS, *(call.seconds_left for call in calls if not call.future.done())]))
-
-
-def raise_late(calls: list[Call]) -> None:
-    """Raise TooLateError if calls have passed their time limits, whether anyone waited for them or not."""
+        if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
+            first = repr(call.completions[0])[:120] if call.completions else None
+            raise RewardError(f"reward function {call.name} raised {type(error).__name__}: {error}; the first "
+                              f"completion begins {first}") from error
     late = [call for call in calls if call.late]
     for own in (True, False):
         if names := list(dict.fromkeys(call.name for call in late if (call.own_limit is not None) == own)):
             limit = max(call.limit for call in late if call.name in names)
-            raise TooLateError(
-                f"reward function {', '.join(names)} did not return within {limit:g} s; raise the limit with "
-                + ("its time_limit" if own else "GRPOConfig(reward_timeout=...)")
-            )
+            setting = "its time_limit" if own else "GRPOConfig(reward_timeout=...)"
+            raise TooLateError(f"reward function {', '.join(names)} did not return within {limit:g} s; raise the limit "
+                               f"with {setting}")
+
+
+def pause(calls: list[Call]) -> float:
+    """Seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
+    now = time.monotonic()
+    return max(0.0, min([POLL_SECONDS, *(call.began + call.limit - now for call in calls if not call.future.done())]))
 
 
 def stop(calls: list[Call]) -> None:
@@ -195,7 +181,6 @@ class OverTime(BaseException):
 
 
 def can_limit() -> bool:
-    """Return whether `time_limit` works in this thread: only in the main one, and not on Windows."""
     return SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 

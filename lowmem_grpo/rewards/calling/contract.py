@@ -30,9 +30,6 @@ class TooLateError(RewardError):
     """A reward function did not return within its time limit."""
 
 
-# Functions as they are given
-
-
 def check_function(func: Any) -> None:
     """Raises TypeError for a verifier, and anything else that cannot be called."""
     if isinstance(func, Verifier):
@@ -56,7 +53,6 @@ def unwrap(func: Any) -> Any:
 
 
 def function_name(func: RewardFunction) -> str:
-    """`__name__`, or the name of its class for a callable object."""
     func = unwrap(func)
     return getattr(func, "__name__", type(func).__name__)
 
@@ -76,9 +72,6 @@ def is_async(func: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
-# What a `Reward` says of itself; a plain function says nothing.
-
-
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
     """Return whether it may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling: False
     turns early calls off for all functions, other values decide for functions that say nothing themselves."""
@@ -96,9 +89,6 @@ def is_required(func: RewardFunction) -> bool:
     return bool(getattr(unwrap(func), "required", False))
 
 
-# Arguments
-
-
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
     """The columns that functions get. Raises RewardError for a column with the name of an argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
@@ -108,7 +98,6 @@ def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dic
 
 
 def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
-    """Raises RewardError for a list that does not have one entry per completion."""
     wrong = {name: len(values) for name, values in lists.items() if len(values) != expected}
     if wrong:
         raise RewardError(f"{expected} completions need lists of that length; these have another: {wrong}")
@@ -128,9 +117,6 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return functools.partial(func, **available)
     return functools.partial(func, **{p.name: available[p.name] for p in named if p.name in available})
-
-
-# What they return: numbers, booleans, tensors and arrays; anything else is refused
 
 
 def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:

@@ -31,10 +31,8 @@ class EarlyScoring:
     is raised before `wait`, and no call begins after a failure or after `close`.
     """
 
-    def __init__(
-        self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
+                 clock: Clock | None = None) -> None:
         """Use only the rows of the prompts. `clock` counts the seconds of the calls. Early calls see `state` as it is
         now, because sampling counts tokens in it. RewardError if a function, early or not, needs a column that no row
         has."""
@@ -106,8 +104,6 @@ class EarlyScoring:
         if first:
             self.close()
 
-    # The worker
-
     def work(self) -> None:
         """Call every plain function on what waits, until nothing does."""
         try:
@@ -140,8 +136,6 @@ class EarlyScoring:
             self.calls += calls
             return calls
 
-    # The thread that samples, afterwards
-
     def wait(self) -> float:
         """Wait until every group that was handed in is scored. Returns the seconds in which calls ran before this wait,
         while other groups decoded; calls that ran side by side count once. Raises RewardError if a call failed or
@@ -168,13 +162,10 @@ class EarlyScoring:
         return [calls[name] for name in self.scorer.names]
 
     def close(self) -> None:
-        """Begin no further call. Async calls are stopped; nothing can stop a thread."""
         with self.changed:
             self.closed, self.waiting = True, []
             self.changed.notify_all()
         stop([call for call in self.calls if call.began])
-
-    # The scores
 
     def settle(self, groups: list[RolloutGroup]) -> Scores:
         """Return what all functions say of the groups, once all are sampled. RewardError if one of them failed."""
@@ -207,7 +198,6 @@ class EarlyScoring:
 
 
 def spans_of(sizes: list[int]) -> list[range]:
-    """Return the places of groups of these sizes in a batch."""
     return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -220,7 +210,7 @@ def covered(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
-class Later(list[Message]):
+class EpisodeMessages(list[Message]):
     """All messages of an episode that follow its prompt: of the assistant, with its tool calls, of tools and of the
     environment. It is the plain list that TRL gives to reward functions, but for `completion[0]`: functions for one
     answer read the answer there, so it is the last message of the assistant."""
@@ -235,16 +225,13 @@ class Later(list[Message]):
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
-    """The scores of each rollout."""
     lists = lists_of(scorer, groups, columns_of([group.row for group in groups]))
     calls = scorer.call_whole(scorer.names, lists, state)
     return scorer.scores(calls, [], [range(sum(len(group.rollouts) for group in groups))])
 
 
-def score_rows(
-    scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
-    state: TrainerState | None,
-) -> Scores:
+def score_rows(scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
+               state: TrainerState | None) -> Scores:
     """The scores of one completion for each row. Functions get it in the form of its prompt: a text or a chat."""
     columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
     completions = [in_form(row, text) for row, text in zip(rows, texts, strict=True)]
@@ -281,12 +268,8 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return in_form(row, rollout.text)
     turns = rollout.turns or [Turn([], [], [], "stop")]
-    return Later(message for turn in turns for message in (said(turn), *turn.replies))
-
-
-def said(turn: Turn) -> Message:
-    """The assistant's message of a turn."""
-    return turn.message or {"role": "assistant", "content": turn.text}
+    return EpisodeMessages(message for turn in turns for message in (
+        turn.message or {"role": "assistant", "content": turn.text}, *turn.replies))
 
 
 def in_form(row: dict[str, Any], text: str) -> Any:

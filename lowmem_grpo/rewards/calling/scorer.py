@@ -8,7 +8,7 @@ numbers, and a warning says so once; anything else is refused.
 Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and what is built on it work;
 a signal of another kind ends one that takes too long. Where the scorer is called in another thread, each runs in a
 daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also works inside a
-notebook's running loop. `early.py` calls functions sooner, in a thread.
+notebook's running loop. `of_groups.py` calls functions sooner, in a thread.
 """
 
 import logging
@@ -62,11 +62,9 @@ class Scores:
 class RewardScorer:
     """A fixed set of reward functions, with the names and the weights of their rewards."""
 
-    def __init__(
-        self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
-        weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
-        episodes: bool = False, late_columns: bool = False, override: Override | None = None,
-    ) -> None:
+    def __init__(self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
+                 weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
+                 episodes: bool = False, late_columns: bool = False, override: Override | None = None) -> None:
         """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
         GRPOConfig.score_while_sampling; `score` does not use it. `episodes` says that completions are episodes:
         functions then get their `environments` and `turns` too. `late_columns` says that rollouts bring columns of
@@ -112,19 +110,15 @@ class RewardScorer:
     def by_name(self) -> dict[str, RewardFunction]:
         return dict(zip(self.names, self.funcs, strict=True))
 
-    def score(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
-        columns: dict[str, list[Any]], trainer_state: Any,
-    ) -> Scores:
+    def score(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+              columns: dict[str, list[Any]], trainer_state: Any) -> Scores:
         """Rewards of N completions; every list has length N. Every failure is raised as RewardError in this thread."""
         lists = self.lists(prompts, completions, completion_ids, columns)
         calls = self.call_whole(self.names, lists, trainer_state)
         return self.scores(calls, [], [range(len(completions))])
 
-    def lists(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
-        columns: dict[str, list[Any]],
-    ) -> Lists:
+    def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+              columns: dict[str, list[Any]]) -> Lists:
         """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
         lists = dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         lists |= passed_columns(columns, self.episodes)
@@ -190,7 +184,7 @@ class RewardScorer:
 
 
 @dataclass
-class Part:
+class CallPart:
     """A finished call, the places of its completions in the batch, and what it returned for them."""
 
     call: Call
@@ -198,7 +192,7 @@ class Part:
     rewards: list[float | None]
 
     @classmethod
-    def from_call(cls, call: Call, spans: Sequence[range] | Mapping[int, range] | None) -> "Part":
+    def from_call(cls, call: Call, spans: Sequence[range] | Mapping[int, range] | None) -> "CallPart":
         """`spans` has the places of each group; None if the call was of the whole batch. RewardError for a result that
         is not a list of rewards."""
         count = len(call.completions)
@@ -211,23 +205,20 @@ def put_together(
 ) -> Scores:
     """Return the scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of
     it and of some of its groups. RewardError for a result that is not a list of rewards."""
-    parts: dict[str, list[Part]] = {name: [] for name in names}
+    parts: dict[str, list[CallPart]] = {name: [] for name in names}
     for calls, cut in ((early, spans), (whole, None)):
         for call in calls:
-            parts[call.name].append(Part.from_call(call, cut))
+            parts[call.name].append(CallPart.from_call(call, cut))
     returned = {name: in_order(parts[name], count) for name in names}
-    return Scores(
-        rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
-        invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},
-        extras=extras_of([part for name in names for part in parts[name]], count),
-        metrics=means_of(list(parts.values())), returned=returned,
-        converted={name: sorted(kinds) for name in names if (kinds := {
-            kind for part in parts[name] for kind in foreign_types(part.call.future.result())})},
-    )
+    return Scores(rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
+                  invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},
+                  extras=extras_of([part for name in names for part in parts[name]], count),
+                  metrics=means_of(list(parts.values())), returned=returned,
+                  converted={name: sorted(kinds) for name in names if (kinds := {
+                      kind for part in parts[name] for kind in foreign_types(part.call.future.result())})})
 
 
-def in_order(parts: list[Part], count: int) -> list[float | None]:
-    """The rewards of one function at their places."""
+def in_order(parts: list[CallPart], count: int) -> list[float | None]:
     values: list[float | None] = [None] * count
     for part in parts:
         for place, reward in zip(part.places, part.rewards, strict=True):
@@ -235,7 +226,7 @@ def in_order(parts: list[Part], count: int) -> list[float | None]:
     return values
 
 
-def extras_of(parts: list[Part], count: int) -> dict[str, list[Any]]:
+def extras_of(parts: list[CallPart], count: int) -> dict[str, list[Any]]:
     """The columns passed to log_extra; a later function replaces a column of an earlier one."""
     extras: dict[str, list[Any]] = {}
     for part in parts:
@@ -246,7 +237,7 @@ def extras_of(parts: list[Part], count: int) -> dict[str, list[Any]]:
     return extras
 
 
-def means_of(functions: list[list[Part]]) -> dict[str, float]:
+def means_of(functions: list[list[CallPart]]) -> dict[str, float]:
     """Means of the values passed to log_metric. The values of a function's calls are weighted so that together they
     give what a single call on the whole batch would."""
     logged: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -260,7 +251,7 @@ def means_of(functions: list[list[Part]]) -> dict[str, float]:
     return {name: float(f"{mean:.{DIGITS}g}") if name in cut else mean for name, mean in means.items()}
 
 
-def weighed(parts: list[Part]) -> Iterator[tuple[str, float, float]]:
+def weighed(parts: list[CallPart]) -> Iterator[tuple[str, float, float]]:
     """(metric, value, weight) of all that one function logged. Each value of a single call counts as one, as in TRL;
     the values of several calls count as one together."""
     recorders = [part.call.recorder for part in parts]

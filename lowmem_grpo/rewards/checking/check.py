@@ -12,7 +12,7 @@ from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import about_samples, faulty_rows, findings_of, groups_with_signal
 from lowmem_grpo.rewards.checking.result import RewardCheck, print_check
-from lowmem_grpo.rewards.checking.trials import Trial, try_all
+from lowmem_grpo.rewards.checking.trials import RewardTrial, try_all
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.runs.state import TrainerState
@@ -27,11 +27,9 @@ ROWS = 256  # that are looked at for what can never be judged
 SECONDS = 10.0  # that one function may take here, unless the run allows less
 
 
-def check(
-    reward_funcs: Any, dataset: Any, model: "FastGeneration",
-    args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
-    console: "Console | None" = None, show: bool = True,
-) -> RewardCheck:
+def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
+          args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
+          console: "Console | None" = None, show: bool = True) -> RewardCheck:
     """Sample `groups` prompts of the dataset as a run with `args` would, score the samples, and say what is wrong.
 
     It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
@@ -97,7 +95,7 @@ def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tok
     return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
 
-def set_rewards(groups: list[RolloutGroup], trials: list[Trial], required: list[str]) -> None:
+def set_rewards(groups: list[RolloutGroup], trials: list[RewardTrial], required: list[str]) -> None:
     """Set what functions pay for every rollout, and the sum as the run has it. A group in which a `required` function
     paid None is `unjudged`."""
     worked = [trial for trial in trials if trial.error is None]

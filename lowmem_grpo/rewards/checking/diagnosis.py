@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError, unwrap
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.checking.trials import Trial
+from lowmem_grpo.rewards.checking.trials import RewardTrial
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.types import RolloutGroup
@@ -21,10 +21,8 @@ OF_EPISODES_FIX = ("give the trainer tools or an environment_factory; rewards.ch
 CONTRACT_FIX = "return a list with one float or None for each completion"
 
 
-def findings_of(
-    trials: list[Trial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
-    allowed: float = math.inf, per_step: int = 0,
-) -> list[Finding]:
+def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
+                allowed: float = math.inf, per_step: int = 0) -> list[Finding]:
     """Return findings about functions. A function may take `limit` seconds here, and `allowed` seconds in the run for
     the `per_step` completions of a step."""
     findings: list[Finding] = []
@@ -41,10 +39,8 @@ def findings_of(
     return [*findings, *equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])]
 
 
-def failed(
-    name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
-    dataset: str = "dataset",
-) -> Finding:
+def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
+           dataset: str = "dataset") -> Finding:
     """Return why a function gave no rewards, and what it needs. `columns` are those of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
@@ -84,7 +80,7 @@ def faulty_rows(
                       "correct these rows, or leave them out (dataset.filter); an empty column is None")
 
 
-def unlike_numbers(trial: Trial) -> Iterator[Finding]:
+def unlike_numbers(trial: RewardTrial) -> Iterator[Finding]:
     """Find NaN, infinity, and values that had to be made into floats."""
     if trial.invalid:
         yield Finding("error", trial.name, f"NaN or infinity for {trial.invalid} of {len(trial.pays)} completions; a "
@@ -95,7 +91,7 @@ def unlike_numbers(trial: Trial) -> Iterator[Finding]:
                       "return a list of floats; True counts as 1.0, False as 0.0")
 
 
-def without_judgement(trial: Trial) -> Iterator[Finding]:
+def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
     """Find a function that could not judge, and says why. A run makes no step on such groups."""
     missing = len(trial.pays) - len(trial.paid) - trial.invalid
     if trial.trouble is not None and missing:
@@ -103,14 +99,14 @@ def without_judgement(trial: Trial) -> Iterator[Finding]:
                       f"completions: {trial.trouble.problem}", trial.trouble.fix)
 
 
-def silent(trial: Trial) -> Iterator[Finding]:
+def silent(trial: RewardTrial) -> Iterator[Finding]:
     """Find a function that has no opinion on anything, and does not say why."""
     if not trial.paid and not trial.invalid and trial.trouble is None:
         yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
                       "check that its column holds labels that it can read")
 
 
-def no_difference(trial: Trial, group_size: int, telling: bool) -> Iterator[Finding]:
+def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
     """Find a function that pays the same for all completions, or for all of each group, and so teaches nothing. If
     other functions differ (`telling`), a reward that all earn is no mistake: for example, all may keep a format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
@@ -127,7 +123,7 @@ def no_difference(trial: Trial, group_size: int, telling: bool) -> Iterator[Find
                       "let it depend on the completion, not only on the prompt")
 
 
-def about_the_empty(trial: Trial) -> Iterator[Finding]:
+def about_the_empty(trial: RewardTrial) -> Iterator[Finding]:
     """Find a function that fails on an empty completion, or pays for it: the easiest thing for a policy to learn."""
     if trial.empty_error is not None:
         yield Finding("error", trial.name, f"on an empty completion {trial.empty_error}"[:300],
@@ -140,7 +136,7 @@ def about_the_empty(trial: Trial) -> Iterator[Finding]:
                       "pay nothing for an empty completion, or make sure that a right answer pays much more")
 
 
-def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
+def slow(trial: RewardTrial, allowed: float, per_step: int) -> Iterator[Finding]:
     """Find a function that at this pace takes longer for the completions of a step than the run allows."""
     expected = trial.seconds * per_step / max(len(trial.pays), 1)
     if expected > allowed and trial.own_limit is None:
@@ -149,7 +145,7 @@ def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
                       "make it faster, or async if it waits, or set GRPOConfig(reward_timeout=...)")
 
 
-def equal_ones(trials: list[Trial]) -> Iterator[Finding]:
+def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
     """Find two functions that always pay the same: they count one thing twice."""
     for first, second in combinations(trials, 2):
         if first.pays == second.pays:
@@ -182,7 +178,7 @@ def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Find
     and no function paid anything. If no group has signal, functions that pay the same for all are not listed singly.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    trials = [Trial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
+    trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))
               for name, weight in zip(scorer.names, scorer.weights, strict=True) if weight]
     enough = len(groups) >= ENOUGH_GROUPS
@@ -205,5 +201,4 @@ def differs(pays: list[float | None]) -> bool:
 
 
 def in_groups(values: list[float | None], size: int) -> list[list[float | None]]:
-    """Return the values of P * G completions as P lists of G = `size`."""
     return [values[start : start + size] for start in range(0, len(values), size)]

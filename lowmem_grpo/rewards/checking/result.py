@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.rewards.checking.trials import Trial
+from lowmem_grpo.rewards.checking.trials import RewardTrial
 from lowmem_grpo.runs.findings import Finding, has_error
 from lowmem_grpo.views.answers import plain, shortened
 from lowmem_grpo.views.console import any_console, print_line
@@ -26,7 +26,7 @@ class RewardCheck:
     """The result of `rewards.check`."""
 
     findings: list[Finding]  # errors first
-    trials: list[Trial]  # one for each function, in order
+    trials: list[RewardTrial]  # one for each function, in order
     prompts: list[str]  # (P,) texts as the model sees them
     completions: list[str]  # (P * G,) prompt by prompt
     totals: list[float | None]  # (P * G,) weighted sums
@@ -90,8 +90,7 @@ def functions_table(result: RewardCheck, without: tuple[str, ...]) -> Table:
     return table
 
 
-def cells_of(trial: Trial) -> list[str]:
-    """Return the kind, and the amounts in the order of AMOUNTS."""
+def cells_of(trial: RewardTrial) -> list[str]:
     paid, empty = trial.paid, [pay for pay in trial.empty if pay is not None]
     numbers = [fmean(paid), min(paid), max(paid)] if paid else [None] * 3
     none = 1 - len(paid) / max(len(trial.pays), 1)

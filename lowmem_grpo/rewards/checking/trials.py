@@ -13,7 +13,7 @@ from lowmem_grpo.types import RolloutGroup
 
 
 @dataclass
-class Trial:
+class RewardTrial:
     """One reward function on N sampled completions, and on an empty completion of each prompt."""
 
     name: str
@@ -35,7 +35,7 @@ class Trial:
         return [pay for pay in self.pays if pay is not None]
 
 
-def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> list[Trial]:
+def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> list[RewardTrial]:
     """Return a trial of each function of the scorer on all rollouts. Each may take the scorer's `timeout`."""
     functions = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
     return [try_function(name, func, weight, scorer.timeout, groups, state) for name, func, weight in functions]
@@ -43,9 +43,9 @@ def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerStat
 
 def try_function(
     name: str, func: RewardFunction, weight: float, limit: float, groups: list[RolloutGroup], state: TrainerState
-) -> Trial:
+) -> RewardTrial:
     """Return what a function pays for the rollouts, and for an empty completion of each prompt."""
-    trial = Trial(name, "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward", weight)
+    trial = RewardTrial(name, "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward", weight)
     scorer = RewardScorer(func, None, limit)
     scorer.names = [name]
     scorer.said.add(name)  # conversions become findings here

@@ -36,7 +36,7 @@ STATUSES = {  # an answer's: a short name, what the server does, and what to do 
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """A server's answer."""
 
     text: str
@@ -100,7 +100,7 @@ def is_json(value: Any) -> bool:
 
 async def ask(
     client: "AsyncOpenAI", model: str, question: Question, fault: str | None, options: dict[str, Any]
-) -> Reply | Failure:
+) -> JudgeReply | Failure:
     create: Any = client.chat.completions.with_raw_response.create
     secrets = secrets_of(client, options)
     try:
@@ -111,7 +111,7 @@ async def ask(
     return reply_of(answer, raw.retries_taken, secrets)
 
 
-def reply_of(answer: Any, retries: int, secrets: list[str]) -> Reply:
+def reply_of(answer: Any, retries: int, secrets: list[str]) -> JudgeReply:
     """Return the reply in the client's object; a server may have left out any part of it."""
     try:
         choice = answer.choices[0]
@@ -121,11 +121,10 @@ def reply_of(answer: Any, retries: int, secrets: list[str]) -> Reply:
     text = hidden(said, secrets) if isinstance(said, str) else ""
     usage = getattr(answer, "usage", None)
     prompt, completion = (count_of(usage, f"{name}_tokens") for name in ("prompt", "completion"))
-    return Reply(text, cut, prompt, completion, retries, is_chat)
+    return JudgeReply(text, cut, prompt, completion, retries, is_chat)
 
 
 def count_of(usage: Any, name: str) -> int:
-    """Return a server's count of tokens; 0 for one that no count can be."""
     count = getattr(usage, name, None)
     return count if type(count) is int and 0 < count < MOST_TOKENS else 0
 
@@ -179,7 +178,6 @@ def plain(said: object, secrets: Iterable[str]) -> str:
 
 
 def address(url: Any) -> str:
-    """Return the client's URL without user, password and query."""
     return str(url.copy_with(username="", password="", query=None)).rstrip("/")
 
 

@@ -17,18 +17,16 @@ LISTED = ("INST", "SYSTEM_PROMPT", "MODEL_SETTINGS", "AVAILABLE_TOOLS", "TOOL_CA
           "ARGS", "CALL_ID", "THINK", "PREFIX", "MIDDLE", "SUFFIX", "IMG", "IMG_BREAK", "IMG_END", "AUDIO",
           "BEGIN_AUDIO", "gMASK", "sMASK", "MASK", "CLS", "SEP", "PAD", "UNK", "BOS", "EOS", "EOT", "@BOS@",
           "multimodal", "(?:start|end)_header_id", r"extra_id_\d{1,6}")
-CONTROL = re.compile(
-    r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
-    r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
-    rf"|/?(?:{'|'.join(NAMES)})>"  # </s>, <start_of_turn>
-    r"|</?SYS>>)"  # Llama 2
-    rf"|\[(?=/?(?:{'|'.join(LISTED)})\]"  # Mistral, Kimi, GLM
-    r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
-    r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
-    r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
-    r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
-    re.IGNORECASE,
-)
+CONTROL = re.compile(r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
+                     r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
+                     rf"|/?(?:{'|'.join(NAMES)})>"  # </s>, <start_of_turn>
+                     r"|</?SYS>>)"  # Llama 2
+                     rf"|\[(?=/?(?:{'|'.join(LISTED)})\]"  # Mistral, Kimi, GLM
+                     r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
+                     r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
+                     r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
+                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
+                     re.IGNORECASE)
 INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # besides the category Cf
 TRIES = 20
 

@@ -24,7 +24,7 @@ Transcript = tuple[str, ...]  # lines
 
 
 @dataclass(frozen=True)
-class Row:
+class JudgedRow:
     """A completion, and what it is judged by."""
 
     prompt: str
@@ -44,7 +44,7 @@ class JudgeRequest:
 
 
 @dataclass(frozen=True)
-class Form(ABC):
+class JudgeForm(ABC):
     """The way in which completions are put to a judge, and what its scores are worth."""
 
     rubric: str
@@ -67,12 +67,12 @@ class Form(ABC):
         rubrics = nothing if self.rubric_column is None else columns[self.rubric_column]
         references = nothing if self.reference is None else columns[self.reference]
         together = zip(said, prompts, rubrics, references, seeds or nothing, strict=True)
-        return self.ask([Row(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
+        return self.ask([JudgedRow(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
                              None if known is None else str(known), shown, seed)
                          for shown, prompt, rubric, known, seed in together])
 
     @abstractmethod
-    def ask(self, rows: list[Row]) -> list[JudgeRequest]:
+    def ask(self, rows: list[JudgedRow]) -> list[JudgeRequest]:
         """Return the questions about completions with their prompts, rubrics and references."""
 
     @abstractmethod
@@ -81,14 +81,14 @@ class Form(ABC):
 
 
 @dataclass(frozen=True)
-class SingleForm(Form):
+class SingleForm(JudgeForm):
     """Each completion by itself, on a scale from `low` to `high`; rewards go from 0 to 1."""
 
     low: float
     high: float
 
-    def ask(self, rows: list[Row]) -> list[JudgeRequest]:
-        places: dict[Row, list[int]] = {}
+    def ask(self, rows: list[JudgedRow]) -> list[JudgeRequest]:
+        places: dict[JudgedRow, list[int]] = {}
         for place, row in enumerate(rows):
             places.setdefault(replace(row, seed=None), []).append(place)
         return [JudgeRequest([members], Question(
@@ -100,7 +100,7 @@ class SingleForm(Form):
 
 
 @dataclass(frozen=True)
-class GroupForm(Form):
+class GroupForm(JudgeForm):
     """The completions of each group in one question, identical ones once. A group is completions in a row with the same
     prompt. If there is nothing to compare, nothing is asked. Episodes of several messages are compared as a whole."""
 
@@ -110,11 +110,11 @@ class GroupForm(Form):
             return transcript_of(list(completion))
         return completion_text(completion)
 
-    def ask(self, rows: list[Row]) -> list[JudgeRequest]:
+    def ask(self, rows: list[JudgedRow]) -> list[JudgeRequest]:
         groups = groupby(enumerate(rows), lambda item: (common(item[1]), item[1].seed))
         return [self.group(list(members)) for _, members in groups]
 
-    def group(self, rows: list[tuple[int, Row]]) -> JudgeRequest:
+    def group(self, rows: list[tuple[int, JudgedRow]]) -> JudgeRequest:
         places: dict[str | Transcript, list[int]] = {}
         for place, row in rows:
             places.setdefault(row.said, []).append(place)
@@ -138,11 +138,8 @@ def question_of(answers: list[str | Transcript], prompt: str, rubric: str, refer
     return compared(prompt, episodes, rubric, reference)
 
 
-def common(row: Row) -> tuple[str, str, str | None]:
+def common(row: JudgedRow) -> tuple[str, str, str | None]:
     return row.prompt, row.rubric, row.reference
-
-
-# Transcripts
 
 
 def transcript_of(messages: Sequence[Mapping[str, Any]]) -> Transcript:
@@ -180,11 +177,8 @@ def as_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def compared(
-    prompt: str, transcripts: Sequence[Transcript], rubric: str, reference: str | None = None
-) -> Question:
-    """Return the question about these trajectories side by side; they are not all alike. `prompt` stands above what
-    all of them began with."""
+def compared(prompt: str, transcripts: Sequence[Transcript], rubric: str, reference: str | None = None) -> Question:
+    """Return the question about these trajectories side by side, below `prompt` and what all of them began with."""
     least = min(map(len, transcripts))
     shared = next((number for number in range(least) if len({lines[number] for lines in transcripts}) > 1), least)
     task = "\n".join(filter(None, [prompt, *transcripts[0][:shared]]))

@@ -84,7 +84,6 @@ class Judge:
             self.cache.popitem(last=False)
 
     def close_round(self, now: Round) -> Round:
-        """Add the round to the meter, and warn of what went wrong in it."""
         now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
         self.meter.add(now.meter)
         for trouble in {trouble.kind: trouble for trouble in now.troubles}.values():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.judge.forms import Form, GroupForm, JudgeRequest, SingleForm
+from lowmem_grpo.rewards.judge.forms import GroupForm, JudgeForm, JudgeRequest, SingleForm
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question
 from lowmem_grpo.rewards.reward import Reward
@@ -24,7 +24,7 @@ class JudgeReward(Reward):
 
     required = True
 
-    def __init__(self, name: str, judge: Judge, form: Form) -> None:
+    def __init__(self, name: str, judge: Judge, form: JudgeForm) -> None:
         super().__init__(name, form.columns)
         self.judge, self.form = judge, form
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
@@ -32,11 +32,9 @@ class JudgeReward(Reward):
 
     @property
     def meter(self) -> Any:
-        """Calls and tokens of the judge, for all rewards that use it."""
         return self.judge.meter
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return what the judge sees of each: a text, or an episode of several messages as a whole."""
         return [self.form.read(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
@@ -106,18 +104,12 @@ def questions_of(requests: list[JudgeRequest]) -> list[Any]:
 
 
 def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], bool]) -> int:
-    """Return how many completions are behind the questions for which `holds` is true."""
     return sum(len(places) for request in requests if request.question and holds(request.question)
                for places in request.places)
 
 
-# The two rewards that users make
-
-
-def judged(
-    judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
-    reference: str | None = None, rubric_column: str | None = None, name: str = "judged",
-) -> JudgeReward:
+def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
+           reference: str | None = None, rubric_column: str | None = None, name: str = "judged") -> JudgeReward:
     """A reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
 
     `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
@@ -131,10 +123,8 @@ def judged(
     return reward(name, judge, SingleForm(rubric, rubric_column, reference, low, high))
 
 
-def ruler(
-    judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
-    name: str = "ruler",
-) -> JudgeReward:
+def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
+          name: str = "ruler") -> JudgeReward:
     """A reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
     Episodes of several turns are compared as a whole, with their tools' results; what all of them began with is shown
@@ -146,7 +136,7 @@ def ruler(
     return reward(name, judge, GroupForm(rubric, rubric_column, reference))
 
 
-def reward(name: str, judge: Judge, form: Form) -> JudgeReward:
+def reward(name: str, judge: Judge, form: JudgeForm) -> JudgeReward:
     """The kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
     require("rubric", form.rubric, TEXT)
     if not isinstance(judge, Judge):

@@ -111,9 +111,6 @@ def digest(texts: list[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-# Replies
-
-
 class BadReplyError(ValueError):
     """A reply that does not hold the scores that were asked for. The message says what is wrong with it.
 
@@ -150,7 +147,6 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
 
 
 def id_of(value: Any) -> int | None:
-    """Return 1 for 1 and for "1"; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -187,7 +183,6 @@ def json_object(reply: str) -> dict[str, Any]:
 
 
 def object_alone(said: str) -> dict[str, Any]:
-    """Return the object of a text that holds nothing else."""
     text = unfenced(said, anywhere=False)
     if not text.startswith("{"):
         raise BadReplyError("it is not just one JSON object", shown(said))
@@ -214,7 +209,6 @@ def no_constant(name: str) -> Any:
 
 
 def shown(reply: str) -> str:
-    """Return the beginning of a reply, for a message."""
     text = " ".join(reply[: 4 * SHOWN].split())
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...") if text else "it is empty"
 

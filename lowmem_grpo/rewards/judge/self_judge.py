@@ -2,7 +2,7 @@
 
 import logging
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
@@ -17,24 +17,13 @@ TOKENS_OF_A_RATING = 24  # below this there is no room for a reply
 SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
 
 
-class Sampling(Protocol):
-    """The part of a model that a judge needs; the model is one from FastLanguageModel, with LoRA or without."""
-
-    loaded: Any
-
-    @property
-    def inner(self) -> Any: ...
-
-    def engine(self) -> Any: ...
-
-
 class SelfJudge(Judge):
     """The trained model without what it has learned, so that it cannot drift towards pleasing itself."""
 
     after_sampling = True
 
     def __init__(
-        self, model: Sampling, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
+        self, model: Any, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
         **gone: Any,
     ) -> None:
@@ -124,8 +113,7 @@ class SelfJudge(Judge):
         return faults
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """A list with one rollout for each prompt, by the base model in the engine that samples the run. The engine
-        sleeps afterwards."""
+        """Return a rollout for each prompt by the base model, in the run's engine, which sleeps afterwards."""
         engine = self.model.engine()
         if engine.name == "transformers":  # made anew each time: it would run out of memory again
             self.memory.watch(engine)

@@ -5,7 +5,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.judge.chat_api import (
     Failure,
-    Reply,
+    JudgeReply,
     ask,
     hidden,
     is_address,
@@ -25,11 +25,9 @@ OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `option
 class UrlJudge(Judge):
     """A model of a server: OpenAI's, or any that speaks its chat completions (vLLM, SGLang, llama.cpp, Ollama, ...)."""
 
-    def __init__(
-        self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
-        deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
-        options: dict[str, Any] | None = None, **gone: Any,
-    ) -> None:
+    def __init__(self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
+                 deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
+                 options: dict[str, Any] | None = None, **gone: Any) -> None:
         """None for `base_url` or `api_key` means the client's own (OpenAI's URL, OPENAI_API_KEY).
 
         timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
@@ -61,7 +59,7 @@ class UrlJudge(Judge):
         client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
         if unknown := unknown_options(client, self.options):
             raise ValueError(f"options has {names}; it must be what the client's create() takes, without {unknown}")
-        self._sessions = Sessions(client)
+        self._sessions = ClientPool(client)
 
     async def rate(self, questions: list[Question]) -> Round:
         """Ratings of the questions that were answered within the deadline. A failure of judging raises no error."""
@@ -86,7 +84,7 @@ class UrlJudge(Judge):
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask until the reply has scores, up to `retries` further times."""
-        fault, last, reply, secrets = None, "", Reply(""), secrets_of(client, self.options)
+        fault, last, reply, secrets = None, "", JudgeReply(""), secrets_of(client, self.options)
         for attempt in range(1 + self.retries):
             async with places:
                 answer = await ask(client, self.name, question, fault, self.options)
@@ -109,10 +107,10 @@ class UrlJudge(Judge):
         return {name: value for name, value in vars(self).items() if name != "_sessions"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _sessions=Sessions())
+        vars(self).update(state, _sessions=ClientPool())
 
 
-class Sessions:
+class ClientPool:
     """A client and the places for its requests for each event loop: neither can be used in two loops."""
 
     def __init__(self, spare: Any = None) -> None:
@@ -121,7 +119,6 @@ class Sessions:
         self.made: dict[Any, tuple[Any, asyncio.Semaphore]] = {}
 
     def here(self, judge: UrlJudge) -> tuple[Any, asyncio.Semaphore]:
-        """Those of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self.made:
             client, self.spare = self.spare or make_client(*judge.client_settings), None
@@ -130,7 +127,7 @@ class Sessions:
         return self.made[loop]
 
 
-def read(question: Question, reply: Reply) -> Ratings:
+def read(question: Question, reply: JudgeReply) -> Ratings:
     """The ratings in a reply. Raises BadReplyError if there are none."""
     if not reply.is_chat:
         raise BadReplyError("the server's answer is not a chat completion")
@@ -139,8 +136,7 @@ def read(question: Question, reply: Reply) -> Ratings:
     return question.read(reply.text)
 
 
-def no_scores(fault: str, reply: Reply) -> Finding:
-    """The finding for a question whose last reply had no scores either."""
+def no_scores(fault: str, reply: JudgeReply) -> Finding:
     if not reply.is_chat:
         return unanswered("api", "what the server answers is not a chat completion",
                        "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")

@@ -93,7 +93,6 @@ def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
 
 
 def is_prose(label: str) -> bool:
-    """Return whether a label is a sentence, or a number in words: a right answer may be written otherwise."""
     words = [word.lower() for word in re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", label))]
     numerals = {*words} - {"and"}
     in_words = bool(numerals) and numerals <= NUMERALS and not any(map(str.isdigit, label))
@@ -157,9 +156,6 @@ def finite(number: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{number} is not a finite number")
     return value
-
-
-# Rewards for numbers: for any number, for the right one, for one that is near
 
 
 def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:

@@ -73,10 +73,8 @@ def code_passes_tests(
 class CodeVerifier(Verifier):
     """See `code_passes_tests`. `judge` gives the result of each test, with the reason."""
 
-    def __init__(
-        self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
-        batch_seconds: float, function: str | None = None,
-    ) -> None:
+    def __init__(self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
+                 batch_seconds: float, function: str | None = None) -> None:
         if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
             raise ValueError(f"workers is {workers!r}; it must be at least 1, or None for one per CPU")
         if not batch_seconds > 0:
@@ -91,7 +89,6 @@ class CodeVerifier(Verifier):
         return [verdict_of(tests) for tests in self.judge(completions, *self.given(columns))]
 
     def given(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
-        """Return the column of tests, and that of the functions where there is one."""
         tests, *functions = (columns[name] for name in self.columns)
         return tests, functions[0] if functions else None
 
@@ -160,8 +157,14 @@ class OfTests(Reward):
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         """Return why a row can have no verdict; None if it can."""
-        tests, *named = (row.get(name) for name in self.columns)
-        return None if tests is None else fault_of(tests, *map(function_in, named))
+        tests, *functions = (row.get(name) for name in self.columns)
+        if tests is None:
+            return None
+        function = function_in(functions[0]) if functions else None
+        if fault := unreadable(tests, function):
+            return fault
+        faults = [case.fault for case in read_cases(tests, function) if isinstance(case, AssertCase) and case.fault]
+        return f"no code can pass a test: {faults[0]}" if faults else None
 
     def judge(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Any]:
         """Return what `CodeVerifier.judge` does, and log the outcomes of the tests."""
@@ -181,7 +184,6 @@ class OfTests(Reward):
         return judged
 
     def say(self, faults: list[str], row: dict[str, Any], total: int) -> None:
-        """Warn once of each reason."""
         if new := [fault for fault in dict.fromkeys(faults) if fault not in self.said]:
             self.said |= set(new)
             logger.warning("%s has no verdict on %d of %d completions: %s (the row's tests: %.200r). Correct these "
@@ -218,16 +220,7 @@ class ShareReward(OfTests):
         return [self.amount * sum(passed) / len(passed) if passed else None for passed in told]
 
 
-def fault_of(tests: Any, function: str | None = None) -> str | None:
-    """Return why no code can pass a row's tests; None if one can."""
-    if fault := unreadable(tests, function):
-        return fault
-    faults = [case.fault for case in read_cases(tests, function) if isinstance(case, AssertCase) and case.fault]
-    return f"no code can pass a test: {faults[0]}" if faults else None
-
-
 def unreadable(tests: Any, function: str | None = None) -> str | None:
-    """Return why a row's tests cannot be read; None if they can."""
     try:
         read_cases(tests, function)
     except ValueError as error:
@@ -266,7 +259,6 @@ class Memory:
 
 
 def first_fault(tests: list[TestVerdict] | None) -> str:
-    """The first test that did not pass, in one line."""
     if tests is None:
         return "not run"
     for number, test in enumerate(tests, 1):

@@ -21,10 +21,8 @@ TEXTS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathit|operatorname)[a-z]*\s*\
 DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))")
 THIN = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;:][0-9]{3})+(?![0-9])")
 COMMAS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-TOKEN = re.compile(
-    r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+|\\.|[0-9]*\.[0-9]*\\overline\{[0-9]+\}|0[xX][0-9a-fA-F]+"
-    r"|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z]))?|[A-Za-z]+|[^\s.]", re.DOTALL
-)
+TOKEN = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+|\\.|[0-9]*\.[0-9]*\\overline\{[0-9]+\}|0[xX][0-9a-fA-F]+"
+                   r"|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z]))?|[A-Za-z]+|[^\s.]", re.DOTALL)
 SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\varnothing": "\\emptyset",
@@ -51,7 +49,6 @@ def tokens_of(answer: str) -> tuple[str, ...]:
 
 
 def digits(number: re.Match[str]) -> str:
-    """Return a number without what parts its thousands."""
     return re.sub(r"[^0-9]", "", number[0])
 
 
@@ -61,8 +58,7 @@ def small(token: str) -> str:
 
 
 def group(queue: list[str]) -> list[str]:
-    """Take tokens from the end of the queue, up to the brace that closes, and return them with braces around every
-    argument."""
+    """Take tokens off the queue's end, up to the brace that closes; return them with braces around every argument."""
     tokens: list[str] = []
     while queue and (token := queue.pop()) != "}":
         tokens.append("\\sqrt" if token == "√" else token)

@@ -6,7 +6,8 @@ from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
 
-UNITS: dict[str, Callable[[str], int]] = {"words": lambda text: len(text.split()), "characters": len}
+UNITS: dict[str, Callable[[Any], int]] = {
+    "tokens": len, "words": lambda text: len(text.split()), "characters": len}
 
 
 def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
@@ -32,19 +33,13 @@ def pay_excess(length: int, longest: int, pay: float) -> float:
 
 def measured(name: str, rule: Callable[[int], float], unit: str) -> Reward:
     """A reward of the length in a unit. Raises ValueError for an unknown unit."""
-    if unit == "tokens":
-        return TokenReward(name, functools.partial(of_tokens, rule=rule))
     if unit not in UNITS:
-        raise ValueError(f"unit is {unit!r}; allowed are tokens, {', '.join(UNITS)}")
-    return TextReward(name, functools.partial(of_text, rule=rule, unit=unit))
+        raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
+    return (TokenReward if unit == "tokens" else TextReward)(name, functools.partial(pay_length, rule=rule, unit=unit))
 
 
-def of_tokens(ids: list[int], rule: Callable[[int], float]) -> float:
-    return rule(len(ids))
-
-
-def of_text(text: str, rule: Callable[[int], float], unit: str) -> float:
-    return rule(UNITS[unit](text))
+def pay_length(completion: Any, rule: Callable[[int], float], unit: str) -> float:
+    return rule(UNITS[unit](completion))
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Callable[..., list[float]]:

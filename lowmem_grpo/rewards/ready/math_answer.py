@@ -35,8 +35,7 @@ class MathWorker:
         self.known: dict[tuple[str, str], bool] = {}
 
     def ask(self, label: str, answer: str) -> bool:
-        """Return whether the two are equal. Raises TooSlowError if that takes longer than SECONDS, and RuntimeError if
-        the process does not start."""
+        """Return whether they are equal. TooSlowError after SECONDS, RuntimeError if the process does not start."""
         with self.lock:
             if (label, answer) not in self.known:
                 self.start()

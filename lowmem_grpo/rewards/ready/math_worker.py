@@ -33,7 +33,6 @@ def verdict(label: str, answer: str) -> bool:
 
 
 def read(answer: str) -> list[sympy.Basic]:
-    r"""Return math-verify's reading of one expression; nothing if it cannot read it."""
     readings = parse(rf"\boxed{{{answer}}}", [READING], fallback_mode="no_fallback", parsing_timeout=None)
     return [reading.xreplace({symbol: sympy.I for symbol in reading.free_symbols if symbol.name == "i"})
             for reading in readings if isinstance(reading, sympy.Basic)]

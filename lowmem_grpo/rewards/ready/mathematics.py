@@ -54,11 +54,11 @@ NO_UNITS = {*SCALES, *CHANGE_MEANING.split()}
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A part of an answer: what holds its parts together (empty if it has none), its parts, its tokens."""
 
     kind: str
-    parts: tuple["Part", ...]
+    parts: tuple["AnswerPart", ...]
     tokens: Tokens
 
     @property
@@ -75,30 +75,30 @@ class Part:
 
 
 @functools.lru_cache(maxsize=10_000)
-def read_answer(text: str) -> Part:
+def read_answer(text: str) -> AnswerPart:
     """Return the parts of an answer; what is nested too deep is one part."""
     tokens = tokens_of(text)
     deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
-    return part_of(tokens) if deepest <= MAX_DEPTH else Part("", (), tokens)
+    return part_of(tokens) if deepest <= MAX_DEPTH else AnswerPart("", (), tokens)
 
 
-def part_of(tokens: Tokens) -> Part:
+def part_of(tokens: Tokens) -> AnswerPart:
     for marks in LEVELS:
         pieces, separators = split(tokens, marks)
         if separators:
             return joined(pieces, separators, tokens)
-    return bracketed(tokens) or two_values(tokens) or Part("", (), tokens)
+    return bracketed(tokens) or two_values(tokens) or AnswerPart("", (), tokens)
 
 
-def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> Part:
+def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart:
     """Return a part of several. An inequality has the lesser side first, and a list no empty part."""
     if all(mark in REVERSED for mark in marks):
         pieces, marks = pieces[::-1], [REVERSED[mark] for mark in marks[::-1]]
     if marks[0] not in OF_LISTS:
-        return Part(" ".join(marks), tuple(part_of(piece) for piece in pieces), tokens)
+        return AnswerPart(" ".join(marks), tuple(part_of(piece) for piece in pieces), tokens)
     parts = [part_of(piece) for piece in pieces if any(token != TEXT for token in piece)]
     flat = [inner for part in parts for inner in (part.parts if part.kind == "," and "\\pm" in part.tokens else [part])]
-    return flat[0] if len(flat) == 1 else Part(",", tuple(flat), tokens)
+    return flat[0] if len(flat) == 1 else AnswerPart(",", tuple(flat), tokens)
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
@@ -115,7 +115,7 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
     return [tuple(piece) for piece in pieces], separators
 
 
-def bracketed(tokens: Tokens) -> Part | None:
+def bracketed(tokens: Tokens) -> AnswerPart | None:
     """Return the parts in brackets that hold all of the tokens; None if none do. A single value in parentheses is
     that value, and a set of several is a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
@@ -125,8 +125,8 @@ def bracketed(tokens: Tokens) -> Part | None:
     inner = part_of(tokens[1:-1])
     kind = tokens[0] + tokens[-1]
     if inner.kind != ",":
-        return inner if kind in ("()", "{}") else Part(kind, (inner,), tokens)
-    return inner if kind == "\\{\\}" else Part(kind, inner.parts, tokens)
+        return inner if kind in ("()", "{}") else AnswerPart(kind, (inner,), tokens)
+    return inner if kind == "\\{\\}" else AnswerPart(kind, inner.parts, tokens)
 
 
 def depth(token: str) -> int:
@@ -134,16 +134,16 @@ def depth(token: str) -> int:
     return (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
 
 
-def two_values(tokens: Tokens) -> Part | None:
-    """Return the two values of an expression with one \\pm; None if it has none."""
+def two_values(tokens: Tokens) -> AnswerPart | None:
     if tokens.count("\\pm") != 1:
         return None
     place = tokens.index("\\pm")
     signs = (("+",) if place else ()), ("-",)
-    return Part(",", tuple(Part("", (), (*tokens[:place], *sign, *tokens[place + 1 :])) for sign in signs), tokens)
+    parts = (AnswerPart("", (), (*tokens[:place], *sign, *tokens[place + 1 :])) for sign in signs)
+    return AnswerPart(",", tuple(parts), tokens)
 
 
-def equal(label: Part, answer: Part, ask: Ask) -> bool:
+def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether an answer, or a part of one, equals the label's."""
     if label.text == answer.text:
         return True
@@ -160,7 +160,7 @@ def equal(label: Part, answer: Part, ask: Ask) -> bool:
     return equal_relations(label, answer, ask)
 
 
-def equal_lists(label: Part, answer: Part, ask: Ask) -> bool:
+def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether each value of the label is one of the answer, in any order. Values with names of their own, as
     in a=1, b=2, are not equal to values without."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
@@ -175,7 +175,7 @@ def equal_lists(label: Part, answer: Part, ask: Ask) -> bool:
     return True
 
 
-def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
+def equal_relations(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether the differences of two equations or inequalities are equal; for equations, up to the sign."""
     if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
@@ -183,7 +183,7 @@ def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
     return any(equal_values(difference(*label.parts), difference(*two), ask) for two in sides)
 
 
-def difference(left: Part, right: Part) -> Tokens:
+def difference(left: AnswerPart, right: AnswerPart) -> Tokens:
     return (*left.tokens, "-", "(", *right.tokens, ")")
 
 
@@ -218,7 +218,6 @@ def is_expression(tokens: Tokens) -> bool:
 
 
 def without_commands(tokens: Tokens) -> str:
-    """Return the tokens as a text in which each command is a backslash."""
     return " ".join("\\" if token.startswith("\\") else token for token in tokens if token != TEXT)
 
 
@@ -233,9 +232,6 @@ def letters_differ(label: Tokens, answer: Tokens) -> bool:
 def expression(text: str) -> str:
     """Return LaTeX for math-verify, with decimals as fractions, so that it computes exactly."""
     return re.sub(r"([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)
-
-
-# Units
 
 
 def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:

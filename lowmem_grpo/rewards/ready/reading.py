@@ -62,17 +62,12 @@ def in_tag(opening: str, closing: str | None = None) -> Place:
 
 def between(text: str, opening: str, closing: str) -> str | None:
     """The stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
-    start = last_opening(text, opening, closing)
-    if start < 0:
-        return None
-    return text[start : text.index(closing, start)].strip() or None
-
-
-def last_opening(text: str, opening: str, closing: str) -> int:
-    """Return where the text of the last complete pair begins, or -1 if there is none."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
-    return start + len(opening) if start >= 0 else -1
+    if start < 0:
+        return None
+    start += len(opening)
+    return text[start : text.index(closing, start)].strip() or None
 
 
 def after(mark: str) -> Place:
@@ -83,7 +78,6 @@ def after(mark: str) -> Place:
 
 
 def behind(text: str, mark: str) -> str | None:
-    """The rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
     _, separator, rest = text.rpartition(mark)
     return (rest.partition("\n")[0].strip() or None) if separator else None
 
@@ -146,7 +140,6 @@ def last_number(text: str) -> str | None:
 
 
 def plain_number(text: str) -> str:
-    """Return a text in which numbers are written without LaTeX."""
     for latex, plain in PLAIN.items():
         text = text.replace(latex, plain)
     text = FRACTION.sub(lambda of: f"{of[1]}{' ' * bool(of[1])}{of[2] or of[3]}/{of[4] or of[5]}", text)
@@ -184,8 +177,7 @@ def exact_value(plain: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Fraction:
-    """Return the value of a number's parts. Raises ValueError for commas that are not for thousands, and if it is too
-    large, ZeroDivisionError for 1/0."""
+    """Return the value of a number's parts. ValueError for odd commas and too large ones, ZeroDivisionError for 1/0."""
     for mark, operation in OPERATIONS.items():
         left, separator, right = text.partition(mark)
         if separator:
@@ -199,7 +191,6 @@ def value_of(text: str) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return a power of a whole number. Raises ValueError if it is beyond reason."""
     if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
         raise ValueError("beyond reason")
     return base ** int(exponent)
