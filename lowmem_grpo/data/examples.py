@@ -126,12 +126,10 @@ class ExampleEncoder(PromptEncoder):
         whole = self.render_whole([*prompt, answer], row)
         if not whole.startswith(rendered):
             at = len(shared_start(whole, rendered))
-            raise DataError(
-                "the chat template renders a prompt differently once its answer follows: "
-                f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. "
-                "The model would be trained on other text than it samples from: change tokenizer.chat_template or "
-                "chat_template_kwargs, or make prompt and completion plain strings"
-            )
+            raise DataError("the chat template renders a prompt differently once its answer follows: "
+                            f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. The model "
+                            "would be trained on other text than it samples from: change tokenizer.chat_template or "
+                            "chat_template_kwargs, or make prompt and completion plain strings")
         return whole[len(rendered) :]
 
     def ended(self, text: str) -> list[int] | None:

@@ -26,9 +26,9 @@ def owned(value: Any) -> Any:
     if type(value) in (tuple, set):
         return type(value)(map(owned, value))
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        twin = copy.copy(value)
         for name, part in getattr(value, "__dict__", {}).items():
             if isinstance(part, (list, dict)):  # others may lead back to it, or be as large as the routes of a turn
-                object.__setattr__(made, name, owned(part))  # also where it is frozen
-        return made
+                object.__setattr__(twin, name, owned(part))  # also where it is frozen
+        return twin
     return copy.deepcopy(value) if hasattr(value, "dtype") else value

@@ -88,12 +88,10 @@ class Shapes:
             return rows, encoder
         if "conversations" in columns:
             return self.conversations(rows, "conversations")
-        raise DataError(
-            f"the dataset's columns are {', '.join(columns)}; needed are prompt and completion (text, or chat "
-            "messages), messages, or a text: dataset_text_field names its column, which is now "
-            f"{self.config.dataset_text_field!r}. Rename some (dataset.rename_column('answer', 'completion')), or pass "
-            "a formatting_func that makes a text of a row"
-        )
+        raise DataError(f"the dataset's columns are {', '.join(columns)}; needed are prompt and completion (text, or "
+                        "chat messages), messages, or a text: dataset_text_field names its column, which is now "
+                        f"{self.config.dataset_text_field!r}. Rename some (dataset.rename_column('answer', "
+                        "'completion')), or pass a formatting_func that makes a text of a row")
 
     def encoder(self, kind: type[ExampleEncoder], prompt_too: bool = False) -> Any:
         return kind(self.tokenizer, self.longest, self.end_ids, self.config.chat_template_kwargs,

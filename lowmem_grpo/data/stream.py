@@ -32,10 +32,9 @@ class Stream:
     def start_round(self, round_number: int = 0) -> None:
         """Begin the stream, or begin it again; DataError for an iterator, which cannot be."""
         if self.iterator is not None and isinstance(self.rows, Iterator):
-            raise DataError(
-                f"the rows are a {type(self.rows).__name__}, which can be read only once, and {self.drawn} rows were "
-                "not enough; pass the generator's function (train_dataset=rows, not rows()), or lower max_steps"
-            )
+            raise DataError(f"the rows are a {type(self.rows).__name__}, which can be read only once, and {self.drawn} "
+                            "rows were not enough; pass the generator's function (train_dataset=rows, not rows()), or "
+                            "lower max_steps")
         if hasattr(self.rows, "set_epoch"):  # a shuffled dataset has another order in each round
             self.rows.set_epoch(round_number)
         self.iterator = self.changed(iter(self.rows() if callable(self.rows) else self.rows))

@@ -71,11 +71,9 @@ class Client:
         if FULL not in str(error) and not type(error).__name__.startswith(SHUT):
             return error
         what = "takes no more sessions" if FULL in str(error) else "shut a new session, as it does where it is full"
-        return OpenEnvError(
-            f"the server of OpenEnv {what} ({error}). Every episode that runs needs a session: start the server with "
-            "max_concurrent_envs of num_generations times the prompts of a step, or more (its class needs "
-            "SUPPORTS_CONCURRENT_SESSIONS = True), and close other clients"
-        )
+        return OpenEnvError(f"the server of OpenEnv {what} ({error}). Every episode that runs needs a session: start "
+                            "the server with max_concurrent_envs of num_generations times the prompts of a step, or "
+                            "more (its class needs SUPPORTS_CONCURRENT_SESSIONS = True), and close other clients")
 
 
 class PlainClient(Client):

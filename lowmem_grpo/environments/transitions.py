@@ -109,11 +109,9 @@ def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,
     names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
     prompt = renderer.template.text(messages)
     missing = [name for name in names if name not in prompt]  # of these the policy cannot know
-    return RendererError(
-        f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
-        f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or describe each tool "
-        "by its name in the prompt"
-    ) if missing else None
+    return RendererError(f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
+                         f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or "
+                         "describe each tool by its name in the prompt") if missing else None
 
 
 def cost(turns: int) -> float:

@@ -87,8 +87,7 @@ class VerifiedReward(Reward):
             logger.warning(
                 "%s gives no verdict on %d of %d completions, and no reward: it cannot compare with the label %.80r in "
                 "the column %r. Write the answer alone, or as \"#### 43\", \\boxed{43} or \"The answer is 43.\"",
-                self.__name__, len(unread), len(verdicts), unread[0], self.columns[0],
-            )
+                self.__name__, len(unread), len(verdicts), unread[0], self.columns[0])
 
     def paid(self, verdicts: list[Verdict], call: dict[str, Any]) -> list[float | None]:
         """Return the pay for these verdicts, and log the share of right ones."""

@@ -33,10 +33,8 @@ class TooLateError(RewardError):
 def check_function(func: Any) -> None:
     """Raises TypeError for a verifier, and anything else that cannot be called."""
     if isinstance(func, Verifier):
-        raise TypeError(
-            f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; make a reward "
-            "function from it with .reward(right=1.0, wrong=0.0)"
-        )
+        raise TypeError(f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; "
+                        "make a reward function from it with .reward(right=1.0, wrong=0.0)")
     if not callable(func):
         raise TypeError(f"reward_funcs holds a {type(func).__name__}, which cannot be called; give a function")
 
@@ -110,10 +108,8 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
     if missing:
         episodes = "; these are there only with tools or an environment_factory" if {*missing} & {*OF_EPISODES} else ""
-        raise MissingColumnError(
-            f"reward function {name} requires {', '.join(missing)}, which no dataset column provides{episodes}; "
-            f"available are {', '.join(available)}"
-        )
+        raise MissingColumnError(f"reward function {name} requires {', '.join(missing)}, which no dataset column "
+                                 f"provides{episodes}; available are {', '.join(available)}")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return functools.partial(func, **available)
     return functools.partial(func, **{p.name: available[p.name] for p in named if p.name in available})
@@ -133,10 +129,8 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
 def foreign_types(result: Any) -> set[str]:
     """Names of the types in a function's result that are not float, int or None and could be made into floats."""
     kinds = set() if isinstance(result, (list, tuple)) else {type(result).__name__}
-    values = as_list(result)
-    return kinds | {
-        type(v).__name__ for v in values if isinstance(v, bool) or not isinstance(v, (int, float, type(None)))
-    }
+    return kinds | {type(value).__name__ for value in as_list(result)
+                    if isinstance(value, bool) or not isinstance(value, (int, float, type(None)))}
 
 
 def as_list(values: Any) -> list[Any]:

@@ -175,10 +175,8 @@ class RewardScorer:
         """The results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
         scores = put_together(whole, early, self.names, spans, spans[-1].stop if spans else 0)
         for name in scores.converted.keys() - self.said:
-            logger.warning(
-                "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",
-                name, " and ".join(scores.converted[name]),
-            )
+            logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "
+                           "floats", name, " and ".join(scores.converted[name]))
             self.said.add(name)
         return scores
 
@@ -188,16 +186,8 @@ class CallPart:
     """A finished call, the places of its completions in the batch, and what it returned for them."""
 
     call: Call
-    places: list[int]
+    places: Sequence[int]
     rewards: list[float | None]
-
-    @classmethod
-    def from_call(cls, call: Call, spans: Sequence[range] | Mapping[int, range] | None) -> "CallPart":
-        """`spans` has the places of each group; None if the call was of the whole batch. RewardError for a result that
-        is not a list of rewards."""
-        count = len(call.completions)
-        places = list(range(count)) if spans is None else [place for group in call.groups for place in spans[group]]
-        return cls(call, places, as_rewards(call.name, call.future.result(), count))
 
 
 def put_together(
@@ -206,9 +196,10 @@ def put_together(
     """Return the scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of
     it and of some of its groups. RewardError for a result that is not a list of rewards."""
     parts: dict[str, list[CallPart]] = {name: [] for name in names}
-    for calls, cut in ((early, spans), (whole, None)):
-        for call in calls:
-            parts[call.name].append(CallPart.from_call(call, cut))
+    for call in (*early, *whole):
+        size = len(call.completions)
+        places = [place for group in call.groups for place in spans[group]] if call.groups else range(size)
+        parts[call.name].append(CallPart(call, places, as_rewards(call.name, call.future.result(), size)))
     returned = {name: in_order(parts[name], count) for name in names}
     return Scores(rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
                   invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},

@@ -128,11 +128,9 @@ class CodeVerifier(Verifier):
         except CannotStart as error:
             raise SandboxError(f"{self.sandbox.isolation} worked before and no longer does: {error}") from error
         if late := results.count(None):
-            logger.warning(
-                "%d of %d codes did not run within %g s and get no reward: raise workers (%d), or batch_seconds with "
-                "GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)", late, len(pairs), self.batch_seconds,
-                self.workers, self.sandbox.limits.seconds,
-            )
+            logger.warning("%d of %d codes did not run within %g s and get no reward: raise workers (%d), or "
+                           "batch_seconds with GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)",
+                           late, len(pairs), self.batch_seconds, self.workers, self.sandbox.limits.seconds)
         return results
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> VerifiedReward:

@@ -56,10 +56,8 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
     whole_number("max_completion_length", max_completion_length, 1)
     whole_number("cache_length", cache_length, 1)
     if cache_length > max_completion_length:
-        raise ValueError(
-            f"cache_length is {cache_length}; it must be at most max_completion_length ({max_completion_length}), "
-            "a fifth of it is usual"
-        )
+        raise ValueError(f"cache_length is {cache_length}; it must be at most max_completion_length "
+                         f"({max_completion_length}), a fifth of it is usual")
     free = max_completion_length - cache_length
 
     def soft_overlong_reward_func(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:

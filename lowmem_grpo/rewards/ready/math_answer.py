@@ -121,8 +121,6 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
     math-verify is not installed, and RuntimeError if the process does not start.
     """
     if find_spec("math_verify") is None:
-        raise ImportError(
-            "math_match needs the package math-verify: pip install math-verify; boxed_match compares numbers and text "
-            "without it"
-        )
+        raise ImportError("math_match needs the package math-verify: pip install math-verify; boxed_match compares "
+                          "numbers and text without it")
     return MathMatch(column, where)
