@@ -165,7 +165,7 @@ class MicroBatch:
         return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same batch with every tensor on `device`, but for `host_ids` and `homes`."""
+        """Return the same batch with every tensor on `device`, but for `host_ids` and `homes`."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host_ids", "homes")}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}
         changes: dict[str, Any] = moved

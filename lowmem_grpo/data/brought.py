@@ -125,7 +125,7 @@ def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
 
 
 def columns_of(dataset: Any) -> list[str]:
-    """The names of the columns; those of the first row where the dataset does not say."""
+    """Return the names of the columns; those of the first row where the dataset does not say."""
     named = getattr(dataset, "column_names", None)
     if named is not None:
         return list(named)

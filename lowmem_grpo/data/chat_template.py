@@ -137,7 +137,7 @@ def stop_at(tokenizer: Any, end: str) -> None:
 
 
 def written(form: ChatFormat, end: str) -> str:
-    """A template of this format, which reads `own.messages`."""
+    """Return a template of this format, which reads `own.messages`."""
     system, user, assistant = (form.before(place) for place in range(3))
     rest = form.newline if form.open_ended else end + form.newline
     return constant("form", {"system": system, "user": user, "assistant": assistant, "end": end + form.newline,
@@ -145,13 +145,13 @@ def written(form: ChatFormat, end: str) -> str:
 
 
 def reading(keys: dict[str, str], system_message: str | None) -> str:
-    """The part of a template that reads messages under the dataset's own names into `own.messages`."""
+    """Return the part of a template that reads messages under the dataset's own names into `own.messages`."""
     roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
     return constant("keys", {"role": keys["role"], "content": keys["content"], "roles": roles,
                              "system": system_message}) + READ
 
 
 def constant(name: str, value: dict[str, Any]) -> str:
-    """A dictionary of a template. JSON's words for None and truth are Jinja's too, once `null` is `none`."""
+    """Return a dictionary of a template. JSON's words for None and truth are Jinja's too, once `null` is `none`."""
     text = json.dumps(value, ensure_ascii=False)
     return "{%- set " + name + " = " + text.replace(": null", ": none") + " -%}\n"

@@ -17,7 +17,7 @@ def standardize_sharegpt(
     aliases_for_user: Sequence[str] = ALIASES["user"], aliases_for_assistant: Sequence[str] = ALIASES["assistant"],
     batch_size: int = 1000, num_proc: int | None = None,
 ) -> Any:
-    """The dataset with its conversations as lists of {"role", "content"}, in the same column.
+    """Return the dataset with its conversations as lists of {"role", "content"}, in the same column.
 
     `dataset` is a Dataset, an IterableDataset or a DatasetDict, or a list of rows. The aliases are names of roles;
     other roles, such as "tool", stay as they are. `tokenizer` changes nothing. DataError where no column holds

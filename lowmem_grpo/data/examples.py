@@ -69,7 +69,7 @@ class ExampleEncoder(PromptEncoder):
             logger.warning(message)
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
+        """Return the example, or the reason for leaving the row out."""
         prompt = super().encode(row) if self.truncation is None else self.of_any_length(row)
         if isinstance(prompt, str):
             return prompt
@@ -169,7 +169,7 @@ def shared_start(text: str, other: str) -> str:
 
 
 def unusable(prompt: Any, completion: Any) -> str | None:
-    """Why a completion cannot follow this prompt; None if it can."""
+    """Return why a completion cannot follow this prompt; None if it can."""
     if completion in (None, [], "") or (isinstance(completion, str) and not completion.strip()):
         return "empty completion"
     if isinstance(completion, str):

@@ -73,7 +73,7 @@ def check_encoding(path: Path) -> None:
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
-    """The first line that is not a JSON object, and why; empty if all are, or the first `most`."""
+    """Return the first line that is not a JSON object, and why; empty if all are, or the first `most`."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in islice(enumerate(file, 1), most):
             try:

@@ -223,7 +223,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
             prompt, why_prompt = longer_or_first(rows, names)
-        other, why = names[names[0] in (prompt, answer)], "guessed: the other one of two columns"
+        other, why = names[names[0] == (prompt or answer)], "guessed: the other one of two columns"
         if not answer:
             answer, why_answer = other, why
         else:
@@ -251,7 +251,7 @@ def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
 
 
 def checked(rows: list[dict[str, Any]], columns: Columns, source: str) -> Columns:
-    """The same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
+    """Return the same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
     for name in (columns.prompt, columns.answer):
         if name and all(value_at(row, name) in (None, "", []) for row in rows):
             raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "

@@ -53,7 +53,7 @@ class PromptEncoder:
         self.template_kwargs = template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
-        """The prompt, or the reason for leaving the row out."""
+        """Return the prompt, or the reason for leaving the row out."""
         prompt = self.of_any_length(row)
         if isinstance(prompt, str) or len(prompt.ids) <= self.max_prompt_length:
             return prompt
@@ -63,7 +63,7 @@ class PromptEncoder:
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
-        """The prompt, however long, or the reason for leaving the row out."""
+        """Return the prompt, however long, or the reason for leaving the row out."""
         prompt: Any = row.get("prompt")
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -171,7 +171,7 @@ class PromptSource:
             self.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
+        """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
         prompts: list[Prompt] = []
         fruitless: set[int] = set()  # rows met since the last usable one, which may lie in two epochs
         passed = 0  # places in the order since then

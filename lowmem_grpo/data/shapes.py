@@ -156,7 +156,7 @@ def kept(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_of(row: dict[str, Any], column: str) -> Any:
-    """The chat messages of a row; those with `from` and `value` get the usual names."""
+    """Return the chat messages of a row; those with `from` and `value` get the usual names."""
     messages = row.get(column)
     if not isinstance(messages, list):
         return messages

@@ -42,7 +42,7 @@ class Stream:
         self.drawn = 0
 
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
-        """The rows as they are drawn; DataError for one that is no dict."""
+        """Yield the rows as they are drawn; DataError for one that is no dict."""
         for row in rows:
             if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
                 row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
@@ -58,7 +58,7 @@ class Stream:
         self.change = change
 
     def peek(self, count: int) -> list[Row]:
-        """The next rows, at most `count`, which stay to be drawn."""
+        """Return the next rows, at most `count`, which stay to be drawn."""
         if self.iterator is None:
             self.start_round()
         assert self.iterator is not None
@@ -109,7 +109,7 @@ class StreamSource(PromptSource):
         return float(self.rounds)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
+        """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             row = self.dataset.draw()

@@ -82,7 +82,7 @@ class Episode:
             self.ending = "context"
 
     def first(self, observation: list[Message]) -> list[int]:
-        """A prompt (P,) of the row's messages and an observation, which become all that was said."""
+        """Return a prompt (P,) of the row's messages and an observation, which become all that was said."""
         self.messages = joined(self.given, observation)
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
         self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
@@ -153,7 +153,7 @@ class Episode:
         return None
 
     def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
-        """The results of the calls, in their order, and of what could not be read; in a worker."""
+        """Return the results of the calls, in their order, and of what could not be read; in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
         if self.seat is not None:
             self.seat.run = job.call
@@ -239,7 +239,7 @@ class Episode:
                 logger.warning("an environment could not be closed: %s", error)
 
     def rollout(self, prompt: list[int]) -> Rollout:
-        """The episode as what is trained on, in a group with this prompt (P,)."""
+        """Return the episode as what is trained on, in a group with this prompt (P,)."""
         last = self.turns[-1] if self.turns else None
         splits = self.splits
         if self.prompt != prompt:  # the environment began in its own way

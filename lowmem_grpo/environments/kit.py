@@ -69,7 +69,7 @@ class Kits:
         return kit.toolbox.with_functions([*self.tools, *tools_of(made)])
 
     def within(self, answer: Answer) -> Answer:
-        """The answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
+        """Return the answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
         answer.messages = [message | {"content": self.limit.cut(message["content"])} for message in answer.messages]
         return answer
 
@@ -97,7 +97,7 @@ class EpisodeEncoder(PromptEncoder):
             raise ValueError("truncate_prompts=True would cut off what says which tools there are; leave it out")
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
-        """The prompt, however long, or the reason for leaving the row out."""
+        """Return the prompt, however long, or the reason for leaving the row out."""
         try:
             kit = self.kits.kit_for(row)
         except ValueError as error:

@@ -67,7 +67,7 @@ class Client:
         return self.settings.text(result.observation), result.reward, bool(result.done)
 
     def explain(self, error: Exception) -> Exception:
-        """The error itself, or what it means where the server takes no more sessions."""
+        """Return the error itself, or what it means where the server takes no more sessions."""
         if FULL not in str(error) and not type(error).__name__.startswith(SHUT):
             return error
         what = "takes no more sessions" if FULL in str(error) else "shut a new session, as it does where it is full"

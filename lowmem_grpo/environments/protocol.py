@@ -59,7 +59,7 @@ class Seat:
         self.closed = False
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
-        """The first observation; `reset` gets the columns that it takes."""
+        """Return the first observation; `reset` gets the columns that it takes."""
         return self.begun(self.call("reset", **taken(self.made.reset, row)))
 
     def begun(self, returned: Any) -> Answer:
@@ -71,7 +71,7 @@ class Seat:
         return self.observed(returned, "reset")
 
     def step(self, reply: str) -> Answer:
-        """The next observation, what the reply earned, and whether the episode is over."""
+        """Return the next observation, what the reply earned, and whether the episode is over."""
         return self.stepped(self.call("step", reply))
 
     def stepped(self, returned: Any) -> Answer:
@@ -105,7 +105,7 @@ class Seat:
         return number(self.call("get_reward"), f"{self.name}.get_reward")
 
     def state(self) -> str | None:
-        """The key of the state that the policy acts in; None where the environment has none."""
+        """Return the key of the state that the policy acts in; None where the environment has none."""
         if not callable(getattr(self.made, "state_key", None)):
             return None
         key = self.call("state_key")
@@ -126,7 +126,7 @@ class Seat:
         return self.tried(method, getattr(self.made, method), *values, **named)
 
     def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """The same for a function."""
+        """Do the same for a function."""
         try:
             return self.run(function, values, named)
         except TimeoutError:
@@ -160,7 +160,7 @@ class Factories:
         self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
 
     def name_of(self, row: Mapping[str, Any]) -> str:
-        """Which factory a row asks for; ValueError where it names none of them."""
+        """Return which factory a row asks for; ValueError where it names none of them."""
         name = row.get("environment") if self.several else ""
         if name not in self.by_name:
             raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
@@ -197,7 +197,7 @@ class Factories:
 
 
 def sample(factory: Factory, name: str) -> Any:
-    """One environment, to see what it can do; TypeError where it is none."""
+    """Return one environment, to see what it can do; TypeError where it is none."""
     label = f"environment_factory[{name!r}]" if name else "environment_factory"
     try:
         made = factory()

@@ -50,7 +50,7 @@ class Seam:
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> Seam:
-    """The seam before messages of such roles and number. RendererError where the template leaves one out."""
+    """Return the seam before messages of such roles and number. RendererError where the template leaves one out."""
     stand_ins = StandIns(template.marks, messages)
     words = [stand_ins.defused(message) for message in messages]
     words = [message | {"content": stand_ins.word(f"{at} {message['content']}")}
@@ -83,7 +83,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> Seam:
-    """The seam of a conversation that the template renders; `said` is what follows the anchor."""
+    """Return the seam of a conversation that the template renders; `said` is what follows the anchor."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))
@@ -135,7 +135,7 @@ class Renderer:
         self.seams: dict[Shape, Seam] = {}
 
     def first(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """The prompt of the first turn, (P,). All messages are trusted, or as many of the first as are said."""
+        """Return the prompt of the first turn, (P,). All messages are trusted, or as many of the first as are said."""
         return self.rendered(messages, len(messages) if trusted is None else trusted)
 
     def render_anew(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
@@ -146,7 +146,7 @@ class Renderer:
         return self.rendered(messages, trusted)
 
     def rendered(self, messages: Sequence[Message], trusted: int) -> list[int]:
-        """The ids of a conversation with the generation prompt; marks count only in the first messages."""
+        """Return the ids of a conversation with the generation prompt; marks count only in the first messages."""
 
         def text(stand_ins: StandIns) -> str:
             later = [thought_apart(stand_ins.defused(message), self.template.source) for message in messages[trusted:]]
@@ -208,7 +208,7 @@ class PlainRenderer:
         self.tokenizer, self.marks = tokenizer, Marks(tokenizer)
 
     def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
-        """The prompt of the first turn, (P,): a text, or the texts of messages."""
+        """Return the prompt of the first turn, (P,): a text, or the texts of messages."""
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
         return text_ids(self.tokenizer, text)
 

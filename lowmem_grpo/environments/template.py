@@ -84,7 +84,7 @@ class StandIns:
         return [self.replaced(inner, marks) for inner in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a rendered text, with the letters of each mark where its word stands."""
+        """Return the ids of a rendered text, with the letters of each mark where its word stands."""
         first, *rest = self.words.split(text)
         pieces = [first]
         for number, after in zip(rest[::2], rest[1::2], strict=True):
@@ -151,7 +151,7 @@ def thought_apart(message: Message, source: str) -> Message:
 
 
 def checked(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages. RendererError where one of them is no message with a role and text."""
+    """Return the messages. RendererError where one of them is no message with a role and text."""
     for message in messages:
         said = message.get("content") if isinstance(message, dict) else None
         if not isinstance(said, str) or not isinstance(message.get("role"), str):
@@ -163,7 +163,7 @@ def checked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def refusal(messages: Iterable[Message], why: str) -> RendererError:
-    """An error that says which messages a template cannot render, and what to do."""
+    """Return an error that says which messages a template cannot render, and what to do."""
     roles = ", ".join(message["role"] for message in messages)
     fix = f"use a model family whose template has tools ({FAMILIES})" if "tool" in roles else "use another template"
     return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())})",
@@ -186,7 +186,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
-    """The message with the arguments of its calls in another form, where they are no text."""
+    """Return the message with the arguments of its calls in another form, where they are no text."""
     calls = [call | {"function": call["function"] | {"arguments": form(call["function"]["arguments"])}}
              if not isinstance(call["function"]["arguments"], str) else call
              for call in message.get("tool_calls") or []]

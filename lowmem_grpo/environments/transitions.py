@@ -103,12 +103,12 @@ def written_by_policy(renderer: Renderer, transition: Transition, written: str, 
 
 
 def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,)) -> RendererError | None:
-    """Why a run with these tools cannot begin, and what to do; None where it can."""
+    """Return why a run with these tools cannot begin, and what to do; None where it can."""
     if refused := tried(renderer, OF_TOOLS[0]).refused:
         return refused
     names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
     prompt = renderer.template.text(messages)
-    missing = [name for name in names if name not in prompt]  # of these the policy cannot know
+    missing = [name for name in names if name not in prompt]  # the policy cannot know these
     return RendererError(f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
                          f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or "
                          "describe each tool by its name in the prompt") if missing else None

@@ -14,7 +14,7 @@ from lowmem_grpo.rewards.verifier import Verifier
 
 
 def find_function(name: str) -> Any:
-    """A reward function or a verifier by its name: one of lowmem_grpo.rewards, as "correctness_reward_func" or
+    """Return a reward function or a verifier by its name: one of lowmem_grpo.rewards, as "correctness_reward_func" or
     "number_match", or one of the user's own, as "my_rewards.py:score" or "package.module:score". ValueError if there is
     none."""
     home, colon, attribute = name.rpartition(":")

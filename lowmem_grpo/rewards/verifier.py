@@ -21,14 +21,14 @@ class Verifier(ABC):
 
     @abstractmethod
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        """A verdict on each of N texts. `columns` has a list of length N for each of `self.columns`."""
+        """Return a verdict on each of N texts. `columns` has a list of length N for each of `self.columns`."""
 
     def verify(self, completion: str, **columns: Any) -> Verdict:
-        """The verdict on one text, with the values of its columns by name."""
+        """Return the verdict on one text, with the values of its columns by name."""
         return self.verdicts([completion], **{name: [value] for name, value in columns.items()})[0]
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> "VerifiedReward":
-        """A reward function that pays `right` or `wrong`, and None if there is no verdict."""
+        """Return a reward function that pays `right` or `wrong`, and None if there is no verdict."""
         return VerifiedReward(self, right, wrong, name or self.name)
 
 

@@ -36,7 +36,7 @@ class SandboxTrials:
             self._reasons[name] = f"{type(error).__name__}: {error}"
 
     def line(self, wait: float = WAIT) -> str:
-        """One line: the isolation that is taken by default, and why the others are not."""
+        """Return one line: the isolation that is taken by default, and why the others are not."""
         if self._broken:
             return f"unknown ({self._broken})"
         deadline = time.monotonic() + wait

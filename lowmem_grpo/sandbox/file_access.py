@@ -36,7 +36,7 @@ def version() -> int:
 
 
 def attributes(known: int) -> bytes:
-    """All that a version can restrict, as a struct landlock_ruleset_attr. Older kernels know a shorter one."""
+    """Return all that a version can restrict, as a struct landlock_ruleset_attr. Older kernels know a shorter one."""
     files, tcp, scopes = (max((rights for first, rights in table.items() if first <= known), default=0)
                           for table in (FILES, TCP, SCOPES))
     return struct.pack("QQQ", files, tcp, scopes)[: 24 if scopes else 16 if tcp else 8]

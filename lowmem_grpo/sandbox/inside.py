@@ -45,7 +45,7 @@ class Channel:
         self.lines = self.socket.makefile("rb")
 
     def receive(self) -> Any:
-        """The next message. Raises SystemExit if the other side is gone."""
+        """Return the next message. Raises SystemExit if the other side is gone."""
         line = self.lines.readline()
         if not line:
             raise SystemExit(0)

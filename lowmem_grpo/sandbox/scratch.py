@@ -54,7 +54,7 @@ class ScratchFolder:
 
 
 def locked(folder: str) -> int:
-    """A descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder.
+    """Return a descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder.
 
     On a file system without locks the descriptor holds none, and no sweep removes anything there.
     """

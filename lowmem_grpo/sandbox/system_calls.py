@@ -89,7 +89,7 @@ REFUSE: Instruction = (RETURN, 0, 0, ERRNO | errno.EPERM)
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter for "x86_64" or "aarch64": instructions of code u16, jump if true u8, if false u8, value u32.
+    """Return the filter for "x86_64" or "aarch64": instructions of code u16, jump if true u8, if false u8, value u32.
 
     Raises OSError for another machine.
     """

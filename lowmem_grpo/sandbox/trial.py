@@ -35,7 +35,7 @@ class Verdict:
 
 
 def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
-    """One verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
+    """Return one verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
     if fault := why_refused(code, sandbox.limits.code_bytes):
         return [Verdict("refused", fault)] * len(cases)
     trial = Trial(code, sandbox, any(isinstance(case, CallCase) and case.json for case in cases))
@@ -46,7 +46,7 @@ def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
 
 
 def why_refused(code: str, most: int) -> str | None:
-    """Why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
+    """Return why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
     if not code.strip():
         return "no code"
     try:
@@ -59,7 +59,7 @@ def why_refused(code: str, most: int) -> str | None:
 
 
 def too_large(code: str, stdin: str, most: int) -> str | None:
-    """Why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
+    """Return why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
     size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
     return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
 
@@ -107,7 +107,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """The code's process, started if there is none. A code that does not load is not loaded again."""
+        """Return the code's process, started if there is none. A code that does not load is not loaded again."""
         if self.broken is not None:
             raise self.broken
         if self.server is None:
@@ -187,7 +187,7 @@ def is_same(expected: Any, got: Any, json: bool = False) -> bool:
 
 
 def shown(tree: Any) -> str:
-    """A value as people read it. Small ones are decoded; large ones are cut off as they came."""
+    """Return a value as people read it. Small ones are decoded; large ones are cut off as they came."""
     try:
         text = json.dumps(tree)
     except RecursionError:
@@ -201,5 +201,5 @@ def shown(tree: Any) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines, without white space at their ends and without empty lines at the end."""
+    """Return the lines, without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

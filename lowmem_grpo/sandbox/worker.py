@@ -164,7 +164,7 @@ class Worker:
             raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
 
     def ended(self) -> WorkerEnded:
-        """Why a process hung up: its last line on standard error, or how it ended."""
+        """Return why a process hung up: its last line on standard error, or how it ended."""
         status = self._status()
         words = self._last_words()
         if words.startswith("MemoryError"):
@@ -174,7 +174,7 @@ class Worker:
         return WorkerEnded("ended", words or f"it ended by itself, with exit status {status}")
 
     def _status(self) -> int:
-        """The exit status. A process that hung up but is still alive is killed."""
+        """Return the exit status. A process that hung up but is still alive is killed."""
         assert self._process is not None
         try:
             return self._process.wait(HANG_UP_SECONDS)
@@ -239,7 +239,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def children_of(number: int) -> list[int]:
-    """The processes that a process has started; none if the kernel does not tell."""
+    """Return the processes that a process has started; none if the kernel does not tell."""
     try:
         return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
     except OSError:

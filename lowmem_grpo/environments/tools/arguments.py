@@ -50,7 +50,7 @@ def writable(value: Any, depth: int = 0) -> Any:
 
 
 def fault(schema: Any, value: Any, where: str = "") -> str | None:
-    """Why a value does not fit the schema, as the policy reads it; None if it does."""
+    """Return why a value does not fit the schema, as the policy reads it; None if it does."""
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return None
     choices = schema.get("anyOf") or schema.get("oneOf")
@@ -76,7 +76,7 @@ def fault(schema: Any, value: Any, where: str = "") -> str | None:
 
 
 def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -> str | None:
-    """The first of: what is missing, what is unknown, and what has the wrong type."""
+    """Return the first of: what is missing, what is unknown, and what has the wrong type."""
     properties = schema.get("properties") or {}
     if missing := [name for name in schema.get("required") or [] if name not in value]:
         return f"{inside(where, str(missing[0]))} is missing"
@@ -91,7 +91,7 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
 
 
 def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
-    """The first item that does not fit; a tuple has as many items as its hint."""
+    """Return the first item that does not fit; a tuple has as many items as its hint."""
     places = schema.get("prefixItems")
     if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"

@@ -34,7 +34,7 @@ def json_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def call_of(value: Any) -> ToolCall:
-    """The call that an object of JSON stands for. Arguments may be JSON in a string, as OpenAI has them."""
+    """Return the call that an object of JSON stands for. Arguments may be JSON in a string, as OpenAI has them."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise CallError('it has no "name"')
     key = next((key for key in ARGUMENTS if key in value), None)
@@ -139,7 +139,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def literal(node: ast.expr) -> Any:
-    """The value of a literal of Python or JSON. CallError for anything else."""
+    """Return the value of a literal of Python or JSON. CallError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in CONSTANTS:

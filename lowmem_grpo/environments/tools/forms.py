@@ -61,7 +61,7 @@ class ToolCallTemplate:
         self.calls = list(self.renderings())
 
     def renderings(self) -> Iterator[str]:
-        """A turn with a call, for each way in which templates want a message."""
+        """Yield a turn with a call, for each way in which templates want a message."""
         for arguments in (CALL.arguments, '{"place": "New York", "days": 3}'):
             for content in ("", None):
                 called = {"name": CALL.name, "arguments": arguments}
@@ -82,7 +82,7 @@ class ToolCallTemplate:
             messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=prompts, **self.template_kwargs))
 
     def call(self) -> str:
-        """A turn with a call; empty where the template leaves it out."""
+        """Return a turn with a call; empty where the template leaves it out."""
         return next((text for text in self.calls if CALL.name in text), "")
 
     def answer(self) -> str:

@@ -45,7 +45,7 @@ class MCPTools(list[Tool]):
 def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, server: Any = None,
               names: Sequence[str] | None = None, prefix: str = "", env: dict[str, str] | None = None,
               start_seconds: float = 60.0) -> MCPTools:
-    """The tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
+    """Return the tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
 
     `server` is anything else that mcp.Client takes: a transport with headers of your own, or a server in this process.
     `names` are those of its tools to take, all by default; `prefix` goes before each, where two servers share a name.
@@ -169,7 +169,7 @@ def end(loop: BackgroundLoop, stop: asyncio.Event, ended: "Future[None]") -> Non
 
 
 def text_of(result: Any) -> str:
-    """The text of mcp.types.CallToolResult. ToolError for a failure, and for pictures and sound."""
+    """Return the text of mcp.types.CallToolResult. ToolError for a failure, and for pictures and sound."""
     parts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise ToolError("\n".join(parts) or "the tool failed without a word")

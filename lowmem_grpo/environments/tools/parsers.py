@@ -45,7 +45,7 @@ class Reading:
     fields: Message = field(default_factory=dict)  # what else the message has, such as thoughts
 
     def message(self) -> Message:
-        """The assistant's message, in OpenAI's form."""
+        """Return the assistant's message, in OpenAI's form."""
         called = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                   for call in self.calls]
         calls = {"tool_calls": called} if called else {}
@@ -122,7 +122,7 @@ class Parser:
         return pieces
 
     def thoughts(self, pieces: list[Piece]) -> tuple[str, list[Piece], list[str]]:
-        """The thoughts at the beginning, what follows them, and what is wrong with them."""
+        """Return the thoughts at the beginning, what follows them, and what is wrong with them."""
         first = next((mark for mark, text in pieces if mark or text.strip()), "")
         end = next((at for at, (mark, _) in enumerate(pieces) if mark == THOUGHT), -1)
         if end < 0 and first == THINK:  # all that was written

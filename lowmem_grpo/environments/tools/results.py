@@ -38,7 +38,7 @@ def text_of(result: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line; one that has no text, or raises in telling it, by its type."""
+    """Return an exception in one line; one that has no text, or raises in telling it, by its type."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001, a class of the user's

@@ -46,7 +46,7 @@ class ToolSchemaError(ValueError):
 
 
 def tool_of(function: Any) -> Tool:
-    """The tool of a function, a bound method or an async one; a Tool as it is. Raises ToolSchemaError."""
+    """Return the tool of a function, a bound method or an async one; a Tool as it is. Raises ToolSchemaError."""
     if isinstance(function, Tool):
         return checked_name(function)
     name = getattr(function, "__name__", None)
@@ -64,7 +64,7 @@ def tool_of(function: Any) -> Tool:
 
 
 def checked_name(tool: Tool) -> Tool:
-    """The tool, if a policy may write its name."""
+    """Return the tool, if a policy may write its name."""
     if not NAME.fullmatch(tool.name):
         raise ToolSchemaError(f"a tool cannot be called {tool.name!r}: a name begins with a letter and has letters, "
                               "digits, _, . and - after it, 64 at most; rename the function")
@@ -99,7 +99,7 @@ def check_signature(name: str, function: Callable[..., Any]) -> None:
 
 
 def not_json(hint: Any) -> Iterator[str]:
-    """The types in a hint that JSON has no value for."""
+    """Yield the types in a hint that JSON has no value for."""
     if get_origin(hint) is Literal or hint in (Any, ...):
         return
     if inner := get_args(hint):

@@ -43,7 +43,7 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     def with_functions(self, functions: Sequence[Any]) -> "Toolbox":
-        """The same for other functions of these names, such as the methods of another instance of an environment."""
+        """Do the same for other functions of these names, such as the methods of another instance of an environment."""
         known = {shared(tool.function): tool for tool in self.tools.values()}  # their schemas are not made again
         other = copy(self)
         other.tools = named([tool_of(function) if isinstance(function, Tool) or shared(function) not in known
@@ -71,7 +71,7 @@ class Toolbox:
             return self.as_text(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
 
     async def answer(self, call: ToolCall) -> str:
-        """The same in an event loop."""
+        """Do the same in an event loop."""
         with self.failures_told():
             result = self.started(call)
             return self.as_text(await result if inspect.isawaitable(result) else result)
@@ -85,7 +85,7 @@ class Toolbox:
         return tool.function(**call.arguments)
 
     def as_text(self, result: Any) -> str:
-        """A result as text, cut. One that ends the episode still does."""
+        """Return a result as text, cut. One that ends the episode still does."""
         text = self.limit.cut(text_of(result))
         return FinalResult(text) if isinstance(result, FinalResult) else text
 

@@ -56,7 +56,7 @@ def function_name(func: RewardFunction) -> str:
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """The same names; a repeated one gets the first free suffix of _2, _3, ..."""
+    """Return the same names; a repeated one gets the first free suffix of _2, _3, ..."""
     unique: list[str] = []
     for name in names:
         candidates = [name, *(f"{name}_{number}" for number in range(2, len(names) + 1))]
@@ -88,7 +88,7 @@ def is_required(func: RewardFunction) -> bool:
 
 
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
-    """The columns that functions get. Raises RewardError for a column with the name of an argument."""
+    """Return the columns that functions get. Raises RewardError for a column with the name of an argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
@@ -116,7 +116,7 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
 
 
 def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
-    """A function's result as `expected` floats and Nones. Raises RewardError for anything else."""
+    """Return a function's result as `expected` floats and Nones. Raises RewardError for anything else."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
     except Exception as error:  # conversions of foreign types raise as they like
@@ -134,7 +134,7 @@ def foreign_types(result: Any) -> set[str]:
 
 
 def as_list(values: Any) -> list[Any]:
-    """A list, a tuple, or anything with `tolist()`, as a list. Raises TypeError naming any other type."""
+    """Return a list, a tuple, or anything with `tolist()`, as a list. Raises TypeError naming any other type."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, (list, tuple)):
         raise TypeError(f"a list with one value per completion is needed, not {type(values).__name__}")

@@ -202,7 +202,7 @@ def spans_of(sizes: list[int]) -> list[range]:
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -255,7 +255,7 @@ def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str
 
 
 def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """The row's prompt, and of an episode with what the environment added to it, as in TRL."""
+    """Return the row's prompt, and of an episode with what the environment added to it, as in TRL."""
     prompt = row.get("prompt")
     if not rollout.opening:
         return prompt
@@ -273,10 +273,10 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def in_form(row: dict[str, Any], text: str) -> Any:
-    """A completion as a text, or as a chat if the row's prompt is a chat."""
+    """Return a completion as a text, or as a chat if the row's prompt is a chat."""
     return [{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The dataset columns that functions get; a row without one has None there."""
+    """Return the dataset columns that functions get; a row without one has None there."""
     return sorted({name for row in rows for name in row} - {"prompt", "completion"})

@@ -172,7 +172,7 @@ class RewardScorer:
         return Call(name, self.by_name[name], lists, state, self.timeout)
 
     def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
-        """The results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
+        """Return the results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
         scores = put_together(whole, early, self.names, spans, spans[-1].stop if spans else 0)
         for name in scores.converted.keys() - self.said:
             logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "
@@ -218,7 +218,7 @@ def in_order(parts: list[CallPart], count: int) -> list[float | None]:
 
 
 def extras_of(parts: list[CallPart], count: int) -> dict[str, list[Any]]:
-    """The columns passed to log_extra; a later function replaces a column of an earlier one."""
+    """Return the columns passed to log_extra; a later function replaces a column of an earlier one."""
     extras: dict[str, list[Any]] = {}
     for part in parts:
         for column, logged in part.call.recorder.extras.items():

@@ -85,7 +85,7 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
 
 
 def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]:
-    """The names among `options` that a request does not know, or whose values JSON cannot hold."""
+    """Return the names among `options` that a request does not know, or whose values JSON cannot hold."""
     known = inspect.signature(client.chat.completions.create).parameters
     return sorted(name for name, value in options.items() if name not in known or not is_json(value))
 

@@ -51,7 +51,7 @@ def usual(text: str) -> tuple[str, list[int]]:
 
 
 def without_controls(text: str, tokenizer: Any) -> str:
-    """The text with a space inside whatever the tokenizer would take for one of its control tokens."""
+    """Return the text with a space inside whatever the tokenizer would take for one of its control tokens."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):

@@ -77,7 +77,7 @@ class JudgeForm(ABC):
 
     @abstractmethod
     def worth(self, score: float) -> float:
-        """The reward for a score."""
+        """Return the reward for a score."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class GroupForm(JudgeForm):
     prompt. If there is nothing to compare, nothing is asked. Episodes of several messages are compared as a whole."""
 
     def read(self, completion: Any) -> str | Transcript:
-        """A text, or the lines of a chat with more than one message."""
+        """Return a text, or the lines of a chat with more than one message."""
         if isinstance(completion, list) and len(completion) > 1:
             return transcript_of(list(completion))
         return completion_text(completion)
@@ -143,7 +143,7 @@ def common(row: JudgedRow) -> tuple[str, str, str | None]:
 
 
 def transcript_of(messages: Sequence[Mapping[str, Any]]) -> Transcript:
-    """A line for each message: its role, what it says, and its calls."""
+    """Return a line for each message: its role, what it says, and its calls."""
     return tuple(map(line_of, messages))
 
 
@@ -156,7 +156,7 @@ def line_of(message: Mapping[str, Any]) -> str:
 
 
 def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's name, and its arguments as they were meant."""
+    """Return a call's name, and its arguments as they were meant."""
     function = call.get("function") or call
     arguments = function.get("arguments")
     if isinstance(arguments, str):

@@ -66,7 +66,7 @@ class Judge:
         self.complaints = Complaints()
 
     def open_round(self, questions: list[Question]) -> tuple[Round, list[Question]]:
-        """A round with the known answers, and the distinct questions that must be asked."""
+        """Return a round with the known answers, and the distinct questions that must be asked."""
         now = Round(questions)
         waiting: list[Question] = []
         for question in dict.fromkeys(questions):

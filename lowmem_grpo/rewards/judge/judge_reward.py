@@ -110,7 +110,7 @@ def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], boo
 
 def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
            reference: str | None = None, rubric_column: str | None = None, name: str = "judged") -> JudgeReward:
-    """A reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
+    """Return a reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
 
     `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
     row's own rubric. If a row has None there, it has no reference, and `rubric` holds. The reward is None if the judge
@@ -125,7 +125,7 @@ def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[floa
 
 def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
           name: str = "ruler") -> JudgeReward:
-    """A reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
+    """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
     Episodes of several turns are compared as a whole, with their tools' results; what all of them began with is shown
     once. Identical completions are shown once and get the same score. If a group has only one completion, or only one
@@ -137,7 +137,7 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
 
 
 def reward(name: str, judge: Judge, form: JudgeForm) -> JudgeReward:
-    """The kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
+    """Return the kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
     require("rubric", form.rubric, TEXT)
     if not isinstance(judge, Judge):
         raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "

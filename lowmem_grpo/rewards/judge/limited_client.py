@@ -24,7 +24,7 @@ class LimitedClient(DefaultAsyncHttpxClient):
         self.seconds = seconds
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """The answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
+        """Return the answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
         ReadTimeout if it is not whole in time, even if some of it comes again and again."""
         try:
             async with asyncio.timeout(self.seconds):

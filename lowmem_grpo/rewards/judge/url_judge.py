@@ -128,7 +128,7 @@ class ClientPool:
 
 
 def read(question: Question, reply: JudgeReply) -> Ratings:
-    """The ratings in a reply. Raises BadReplyError if there are none."""
+    """Return the ratings in a reply. Raises BadReplyError if there are none."""
     if not reply.is_chat:
         raise BadReplyError("the server's answer is not a chat completion")
     if reply.cut:

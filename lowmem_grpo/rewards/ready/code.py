@@ -57,7 +57,7 @@ def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
     where: Place = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
 ) -> "CodeVerifier":
-    """A verifier of Python: right if the code passes every test of its row, None if the row has no tests.
+    """Return a verifier of Python: right if the code passes every test of its row, None if the row has no tests.
 
     `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
     metadata. `isolation`: None takes bubblewrap; "process" is an opt-in to less
@@ -246,7 +246,7 @@ class Memory:
         self.lock = threading.Lock()
 
     def recall(self, pairs: list[tuple[str, str] | None], run: Any) -> list[list[TestVerdict] | None]:
-        """The verdicts of each pair; `run` gets those distinct pairs that are not known yet."""
+        """Return the verdicts of each pair; `run` gets those distinct pairs that are not known yet."""
         with self.lock:
             distinct = list(dict.fromkeys(pair for pair in pairs if pair is not None))
             if not set(distinct) <= set(self.found):

@@ -32,7 +32,7 @@ def pay_excess(length: int, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[[int], float], unit: str) -> Reward:
-    """A reward of the length in a unit. Raises ValueError for an unknown unit."""
+    """Return a reward of the length in a unit. Raises ValueError for an unknown unit."""
     if unit not in UNITS:
         raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
     return (TokenReward if unit == "tokens" else TextReward)(name, functools.partial(pay_length, rule=rule, unit=unit))
@@ -43,7 +43,7 @@ def pay_length(completion: Any, rule: Callable[[int], float], unit: str) -> floa
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Callable[..., list[float]]:
-    """A reward function that penalises only length (DAPO, arXiv 2503.14476, equation 13). For C tokens:
+    """Return a reward function that penalises only length (DAPO, arXiv 2503.14476, equation 13). For C tokens:
 
         0                                    C <= max_completion_length - cache_length
         (max - cache - C) / cache            up to max_completion_length: from 0 down to -1

@@ -42,12 +42,12 @@ BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
 def whole(text: str) -> str | None:
-    """All of the text, stripped; None if that is empty."""
+    """Return all of the text, stripped; None if that is empty."""
     return text.strip() or None
 
 
 def last_line(text: str) -> str | None:
-    """The last line that is not blank, stripped."""
+    """Return the last line that is not blank, stripped."""
     return text.strip().rpartition("\n")[2].strip() or None
 
 
@@ -61,7 +61,7 @@ def in_tag(opening: str, closing: str | None = None) -> Place:
 
 
 def between(text: str, opening: str, closing: str) -> str | None:
-    """The stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
+    """Return the stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     if start < 0:
