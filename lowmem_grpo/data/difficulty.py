@@ -18,11 +18,9 @@ class Visit:
 
 class DifficultyPools:
     """Remembers the last visit of each row. A row whose completions all earn the same is left out for 1 epoch; if that
-    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew.
-
-    "learning" are rows with a spread. Of the others, "easy" are those that earned the best reward seen in the run, and
-    "hard" those that earned less. Until two different rewards have been seen, they are all "hard".
-    """
+    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew. "learning" are rows with a
+    spread. Of the others, "easy" are those that earned the best reward seen in the run, and "hard" those that earned
+    less. Until two different rewards have been seen, they are all "hard"."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}

@@ -46,11 +46,9 @@ def each_of(encoded: Any) -> list[Example]:
 
 class ExampleEncoder(PromptEncoder):
     """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or says why it cannot.
-
     `end_ids` are the tokens that end a sampled completion. `truncation` is what is cut off a row of more than
-    `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out.
-    The columns `tools` (a list, or its JSON) and `chat_template_kwargs` are for the chat template, as in TRL.
-    """
+    `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out. The
+    columns `tools` (a list, or its JSON) and `chat_template_kwargs` are for the chat template, as in TRL."""
 
     continues = True  # whether a completion goes on with a prompt's last message, where that is the assistant's
 

@@ -223,7 +223,8 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
             prompt, why_prompt = longer_or_first(rows, names)
-        other, why = names[names[0] == (prompt or answer)], "guessed: the other one of two columns"
+        other = names[1] if names[0] == (prompt or answer) else names[0]
+        why = "guessed: the other one of two columns"
         if not answer:
             answer, why_answer = other, why
         else:

@@ -9,10 +9,8 @@ UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def owned(value: Any) -> Any:
-    """Return a copy that shares no list, dict or array with `value`, nor a dataclass such as `types.Turn`.
-
-    Everything else in it stays the same object: an environment, a client, a function, the routes of a turn.
-    """
+    """Return a copy that shares no list, dict or array with `value`, nor a dataclass such as `types.Turn`. Everything
+    else in it stays the same object: an environment, a client, a function, the routes of a turn."""
     if type(value) in UNCHANGING:
         return value
     if isinstance(value, dict):

@@ -36,12 +36,9 @@ class TextEncoder(ExampleEncoder):
 
 class ConversationEncoder(ExampleEncoder):
     """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages; into one for
-    each answer where the template rewrites earlier ones.
-
-    What the assistant says begins where a prompt of the messages before it ends, and ends with the token that ends a
-    sampled answer, also where the template writes that at the beginning of the next message, as GLM 4. Where a template
-    has {% generation %} marks, they say what is trained.
-    """
+    each answer where the template rewrites earlier ones. What the assistant says begins where a prompt of the messages
+    before it ends, and ends with the token that ends a sampled answer, also where the template writes that at the
+    beginning of the next message, as GLM 4. Where a template has {% generation %} marks, they say what is trained."""
 
     column = "messages"
     assistant_only = continues = False

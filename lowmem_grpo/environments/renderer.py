@@ -41,10 +41,8 @@ class Seam:
     marks: tuple[list[int], list[int]]  # the marks of the bridge behind a completion that was cut, and behind its end
 
     def tail(self, template: ChatTemplate, messages: Sequence[Message], ended: bool) -> str:
-        """Return what the template writes for messages behind the answer, from the mark that ends it.
-
-        Behind a completion that was cut also what comes before that mark, unless it belongs to a call.
-        """
+        """Return what the template writes for messages behind the answer, from the mark that ends it. Behind a
+        completion that was cut also what comes before that mark, unless it belongs to a call."""
         text = behind_anchor(template.text_of_calls([*answers(messages)[self.form], *messages]))
         return text[len(self.cut):] if ended or self.called else text
 
@@ -121,11 +119,9 @@ def behind_anchor(text: str) -> str:
 
 
 class Renderer:
-    """Renders with the tokenizer's chat template.
-
-    `bridge` neither renders nor encodes what was sampled. Messages of tools and environments are rendered as the
-    template does it, but their text cannot become a mark (see template.py); messages of the dataset are trusted.
-    """
+    """Renders with the tokenizer's chat template. `bridge` neither renders nor encodes what was sampled. Messages of
+    tools and environments are rendered as the template does it, but their text cannot become a mark (see template.py);
+    messages of the dataset are trusted."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:
@@ -158,11 +154,9 @@ class Renderer:
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """Return the tokens (B,) between a sampled completion and the next one: the rest of the turn's end, the new
-        messages, and the generation prompt.
-
-        `ended`: the completion's last token is one that ends a turn here; `closed` tells. Whatever else it ended with
-        (nothing, since it was cut, or another of the model's end tokens) stays, and the end of the turn follows it.
-        """
+        messages, and the generation prompt. `ended`: the completion's last token is one that ends a turn here; `closed`
+        tells. Whatever else it ended with (nothing, since it was cut, or another of the model's end tokens) stays, and
+        the end of the turn follows it."""
         seam = self.seam(checked(messages))
 
         def text(stand_ins: StandIns) -> str:
@@ -200,9 +194,7 @@ class Renderer:
 
 class PlainRenderer:
     """A text that goes on: what is said to the policy stands on lines of its own, `\\n...\\n`, without names of roles.
-
-    The first prompt is encoded as in single-turn runs. An end token that was sampled stays where it is.
-    """
+    The first prompt is encoded as in single-turn runs. An end token that was sampled stays where it is."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.marks = tokenizer, Marks(tokenizer)

@@ -37,11 +37,9 @@ class RewardModel(Reward):
     def __init__(self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:
         """`tokenizer` is by default that of the model's name. `init` holds options of from_pretrained for a name:
-        revision, token, dtype and quantization_config. `template_kwargs` go to the chat template.
-
-        OSError for a name without a model, TypeError for a model of another kind, ValueError for one with several
-        labels, and where no tokenizer fits it.
-        """
+        revision, token, dtype and quantization_config. `template_kwargs` go to the chat template. OSError for a name
+        without a model, TypeError for a model of another kind, ValueError for one with several labels, and where no
+        tokenizer fits it."""
         named = isinstance(model, str)
         self.model: Any = None if named else model
         self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
@@ -217,10 +215,8 @@ class RewardModel(Reward):
 def with_models(functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
                 template_kwargs: dict[str, Any] | None = None) -> list[Any]:
     """Return the reward functions, with a `RewardModel` in the place of each model and each name of one.
-
     `processing_classes` are their tokenizers: one, or a list with one for each function, of which those of functions
-    are not looked at. ValueError for a wrong number of them.
-    """
+    are not looked at. ValueError for a wrong number of them."""
     tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(functions):

@@ -56,10 +56,8 @@ Case = AssertCase | CallCase | ProgramCase
 
 
 def read_cases(tests: Any, function: str | None = None) -> list[Case]:
-    """Return the cases of a row, in any layout of `layouts`. ValueError for anything else.
-
-    `function` names what is tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata.
-    """
+    """Return the cases of a row, in any layout of `layouts`. ValueError for anything else. `function` names what is
+    tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata."""
     listed = tests_in(tests, function)
     if not listed or (not isinstance(tests, str | dict | list | tuple) and listed == [tests]):
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
@@ -134,10 +132,8 @@ def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
 
 
 def free_names(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the names that test code uses and that neither it nor Python defines.
-
-    Only these come from the code under test, so it cannot replace `abs` or `sorted`.
-    """
+    """Return the names that test code uses and that neither it nor Python defines. Only these come from the code under
+    test, so it cannot replace `abs` or `sorted`."""
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

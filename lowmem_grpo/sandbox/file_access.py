@@ -44,9 +44,7 @@ def attributes(known: int) -> bytes:
 
 def restrict(readable: list[str], writable: list[str]) -> bool:
     """Allow only reading below `readable` and all to files below `writable`. Returns False if there is no Landlock.
-
-    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses.
-    """
+    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     known = version()
     if known < 1:

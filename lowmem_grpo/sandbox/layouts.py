@@ -31,9 +31,7 @@ PACKED = "eJ"  # how base64 of zlib's data begins
 
 def tests_in(tests: Any, function: str | None = None) -> list[Any]:
     """Return the tests of a row one by one. `function` names what they test, where the row holds that apart from them.
-
-    What has no known layout is returned as it is. Raises ValueError for a layout that is known, but not kept.
-    """
+    What has no known layout is returned as it is. Raises ValueError for a layout that is known, but not kept."""
     tests = parsed(tests)
     if isinstance(tests, dict):
         return tests_of({key: value for key, value in tests.items() if value is not None}, tests, function)

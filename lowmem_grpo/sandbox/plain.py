@@ -93,12 +93,10 @@ def decode(tree: Any, referred: Refer | None = None) -> Any:
 
 
 def same(expected: Any, got: Any, json: bool = False) -> bool:
-    """Return whether two encoded trees stand for the same value.
-
-    Types must be the same (1, 1.0 and True differ), except that a list equals other sequences: a dataset cannot hold
-    them. Floats may differ by a billionth, and NaN equals NaN. Only the trees are compared: no foreign value is ever
-    hashed. With `json` the expected value was JSON: numbers are equal as Python's are, and keys as JSON writes them.
-    """
+    """Return whether two encoded trees stand for the same value. Types must be the same (1, 1.0 and True differ),
+    except that a list equals other sequences: a dataset cannot hold them. Floats may differ by a billionth, and NaN
+    equals NaN. Only the trees are compared: no foreign value is ever hashed. With `json` the expected value was JSON:
+    numbers are equal as Python's are, and keys as JSON writes them."""
     expected, got = as_list(expected), as_list(got)
     if json:
         expected, got = as_number(expected), as_number(got)

@@ -229,10 +229,8 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def as_exception(link: Link, answer: dict[str, Any]) -> BaseException:
-    """Return the other side's exception as one of its kind, so that a test can expect it.
-
-    Those that Python takes for the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them.
-    """
+    """Return the other side's exception as one of its kind, so that a test can expect it. Those that Python takes for
+    the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them."""
     kind = link.error_class([str(name) for name in answer.get("names") or [answer.get("error")]])
     if issubclass(kind, NOT_RAISED):
         return RuntimeError(str(answer.get("text", "")))

@@ -54,10 +54,8 @@ class ScratchFolder:
 
 
 def locked(folder: str) -> int:
-    """Return a descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder.
-
-    On a file system without locks the descriptor holds none, and no sweep removes anything there.
-    """
+    """Return a descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder. On a
+    file system without locks the descriptor holds none, and no sweep removes anything there."""
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

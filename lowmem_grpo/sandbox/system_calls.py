@@ -90,9 +90,7 @@ REFUSE: Instruction = (RETURN, 0, 0, ERRNO | errno.EPERM)
 
 def filter_program(machine: str) -> bytes:
     """Return the filter for "x86_64" or "aarch64": instructions of code u16, jump if true u8, if false u8, value u32.
-
-    Raises OSError for another machine.
-    """
+    Raises OSError for another machine."""
     if machine not in MACHINES:
         raise OSError(f"no filter of system calls for {machine}; there is one for {', '.join(MACHINES)}")
     column, arch = MACHINES[machine]
@@ -117,10 +115,8 @@ def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
 
 
 def give_up_rights() -> None:
-    """Drop every capability for good, and die with the parent. Raises OSError if the kernel refuses.
-
-    After this other processes of the same user cannot read the process's memory: it is not dumpable.
-    """
+    """Drop every capability for good, and die with the parent. Raises OSError if the kernel refuses. After this other
+    processes of the same user cannot read the process's memory: it is not dumpable."""
     libc = with_prctl()
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "PR_SET_PDEATHSIG")
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")

@@ -222,11 +222,9 @@ def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) ->
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group.
-
-    bwrap starts the code's process in a session and a PID namespace of its own. If it died first, its child would die
-    a little later, and nobody would reap it in a container whose first process does not.
-    """
+    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group. bwrap
+    starts the code's process in a session and a PID namespace of its own. If it died first, its child would die a
+    little later, and nobody would reap it in a container whose first process does not."""
     if process.poll() is None and (children := children_of(process.pid)):
         for child in children:
             with contextlib.suppress(OSError):

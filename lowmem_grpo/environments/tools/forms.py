@@ -121,15 +121,12 @@ class ToolCallTemplate:
 
 
 class TemplateParser:
-    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn.
-
-    See https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template
-    for models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
-    with other arguments, and the policy would not be told.
-
-    `example` is a turn with a call as the template writes it. Its tokens that `answer`, a turn without one, has not are
-    the `signs` of a call: the response template passes over what it cannot read, and that must not be taken for text.
-    """
+    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn. See
+    https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template for
+    models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
+    with other arguments, and the policy would not be told. `example` is a turn with a call as the template writes it.
+    Its tokens that `answer`, a turn without one, has not are the `signs` of a call: the response template passes over
+    what it cannot read, and that must not be taken for text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
                  answer: str) -> None:

@@ -47,10 +47,8 @@ def described(error: BaseException) -> str:
 
 
 class TokenLimit:
-    """Cuts texts to so many tokens, in any thread.
-
-    A tokenizer keeps the options of its last call, so that two threads must not use one: this one has a copy.
-    """
+    """Cuts texts to so many tokens, in any thread. A tokenizer keeps the options of its last call, so that two threads
+    must not use one: this one has a copy."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
@@ -61,11 +59,9 @@ class TokenLimit:
 
 
 def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
-    """The text if it has at most `max_tokens` tokens, else its head and its tail with a note of what was left out.
-
-    Only so much of the text is encoded as could be kept, however long it is. Half a surrogate pair, which no tokenizer
-    takes, becomes a question mark.
-    """
+    """The text if it has at most `max_tokens` tokens, else its head and its tail with a note of what was left out. Only
+    so much of the text is encoded as could be kept, however long it is. Half a surrogate pair, which no tokenizer
+    takes, becomes a question mark."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     bound = MOST_CHARACTERS * max_tokens
     if len(text) <= bound and fits(text, tokenizer, max_tokens):

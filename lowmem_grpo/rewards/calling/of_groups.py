@@ -23,13 +23,11 @@ LINGER = 0.02  # seconds that the worker waits, so that groups that finish toget
 class EarlyScoring:
     """The calls of the reward functions on a batch of prompts: made before it is sampled, told of finished groups by
     `on_group` while others decode, and brought to an end by `settle`. A context manager: after its end no call begins.
-
     All plain functions share one worker thread. Whenever it is free, it takes all groups that wait and calls one
     function after the other on them. So no two plain functions run side by side, as when a whole batch is scored, and
     functions that share state stay right. This holds within a batch: nothing can stop a thread, so a call of a batch
     that failed may still run while the next batch is scored. Async functions are called for each group at once. Nothing
-    is raised before `wait`, and no call begins after a failure or after `close`.
-    """
+    is raised before `wait`, and no call begins after a failure or after `close`."""
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:

@@ -172,11 +172,9 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
 
 
 def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
-    """Return findings about what the functions paid for the completions of a step, as in `rewards.check`.
-
-    With fewer than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers,
-    and no function paid anything. If no group has signal, functions that pay the same for all are not listed singly.
-    """
+    """Return findings about what the functions paid for the completions of a step, as in `rewards.check`. With fewer
+    than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers, and no
+    function paid anything. If no group has signal, functions that pay the same for all are not listed singly."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))

@@ -57,11 +57,8 @@ class Failure:
 
 def make_client(base_url: str | None, api_key: str | None, timeout: float, retries: int) -> "AsyncOpenAI":
     """A client that waits `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection it
-    repeats the request up to `retries` times, 0.5 to 8 s later or when the server says.
-
-    Raises ImportError if it is not installed, and ValueError if it has no key, or one that no request can hold, or if
-    the URL is none.
-    """
+    repeats the request up to `retries` times, 0.5 to 8 s later or when the server says. Raises ImportError if it is not
+    installed, and ValueError if it has no key, or one that no request can hold, or if the URL is none."""
     try:
         from openai import AsyncOpenAI, OpenAIError
 

@@ -15,12 +15,9 @@ from lowmem_grpo.runs.findings import Finding
 
 
 class JudgeReward(Reward):
-    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server.
-
-    Each call logs judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (for one
-    completion), and /seconds (of the call) if the judge was asked. The reasons go into the extra column
-    NAME_reason.
-    """
+    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server. Each
+    call logs judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (for one completion), and
+    /seconds (of the call) if the judge was asked. The reasons go into the extra column NAME_reason."""
 
     required = True
 

@@ -112,10 +112,8 @@ def digest(texts: list[str]) -> str:
 
 
 class BadReplyError(ValueError):
-    """A reply that does not hold the scores that were asked for. The message says what is wrong with it.
-
-    `fault` says it without quoting the reply, whose words may come from an answer. Only this is told to the judge.
-    """
+    """A reply that does not hold the scores that were asked for. The message says what is wrong with it. `fault` says
+    it without quoting the reply, whose words may come from an answer. Only this is told to the judge."""
 
     def __init__(self, fault: str, quoted: str = "") -> None:
         super().__init__(f"{fault}: {quoted}" if quoted else fault)

@@ -28,10 +28,8 @@ class SelfJudge(Judge):
         **gone: Any,
     ) -> None:
         """`model` is what FastLanguageModel returned. A question and its reply must fit into its max_seq_length.
-
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
-        all questions of a step. A generation cannot be broken off, but no second one begins after half of that time.
-        """
+        all questions of a step. A generation cannot be broken off, but no second one begins after half of that time."""
         check_gone(gone)
         require("max_tokens", max_tokens, COUNT)
         require("temperature", temperature, ZERO_OR_MORE)

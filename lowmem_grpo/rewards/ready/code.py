@@ -95,12 +95,10 @@ class CodeVerifier(Verifier):
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return N lists of verdicts, one for each test; None for a row without tests, or a code that did not begin.
-
-        A code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
+        """Return N lists of verdicts, one for each test; None for a row without tests, or a code that did not begin. A
+        code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
         ValueError for tests that cannot be read, unless `skip_faulty`: those are None too. Raises SandboxError if the
-        sandbox stops working.
-        """
+        sandbox stops working."""
         rows = [None if row is None else (row, function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}

@@ -124,10 +124,8 @@ def unfenced(text: str, anywhere: bool) -> str:
 
 
 def last_number(text: str) -> str | None:
-    r"""Return the last number, with sign, currency and power of ten; None if there is none.
-
-    LaTeX is made plain: \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12.
-    """
+    r"""Return the last number, with sign, currency and power of ten; None if there is none. LaTeX is made plain:
+    \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12."""
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
     number: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
@@ -147,11 +145,9 @@ def plain_number(text: str) -> str:
 
 
 def read_number(text: object) -> Fraction | None:
-    r"""Return the exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits.
-
-    Only ASCII digits count: "1,234.5", "70 000", "$5", "-0", "2e3", "6 \times 10^3", "3/4", "1\frac{1}{2}",
-    "0.\overline{3}", "5 million", "50%" (without the sign: 50).
-    """
+    r"""Return the exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits. Only
+    ASCII digits count: "1,234.5", "70 000", "$5", "-0", "2e3", "6 \times 10^3", "3/4", "1\frac{1}{2}",
+    "0.\overline{3}", "5 million", "50%" (without the sign: 50)."""
     if isinstance(text, bool) or text is None or len(str(text)) > 4 * MAX_DIGITS:
         return None
     return exact_value(plain_number(str(text).strip()).removesuffix("%").rstrip().rstrip("."))
