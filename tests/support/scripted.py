@@ -111,7 +111,7 @@ class Scripted(Judge):
         self.fails = fails
 
     def rate(self, questions: list[Question]) -> Round:
-        now, waiting = self.open_round(questions)
+        now, waiting = self.begin(questions)
         self.asked += waiting
         for question in waiting:
             now.meter.prompt_tokens += 10
@@ -119,4 +119,4 @@ class Scripted(Judge):
                 now.troubles.append(unanswered("babble", "it babbles", "take another"))
             else:
                 self.learn(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
-        return self.close_round(now)
+        return self.end(now)

@@ -65,7 +65,7 @@ class Judge:
         self.meter = Meter()
         self.complaints = Complaints()
 
-    def open_round(self, questions: list[Question]) -> tuple[Round, list[Question]]:
+    def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
         """Return a round with the known answers, and the distinct questions that must be asked."""
         now = Round(questions)
         waiting: list[Question] = []
@@ -83,7 +83,7 @@ class Judge:
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
 
-    def close_round(self, now: Round) -> Round:
+    def end(self, now: Round) -> Round:
         now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
         self.meter.add(now.meter)
         for trouble in {trouble.kind: trouble for trouble in now.troubles}.values():

@@ -44,7 +44,7 @@ class SelfJudge(Judge):
 
     def rate(self, questions: list[Question]) -> Round:
         """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
-        now, waiting = self.open_round(questions)
+        now, waiting = self.begin(questions)
         began = time.monotonic()
         try:
             asked = {question: ids for question in waiting if (ids := self.encode(question, None, now)) is not None}
@@ -61,7 +61,7 @@ class SelfJudge(Judge):
                     "take a larger model, raise max_tokens, or judge by URL: a small model may not follow the form",
                 ))
         finally:
-            self.close_round(now)
+            self.end(now)
         return now
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:

@@ -63,7 +63,7 @@ class UrlJudge(Judge):
 
     async def rate(self, questions: list[Question]) -> Round:
         """Ratings of the questions that were answered within the deadline. A failure of judging raises no error."""
-        now, waiting = self.open_round(questions)
+        now, waiting = self.begin(questions)
         client, places = self._sessions.here(self)
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
         try:
@@ -79,7 +79,7 @@ class UrlJudge(Judge):
         finally:
             for task in tasks:
                 task.cancel()
-            self.close_round(now)
+            self.end(now)
         return now
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
