@@ -11,12 +11,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data.brought import columns_of, rows_of
 from lowmem_grpo.data.examples import ExampleEncoder
 from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.packing import packed
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, columns_of, rows_of
 from lowmem_grpo.data.texts import (
     AnswerEncoder,
     CompletionEncoder,

@@ -8,10 +8,9 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from lowmem_grpo.data.brought import comes_from
 from lowmem_grpo.data.examples import Example, Examples, each_of
 from lowmem_grpo.data.packing import PackEncoder, encoded
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, comes_from
 from lowmem_grpo.data.texts import MASKS
 
 Columns = dict[str, list[Any]]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
-    from lowmem_grpo.rewards.checking.check import check
-    from lowmem_grpo.rewards.checking.result import RewardCheck
+    from lowmem_grpo.rewards.checking.check import RewardCheck, check
     from lowmem_grpo.rewards.judge.judge_reward import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
@@ -58,8 +57,7 @@ HOMES = {name: home for home, names in {
     "rewards.reward": "MeanOf Reward",
     "rewards.verifier": "Verifier",
     "rewards.calling.scorer": "RewardError RewardScorer Scores",
-    "rewards.checking.check": "check",
-    "rewards.checking.result": "RewardCheck",
+    "rewards.checking.check": "RewardCheck check",
     "rewards.judge.judge_reward": "judged ruler",
     "rewards.judge.self_judge": "SelfJudge",
     "rewards.judge.url_judge": "UrlJudge",

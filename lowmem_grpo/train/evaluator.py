@@ -5,9 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, rows_of
 from lowmem_grpo.runs.summary import speed
 from lowmem_grpo.train.familiar import Familiar
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import DataError, PromptEncoder
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, rows_of
 from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
 from lowmem_grpo.environments.protocol import Factories, short, tools_of

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,10 +29,40 @@ class ToolFormError(ValueError):
     """A tokenizer whose template has no tool calls, or has them in a form that is not known here."""
 
 
-class Reads(Protocol):
-    """A reader of completions."""
+class TemplateParser:
+    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn. See
+    https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template for
+    models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
+    with other arguments, and the policy would not be told. `example` is a turn with a call as the template writes it.
+    Its tokens that `answer`, a turn without one, has not are the `signs` of a call: the response template passes over
+    what it cannot read, and that must not be taken for text."""
 
-    def read(self, ids: Sequence[int], text: str) -> Reading: ...
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
+                 answer: str) -> None:
+        self.tokenizer, self.prefix, self.example = tokenizer, prefix, example.strip()
+        self.schemas: list[Any] = [*schemas]
+        self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
+
+    def read(self, ids: Sequence[int], text: str) -> Reading:
+        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
+        whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
+        try:
+            fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
+            calls = [call_of(writable(call["function"])) for call in fields.pop("tool_calls", None) or []]
+        except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
+            return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
+        if not calls and any(sign in whole for sign in self.signs):
+            return self.failed(text, "it is not in the form of the chat template")
+        content, _ = fields.pop("content", None), fields.pop("role", None)
+        if not content and not calls:  # what the response template passed over
+            return Reading(text)
+        return Reading(content or "", calls, fields=fields)
+
+    def failed(self, text: str, why: str) -> Reading:
+        return Reading(text, errors=[unreadable(why, self.example)])
+
+
+Reads = Parser | TemplateParser
 
 
 def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
@@ -118,36 +148,3 @@ class ToolCallTemplate:
             f"the chat template writes tool calls in a form that is not known here: {self.call()[-300:]!r}. Known are "
             f"{', '.join(FORMS)}: name one as in parse=\"hermes\", give a function of a completion's text that returns "
             "its calls, or set the tokenizer's response_template, as TRL's add_response_schema does for its models")
-
-
-class TemplateParser:
-    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn. See
-    https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template for
-    models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
-    with other arguments, and the policy would not be told. `example` is a turn with a call as the template writes it.
-    Its tokens that `answer`, a turn without one, has not are the `signs` of a call: the response template passes over
-    what it cannot read, and that must not be taken for text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
-                 answer: str) -> None:
-        self.tokenizer, self.prefix, self.example = tokenizer, prefix, example.strip()
-        self.schemas: list[Any] = [*schemas]
-        self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
-
-    def read(self, ids: Sequence[int], text: str) -> Reading:
-        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
-        whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
-        try:
-            fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
-            calls = [call_of(writable(call["function"])) for call in fields.pop("tool_calls", None) or []]
-        except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
-            return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
-        if not calls and any(sign in whole for sign in self.signs):
-            return self.failed(text, "it is not in the form of the chat template")
-        content, _ = fields.pop("content", None), fields.pop("role", None)
-        if not content and not calls:  # what the response template passed over
-            return Reading(text)
-        return Reading(content or "", calls, fields=fields)
-
-    def failed(self, text: str, why: str) -> Reading:
-        return Reading(text, errors=[unreadable(why, self.example)])

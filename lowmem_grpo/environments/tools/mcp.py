@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, described
-from lowmem_grpo.environments.tools.schema import Tool
+from lowmem_grpo.environments.tools.toolbox import Tool
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
-from lowmem_grpo.rewards.checking.result import print_check
-from lowmem_grpo.rewards.checking.trials import RewardTrial
+from lowmem_grpo.rewards.checking.check import print_check
+from lowmem_grpo.rewards.checking.diagnosis import RewardTrial
 from lowmem_grpo.rewards.texts import completion_texts
 
 ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24}
