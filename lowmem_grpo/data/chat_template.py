@@ -101,8 +101,9 @@ def get_chat_template(
         if len(chat_template) != 2 or not all(isinstance(part, str) for part in chat_template):
             raise ValueError(f"chat_template is {chat_template!r}; pass a name, or (template, end token)")
         (body, stop), has_it = chat_template, True
-    if map_eos_token:
-        stop_at(tokenizer, stop)
+    if map_eos_token and is_token(tokenizer, stop) and tokenizer.eos_token != stop:
+        logger.info("end token: %r instead of %r", stop, tokenizer.eos_token)
+        tokenizer.eos_token = stop
     if not has_it:
         body = reading(keys, system_message) + body
     elif not plain:
@@ -128,12 +129,6 @@ def is_token(tokenizer: Any, text: str) -> bool:
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
-
-
-def stop_at(tokenizer: Any, end: str) -> None:
-    if is_token(tokenizer, end) and tokenizer.eos_token != end:
-        logger.info("end token: %r instead of %r", end, tokenizer.eos_token)
-        tokenizer.eos_token = end
 
 
 def written(form: ChatFormat, end: str) -> str:

@@ -100,7 +100,7 @@ class Call:
     def run_alone(self) -> None:
         """Begin in this thread where it is the main one, so that signal.alarm works as in TRL, and end at the time
         limit; elsewhere in a daemon thread of its own, with the caller's context variables."""
-        if can_limit():
+        if SIGNAL is not None and threading.current_thread() is threading.main_thread():
             with suppress(OverTime), time_limit(self.limit):
                 self.run()
             if self.future.done() and isinstance(error := failure(self.future), KeyboardInterrupt):
@@ -178,10 +178,6 @@ def failure(future: Future[Any]) -> BaseException | None:
 
 class OverTime(BaseException):
     """Raised inside of code that takes longer than it may; `except Exception` does not catch it."""
-
-
-def can_limit() -> bool:
-    return SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
