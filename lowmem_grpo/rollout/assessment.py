@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data import brought
+from lowmem_grpo.data import stream
 from lowmem_grpo.data.prompts import check_dataset
 from lowmem_grpo.rewards.calling.of_groups import call, score_rows
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
@@ -93,7 +93,7 @@ def mean(values: list[float | None]) -> float:
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
     """The first `limit` rows, without those with an empty prompt, which a warning counts; ValueError without any."""
     check_dataset(dataset)
-    dataset = brought.rows_of(dataset)
+    dataset = stream.rows_of(dataset)
     rows = [dataset[index] for index in range(min(len(dataset), limit or len(dataset)))]
     usable = [row for row in rows if row["prompt"]]
     if not usable:

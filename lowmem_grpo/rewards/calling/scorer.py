@@ -20,24 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_grpo.config.grpo import check_weights
+from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rewards.calling.calls import Call, Lists, wait_for
-from lowmem_grpo.rewards.calling.contract import (
-    RewardError,
-    RewardFunction,
-    as_rewards,
-    check_function,
-    check_lengths,
-    foreign_types,
-    function_name,
-    is_async,
-    is_invalid,
-    is_model,
-    is_required,
-    may_be_early,
-    passed_columns,
-    unique_names,
-)
+from lowmem_grpo.rewards.calling.contract import RewardError, RewardFunction
 
 __all__ = ["RewardError", "RewardScorer", "Scores"]
 
@@ -75,15 +61,15 @@ class RewardScorer:
         no functions or a wrong number of weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.funcs: list[RewardFunction] = list(functions)
-        if any(map(is_model, self.funcs)):
+        if any(map(contract.is_model, self.funcs)):
             from lowmem_grpo.rewards.reward_model import with_models  # which loads what reads models
 
             self.funcs = with_models(self.funcs)
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one reward function")
         for func in self.funcs:
-            check_function(func)
-        self.names = unique_names([function_name(func) for func in self.funcs])
+            contract.check_function(func)
+        self.names = contract.unique_names([contract.function_name(func) for func in self.funcs])
         check_weights(weights, self.names)
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
         if not any(self.weights):
@@ -98,13 +84,13 @@ class RewardScorer:
     def early(self) -> list[str]:
         """The functions that may be called while other groups decode."""
         return [name for name, func in self.by_name.items()
-                if may_be_early(func, self.while_sampling) and not (self.late_columns or self.override)]
+                if contract.may_be_early(func, self.while_sampling) and not (self.late_columns or self.override)]
 
     @property
     def required(self) -> list[str]:
         """The functions whose None leaves a group out of the step. One of weight 0 is a metric and requires nothing."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
-        return [name for name, func, weight in named if weight and is_required(func)]
+        return [name for name, func, weight in named if weight and contract.is_required(func)]
 
     @property
     def by_name(self) -> dict[str, RewardFunction]:
@@ -121,8 +107,8 @@ class RewardScorer:
               columns: dict[str, list[Any]]) -> Lists:
         """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
         lists = dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
-        lists |= passed_columns(columns, self.episodes)
-        check_lengths(lists, len(completions))
+        lists |= contract.passed_columns(columns, self.episodes)
+        contract.check_lengths(lists, len(completions))
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
@@ -150,14 +136,14 @@ class RewardScorer:
         """Return what each function says of N completions of these rows: a list (N,) for each function."""
         lists = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         lists |= dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
-        check_lengths(lists, len(completions))
+        contract.check_lengths(lists, len(completions))
         self.called = {call.name: call for call in self.call_each(self.names, lists, state)}
-        return [as_rewards(name, self.called[name].future.result(), len(completions)) for name in self.names]
+        return [contract.as_rewards(name, self.called[name].future.result(), len(completions)) for name in self.names]
 
     def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
         """Call each of these functions, plain ones first, and wait. The arguments of all are checked before."""
         calls = [self.call(name, lists, state) for name in names]
-        together = [call for call in calls if is_async(self.by_name[call.name])]
+        together = [call for call in calls if contract.is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]
         for call in alone:
             call.run_alone()
@@ -199,14 +185,15 @@ def put_together(
     for call in (*early, *whole):
         size = len(call.completions)
         places = [place for group in call.groups for place in spans[group]] if call.groups else range(size)
-        parts[call.name].append(CallPart(call, places, as_rewards(call.name, call.future.result(), size)))
+        parts[call.name].append(CallPart(call, places, contract.as_rewards(call.name, call.future.result(), size)))
     returned = {name: in_order(parts[name], count) for name in names}
-    return Scores(rewards={name: [None if is_invalid(v) else v for v in values] for name, values in returned.items()},
-                  invalid={name: sum(map(is_invalid, values)) for name, values in returned.items()},
+    return Scores(rewards={name: [None if contract.is_invalid(value) else value for value in values]
+                           for name, values in returned.items()},
+                  invalid={name: sum(map(contract.is_invalid, values)) for name, values in returned.items()},
                   extras=extras_of([part for name in names for part in parts[name]], count),
                   metrics=means_of(list(parts.values())), returned=returned,
                   converted={name: sorted(kinds) for name in names if (kinds := {
-                      kind for part in parts[name] for kind in foreign_types(part.call.future.result())})})
+                      kind for part in parts[name] for kind in contract.foreign_types(part.call.future.result())})})
 
 
 def in_order(parts: list[CallPart], count: int) -> list[float | None]:

@@ -3,16 +3,7 @@
 import asyncio
 from typing import Any
 
-from lowmem_grpo.rewards.judge.chat_api import (
-    Failure,
-    JudgeReply,
-    ask,
-    hidden,
-    is_address,
-    make_client,
-    secrets_of,
-    unknown_options,
-)
+from lowmem_grpo.rewards.judge import chat_api
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
 from lowmem_grpo.rules import COUNT, POSITIVE, TEXT, at_least, require
@@ -40,7 +31,7 @@ class UrlJudge(Judge):
         check_gone(gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
         require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
-                                    lambda _: base_url is None or is_address(str(base_url))))
+                                    lambda _: base_url is None or chat_api.is_address(str(base_url))))
         require("model", model, TEXT)
         for name, value, rule in (("timeout", timeout, POSITIVE), ("deadline", deadline, POSITIVE),
                                   ("retries", retries, at_least(0)), ("concurrency", concurrency, COUNT)):
@@ -56,8 +47,8 @@ class UrlJudge(Judge):
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
         self.options = dict(options or {})
-        client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
-        if unknown := unknown_options(client, self.options):
+        client = chat_api.make_client(*self.client_settings)  # if there can be no client, the run does not begin
+        if unknown := chat_api.unknown_options(client, self.options):
             raise ValueError(f"options has {names}; it must be what the client's create() takes, without {unknown}")
         self._sessions = ClientPool(client)
 
@@ -84,12 +75,12 @@ class UrlJudge(Judge):
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask until the reply has scores, up to `retries` further times."""
-        fault, last, reply, secrets = None, "", JudgeReply(""), secrets_of(client, self.options)
+        fault, last, reply, secrets = None, "", chat_api.JudgeReply(""), chat_api.secrets_of(client, self.options)
         for attempt in range(1 + self.retries):
             async with places:
-                answer = await ask(client, self.name, question, fault, self.options)
+                answer = await chat_api.ask(client, self.name, question, fault, self.options)
             now.meter.retried += answer.retries + (attempt > 0)
-            if isinstance(answer, Failure):
+            if isinstance(answer, chat_api.Failure):
                 now.troubles.append(answer.trouble)
                 return
             reply = answer
@@ -97,7 +88,7 @@ class UrlJudge(Judge):
             now.meter.completion_tokens += reply.completion_tokens
             try:
                 ratings = read(question, reply)
-                self.learn(now, question, [(score, hidden(reason, secrets)) for score, reason in ratings])
+                self.learn(now, question, [(score, chat_api.hidden(reason, secrets)) for score, reason in ratings])
                 return
             except BadReplyError as bad:
                 fault, last = bad.fault, str(bad)
@@ -121,13 +112,13 @@ class ClientPool:
     def here(self, judge: UrlJudge) -> tuple[Any, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
         if loop not in self.made:
-            client, self.spare = self.spare or make_client(*judge.client_settings), None
+            client, self.spare = self.spare or chat_api.make_client(*judge.client_settings), None
             self.made = {other: session for other, session in self.made.items() if not other.is_closed()}
             self.made[loop] = (client, asyncio.Semaphore(judge.concurrency))
         return self.made[loop]
 
 
-def read(question: Question, reply: JudgeReply) -> Ratings:
+def read(question: Question, reply: chat_api.JudgeReply) -> Ratings:
     """Return the ratings in a reply. Raises BadReplyError if there are none."""
     if not reply.is_chat:
         raise BadReplyError("the server's answer is not a chat completion")
@@ -136,7 +127,7 @@ def read(question: Question, reply: JudgeReply) -> Ratings:
     return question.read(reply.text)
 
 
-def no_scores(fault: str, reply: JudgeReply) -> Finding:
+def no_scores(fault: str, reply: chat_api.JudgeReply) -> Finding:
     if not reply.is_chat:
         return unanswered("api", "what the server answers is not a chat completion",
                        "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")
