@@ -131,7 +131,7 @@ class ExampleEncoder(PromptEncoder):
         return whole[len(rendered) :]
 
     def ended(self, text: str) -> list[int] | None:
-        """The text's ids up to its end token, which is added if it has none; None if text follows the end token."""
+        """Return the text's ids up to its end token, or with one behind them; None if text follows the end token."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
         if not ends:

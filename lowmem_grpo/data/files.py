@@ -80,7 +80,7 @@ def cell_text(value: Any) -> str | None:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Inside, the library shows no bars and no log lines; its errors are raised anyway."""
+    """Let the library show no bars and no log lines inside; its errors are raised anyway."""
     logger, shown = logging.getLogger("datasets"), is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.CRITICAL)

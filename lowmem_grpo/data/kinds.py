@@ -43,7 +43,7 @@ def rows_fault(path: Path, kind: str) -> str:
 
 
 def check_rows(path: Path) -> None:
-    """OSError for a .json file that is one object with a list of rows inside: the library would read it as one row."""
+    """Raise OSError for a .json file that is one object around a list of rows: it would be read as one row."""
     with path.open(encoding="utf-8") as file:
         first, second = [*islice((line for line in file if line.strip()), 2), "", ""][:2]
         if not first.lstrip("\ufeff \t").startswith("{") or (second and first.rstrip().endswith("}")):

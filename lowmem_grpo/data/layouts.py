@@ -151,7 +151,7 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
 
 
 def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> None:
-    """ValueError for layouts whose prompt or answer cannot be told from columns."""
+    """Raise ValueError for layouts whose prompt or answer cannot be told from columns."""
     truth = value_at(rows[0], "reward_model.ground_truth") if "reward_model" in rows[0] else None
     keys = [f"reward_model.ground_truth.{key}" for key in truth] if isinstance(truth, dict) else []
     options = [name for name in names.values() if OPTION.fullmatch(name if len(name) == 1 else name.lower())]
@@ -204,7 +204,7 @@ def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """A guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
+    """Guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
     why_prompt = why_answer = "named"
     tests = [usual for usual in TESTS for name in names if name.lower() == usual and any(
         holds_tests(row[name]) for row in rows)]

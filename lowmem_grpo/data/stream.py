@@ -90,7 +90,7 @@ class Stream:
         self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
-        """As if so many rows had been drawn in this round."""
+        """Go on as if so many rows had been drawn in this round."""
         if drawn < self.drawn or round_number:
             self.start_round(round_number)
         while self.drawn < drawn:
@@ -217,7 +217,7 @@ def plain(value: Any, arrays: bool) -> Any:
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
-    """The dataset as rows by index, or as a Stream; DataError, with what to pass instead, where it is neither."""
+    """Return the dataset as rows by index, or as a Stream; DataError, with what to pass instead, if it is neither."""
     if dataset is None:
         raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
                         "datasets.Dataset")

@@ -127,7 +127,7 @@ class Episode:
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
     def add_turn(self, drawn: Rollout) -> Callable[[WorkerJob], Answer] | None:
-        """Take a turn in; returns what a worker is to do about it, or None where that was the last."""
+        """Take a turn in; return what a worker is to do about it, or None where that was the last."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
@@ -213,7 +213,7 @@ class Episode:
             self.add(ids[len(self.prompt) :])
 
     def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
-        """Tokens that follow: drawn by the policy, or context between its turns."""
+        """Add tokens that follow: drawn by the policy, or context between its turns."""
         self.ids = [*self.ids, *ids]
         self.after += ids
         self.logprobs += logprobs if trained and logprobs is not None else [0.0] * len(ids)

@@ -53,7 +53,7 @@ class Kits:
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 
     def make(self, made: Any) -> Kit:
-        """The kit of an environment like this one; None where there is no environment."""
+        """Return the kit of an environment like this one; None where there is no environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
         toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
             if functions else None
@@ -74,7 +74,7 @@ class Kits:
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """The prompt (P,) of a question to the base model, which has no tools; no message of it can forge a turn."""
+        """Return the prompt (P,) of a question to the base model, which has no tools. No message can forge a turn."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""
             self.other = renderer_for(prompt, self.tokenizer, None, self.template_kwargs)
@@ -138,6 +138,6 @@ class WithPrompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row's prompt; a text is the user's, and so is nothing."""
+    """Return the messages of a row's prompt; a text is the user's, and so is nothing."""
     prompt = row.get("prompt") or ""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -231,7 +231,7 @@ def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any
 
 
 def messages_of(observation: Any, method: str) -> list[Message]:
-    """An observation as messages: a text is the user's; None is nothing."""
+    """Return an observation as messages: a text is the user's; None is nothing."""
     if observation is None:
         return []
     if isinstance(observation, str):

@@ -172,7 +172,7 @@ class Renderer:
     def encode(
         self, messages: Sequence[Message], text: Callable[[StandIns], str], marks: list[int] | None = None
     ) -> list[int]:
-        """The ids of a text whose marks are all the template's: `marks`, or those that it has beside the stand-ins."""
+        """Return the ids of a text whose marks are all the template's: `marks`, or those beside the stand-ins."""
         for whole in (False, True):
             stand_ins = StandIns(self.marks, messages, whole)
             rendered = text(stand_ins)
@@ -214,7 +214,7 @@ class PlainRenderer:
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
 
     def render_anew(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """RendererError: there is nothing that could render the conversation anew."""
+        """Raise RendererError: there is nothing that could render the conversation anew."""
         raise RendererError("history='template' renders the conversation with the chat template for each turn, and a "
                             "prompt that is a plain string has none",
                             "use history='append', or make `prompt` a list of chat messages")
@@ -222,7 +222,7 @@ class PlainRenderer:
 
 def renderer_for(prompt: Any, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> Renderer | PlainRenderer:
-    """The renderer for a dataset's prompts. RendererError for tools with a plain string, or without a chat template."""
+    """Return the renderer of prompts. RendererError for tools with a plain string, or without a chat template."""
     if not isinstance(prompt, str):
         return Renderer(tokenizer, tools, template_kwargs)
     if tools:

@@ -39,7 +39,7 @@ class Marks:
         self.of_every = pattern([*self.every.values(), ANCHOR])
 
     def among(self, ids: list[int]) -> list[int]:
-        """The marks among ids, in their order; without the token of unknown letters, which any text may become."""
+        """Return the marks among ids, in order; without the token of unknown letters, which any text may become."""
         unknown = self.tokenizer.unk_token_id
         return [number for number in ids if number in self.every and number != unknown]
 

@@ -33,7 +33,7 @@ def find_function(name: str) -> Any:
 
 
 def refuse_unknown(name: str) -> None:
-    """ValueError for a name without a file that is no reward of the package."""
+    """Raise ValueError for a name without a file that is no reward of the package."""
     if ":" not in name and name not in rewards.__all__:
         close = difflib.get_close_matches(name, rewards.__all__, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."

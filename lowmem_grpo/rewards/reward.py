@@ -60,7 +60,7 @@ class Reward(ABC):
 
     @abstractmethod
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        """The rewards of N texts. `columns` holds the columns that it reads, `call` everything that was passed."""
+        """Return the rewards of N texts. `columns` holds the columns that it reads, `call` all that was passed."""
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         """Return why a dataset row can never be judged; None if it can. It is asked before a run."""

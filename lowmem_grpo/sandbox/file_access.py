@@ -29,7 +29,7 @@ LOOK = EXECUTE | READ_FILE | READ_DIR
 
 
 def version() -> int:
-    """The kernel's version of Landlock; 0 if it is missing or off."""
+    """Return the kernel's version of Landlock; 0 if it is missing or off."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
     return max(int(number), 0)

@@ -28,7 +28,7 @@ class ScratchFolder:
             self._lock = locked(self.path)
 
     def usage(self, most: int) -> tuple[int, int]:
-        """Files and bytes in it, counted up to `most` files. A folder that cannot be read counts as too many."""
+        """Return files and bytes in it, counted up to `most` files. A folder that cannot be read has too many."""
         waiting, entries, size = [self.path], 0, 0
         try:
             while waiting and entries <= most:

@@ -95,7 +95,7 @@ class Trial:
         self.server = self.tester = None
 
     def started(self, role: str, code: str, **more: object) -> Worker:
-        """A process. Its start does not count as the code's time, unless it replaces a process that the code ended."""
+        """Start a process. That does not count as the code's time, unless it replaces one that the code ended."""
         began = time.monotonic()
         worker = self.sandbox.start(role, code, **more)
         if role == "program" or role not in self.begun:
@@ -131,7 +131,7 @@ class Trial:
         return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
 
     def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """Call the code: {"value": ...} or {"error": ..., "text": ...}."""
+        """Call the code; return {"value": ...} or {"error": ..., "text": ...}."""
         server = self.serving()
         deadline = self.deadline() if deadline is None else deadline
         server.send(request, deadline)
@@ -179,7 +179,7 @@ def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
 
 
 def is_same(expected: Any, got: Any, json: bool = False) -> bool:
-    """`plain.same`, but False if the answer is not encoded data at all."""
+    """Return `plain.same`, but False if the answer is not encoded data at all."""
     try:
         return same(expected, got, json)
     except (TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError):

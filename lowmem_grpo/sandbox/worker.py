@@ -108,7 +108,7 @@ class Worker:
             raise self.ended() from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message. WorkerEnded if none comes before the deadline, a limit is passed, or it is nonsense."""
+        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is nonsense."""
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")

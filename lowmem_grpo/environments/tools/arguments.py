@@ -125,7 +125,7 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 
 def typed(schema: Any, text: str) -> Any:
-    """The value of an argument that was written as plain text: text where the schema wants text, else what it says."""
+    """Return the value of an argument that was written as text: text where the schema wants it, else what it says."""
     if allows_text(schema):
         return text
     word = text.strip()

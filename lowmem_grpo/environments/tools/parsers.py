@@ -112,7 +112,7 @@ class Parser:
         return Reading(thoughts + (said.rstrip() if calls else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
-        """Marks and the text between them. Text that only looks like a mark, and has a token of its own, is text."""
+        """Return marks and the text between them. Text that looks like a mark with a token of its own is text."""
         pieces: list[Piece] = []
         for token, run in groupby(ids, lambda token: token if token in self.tokens else None):
             if token is not None:
@@ -134,7 +134,7 @@ class Parser:
         return joined(pieces[:end + 1]), pieces[end + 1:], []
 
     def parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """(whether it is inside of a call, text). The last mark may be missing where all of the call is there."""
+        """Yield (is it inside of a call, text). The last mark may be missing where all of the call is there."""
         inside: list[str] | None = None
         for mark, text in [*pieces, (self.form.open, "")]:
             if mark and mark in (self.form.open, self.form.close):
@@ -149,7 +149,7 @@ class Parser:
                 inside.append(mark or text)
 
     def bare_parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """The same where calls are JSON without marks. Objects that are no calls are text."""
+        """Yield the same where calls are JSON without marks. Objects that are no calls are text."""
         text, at = joined(pieces), 0
         decoder = json.JSONDecoder()
         while begin := CALL_LIKE.search(text, at):

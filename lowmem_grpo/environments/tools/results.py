@@ -28,7 +28,7 @@ class FinalResult(str):
 
 
 def text_of(result: Any) -> str:
-    """Text as it is, and plain data as JSON. ToolError for anything else."""
+    """Return text as it is, and plain data as JSON. ToolError for anything else."""
     if isinstance(result, str):
         return result
     try:

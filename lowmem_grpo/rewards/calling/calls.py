@@ -66,7 +66,7 @@ class Call:
     """A named function with its lists of N completions. One of the methods `run...` begins the call."""
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float) -> None:
-        """Raises MissingColumnError if the function needs an argument that is not there."""
+        """Raise MissingColumnError if the function needs an argument that is not there."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -161,7 +161,7 @@ def check(calls: list[Call]) -> None:
 
 
 def pause(calls: list[Call]) -> float:
-    """Seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
+    """Return the seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
     now = time.monotonic()
     return max(0.0, min([POLL_SECONDS, *(call.began + call.limit - now for call in calls if not call.future.done())]))
 

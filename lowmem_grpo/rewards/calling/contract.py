@@ -31,7 +31,7 @@ class TooLateError(RewardError):
 
 
 def check_function(func: Any) -> None:
-    """Raises TypeError for a verifier, and anything else that cannot be called."""
+    """Raise TypeError for a verifier, and anything else that cannot be called."""
     if isinstance(func, Verifier):
         raise TypeError(f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; "
                         "make a reward function from it with .reward(right=1.0, wrong=0.0)")
@@ -142,7 +142,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, a bool or anything with `item()` as a float; None as None. Raises TypeError naming any other type."""
+    """Return a number, a bool or anything with `item()` as a float, and None as None. TypeError names another type."""
     item = value.item() if hasattr(value, "item") else value
     if item is None:
         return None

@@ -93,7 +93,7 @@ class EarlyScoring:
             start_thread("early rewards", self.work)
 
     def over(self, call: Call) -> None:
-        """A call has ended: wake whoever waits for it. After the first failure no call begins."""
+        """Wake whoever waits for a call that has ended. After the first failure no call begins."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed
             if first:
@@ -152,7 +152,7 @@ class EarlyScoring:
                 self.changed.wait(pause(begun))
 
     def calls_on(self, group: int) -> list[Call] | None:
-        """The calls of all functions that scored a group, in their order; None where one is not done, or failed."""
+        """Return the calls of all functions that scored a group, in their order; None if one is not done, or failed."""
         with self.changed:
             calls = {call.name: call for call in self.calls if group in call.groups and call.future.done()}
         if self.failed is not None or len(calls) < len(self.scorer.names):
@@ -230,7 +230,7 @@ def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState |
 
 def score_rows(scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
                state: TrainerState | None) -> Scores:
-    """The scores of one completion for each row. Functions get it in the form of its prompt: a text or a chat."""
+    """Return the scores of one completion for each row. Functions get it in the form of its prompt: text or chat."""
     columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
     completions = [in_form(row, text) for row, text in zip(rows, texts, strict=True)]
     return scorer.score([row["prompt"] for row in rows], completions, ids, columns, state)

@@ -105,7 +105,7 @@ class RewardScorer:
 
     def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
               columns: dict[str, list[Any]]) -> Lists:
-        """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
+        """Return the arguments with one entry for each completion. RewardError if one has not, or names clash."""
         lists = dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         lists |= contract.passed_columns(columns, self.episodes)
         contract.check_lengths(lists, len(completions))
@@ -154,7 +154,7 @@ class RewardScorer:
         return [*alone, *together]
 
     def call(self, name: str, lists: Lists, state: Any) -> Call:
-        """A call that has not begun. Raises MissingColumnError if the function needs an argument that is not there."""
+        """Return a call that has not begun. MissingColumnError if the function needs what is not there."""
         return Call(name, self.by_name[name], lists, state, self.timeout)
 
     def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:

@@ -166,7 +166,7 @@ def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shortened(content: Any) -> Any:
-    """A text without its middle if it is too long."""
+    """Return a text without its middle if it is too long."""
     if not isinstance(content, str) or len(content) <= RESULT_CHARS:
         return content
     half = RESULT_CHARS // 2

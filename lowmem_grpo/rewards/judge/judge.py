@@ -99,7 +99,7 @@ class Judge:
 
 
 def unanswered(kind: str, problem: str, fix: str) -> Finding:
-    """A finding: one reason why a question has no answer."""
+    """Return a finding: one reason why a question has no answer."""
     return Finding("warning", "", problem, fix, kind)
 
 

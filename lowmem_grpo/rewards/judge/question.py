@@ -92,12 +92,12 @@ class Question:
         return "\n\n".join(f"=== {name} {self.mark}\n{broken(text)}\n=== END {self.mark}" for name, text in parts)
 
     def messages(self, fault: str | None = None) -> list[dict[str, str]]:
-        """As chat messages. `fault` says what was wrong with the reply before, without quoting it."""
+        """Return chat messages. `fault` says what was wrong with the reply before, without quoting it."""
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
         return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
 
     def read(self, reply: str) -> Ratings:
-        """(score, reason) of each answer in order. Raises BadReplyError if the reply is anything else."""
+        """Return (score, reason) of each answer in order. BadReplyError if the reply is anything else."""
         read = partial(read_group, count=len(self.answers)) if self.grouped else read_single
         return read(reply, low=self.low, high=self.high)
 

@@ -43,7 +43,7 @@ class SelfJudge(Judge):
         self.memory = RunMemory()  # a bound of its own: questions are longer than the run's prompts
 
     def rate(self, questions: list[Question]) -> Round:
-        """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
+        """Return ratings of the questions that the base model could answer. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
         began = time.monotonic()
         try:

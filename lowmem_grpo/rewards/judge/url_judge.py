@@ -53,7 +53,7 @@ class UrlJudge(Judge):
         self._sessions = ClientPool(client)
 
     async def rate(self, questions: list[Question]) -> Round:
-        """Ratings of the questions that were answered within the deadline. A failure of judging raises no error."""
+        """Return ratings of the questions answered within the deadline. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
         client, places = self._sessions.here(self)
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]

@@ -87,6 +87,6 @@ def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:
 
 
 def whole_number(name: str, value: object, least: int) -> None:
-    """Raises ValueError for anything but a whole number of at least `least`."""
+    """Raise ValueError for anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}")
