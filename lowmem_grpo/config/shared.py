@@ -1,27 +1,14 @@
 """The settings that every trainer has, and how unknown options are refused."""
 
-import difflib
 import math
 import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse
+from lowmem_grpo import rules
+from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse, suggestion
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.rules import (
-    COUNT,
-    DECAY,
-    PATH,
-    POSITIVE,
-    SHARE,
-    TRUTH,
-    ZERO_OR_MORE,
-    Rule,
-    check_ranges,
-    number,
-    one_of,
-    require,
-)
+from lowmem_grpo.rules import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, check_ranges, number, one_of, require
 from lowmem_grpo.units import count_text
 
 OPTIMIZERS = tuple(OPTIMIZER_BYTES)
@@ -37,15 +24,12 @@ LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
 def field_names(cls: Any) -> set[str]:
-    """The names of a dataclass's fields."""
     return {field.name for field in fields(cls)}
 
 
 class CheckedCall(type):
     """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
-
-    A class may have its own tables: of options with one meaning, `unsupported`, and of older names, `renamed`.
-    """
+    A class may have its own tables `unsupported` and `renamed`."""
 
     unsupported: Table = OF_GRPO
     renamed: dict[str, str] = RENAMED
@@ -157,14 +141,15 @@ class TrainSettings(metaclass=CheckedCall):
     """The space of the hub that trackio writes to; None keeps everything on this machine."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "output_dir": PATH,
+        "output_dir": rules.PATH,
         "max_steps": number("a whole number above 0, or -1 to go by num_train_epochs",
                             lambda value: value % 1 == 0 and (value > 0 or value == -1)),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
-        "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": DECAY, "adam_beta2": DECAY,
-        "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
-        "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
+        "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": rules.DECAY,
+        "adam_beta2": rules.DECAY, "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE,
+        "max_grad_norm": POSITIVE, "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE,
+        "warmup_ratio": rules.SHARE,
         "logging_steps": COUNT, "nonfinite_steps": COUNT, "save_strategy": one_of(*STRATEGIES), "save_steps": COUNT,
         "save_total_limit": COUNT, "eval_strategy": one_of(*STRATEGIES), "eval_steps": COUNT,
         **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "push_to_hub", "disable_dropout", "use_cpu",
@@ -236,9 +221,8 @@ class TrainSettings(metaclass=CheckedCall):
         """An option that is no field reads as what happens: other libraries' callbacks and scripts ask for some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
-            close = difflib.get_close_matches(name, field_names(type(self)), n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise AttributeError(f"{type(self).__name__} has no option {name!r}{hint}")
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}"
+                                 f"{suggestion(name, field_names(type(self)))}")
         return fixed.allowed(name)[0]
 
     @property
@@ -256,7 +240,6 @@ class TrainSettings(metaclass=CheckedCall):
 
     @property
     def completions_per_step(self) -> int:
-        """Completions behind one optimizer step."""
         return self.batch_size
 
     @property
@@ -265,8 +248,6 @@ class TrainSettings(metaclass=CheckedCall):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints; a token of the hub is in none of them."""
-        found = asdict(self)
-        if found["model_init_kwargs"]:
-            found["model_init_kwargs"] = {name: str(value) for name, value in found["model_init_kwargs"].items()
-                                          if name not in ("token", "use_auth_token")}
-        return found
+        loading = {name: str(value) for name, value in (self.model_init_kwargs or {}).items()
+                   if name not in ("token", "use_auth_token")}
+        return asdict(self) | ({"model_init_kwargs": loading} if self.model_init_kwargs else {})

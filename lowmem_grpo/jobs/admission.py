@@ -89,8 +89,7 @@ def plan_recipe(recipe: str, arguments: list[str]) -> JobPlan:
 
     from lowmem_grpo.memory.peaks import keep_to, this_card
     from lowmem_grpo.recipes.options import fill
-    from lowmem_grpo.recipes.planned import planned
-    from lowmem_grpo.recipes.presets import prepare
+    from lowmem_grpo.recipes.presets import planned, prepare
     from lowmem_grpo.recipes.recipe_file import find_recipe
 
     module: Any = find_recipe(recipe) if torch.cuda.is_available() else None

@@ -14,7 +14,6 @@ from lowmem_grpo.units import time_text
 from lowmem_grpo.views.live import StepTimes
 
 logger = logging.getLogger(__name__)
-
 PHASES = {"time/generate": "sampling", "time/reward": "rewards", "time/train": "training"}
 
 

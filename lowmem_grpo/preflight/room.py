@@ -16,7 +16,7 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.units import size_text
 
-# Of a completion in completions.jsonl; of each reward, each token, each turn of an episode.
+# What a completion takes in completions.jsonl, and each of its rewards, tokens, and turns.
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 
@@ -101,7 +101,6 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
 
 
 def optimizer_bytes(subject: Subject) -> int:
-    """Return the bytes of the optimizer's states."""
     return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
 
 
@@ -112,7 +111,6 @@ def checkpoint_bytes(subject: Subject) -> int:
 
 
 def keeps_checkpoints(subject: Subject) -> bool:
-    """Return whether the run writes more than its adapter at the end."""
     return bool(subject.args.save_strategy != "no")
 
 

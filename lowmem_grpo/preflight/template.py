@@ -1,7 +1,5 @@
-"""Checks of the chat template, of the tokens that end a completion, and of ids that the model does not have.
-
-Padding and end may be the same token: masks come from lengths, never from comparing ids.
-"""
+"""Checks of the chat template, of tokens that end a completion (padding may be the same: masks come from lengths), and
+of ids that the model does not have."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -54,9 +52,6 @@ def answered(subject: Subject, messages: Messages) -> str | None:
         return None
 
 
-# Tokens
-
-
 def no_end(subject: Subject) -> Iterator[Finding]:
     """Find that neither the tokenizer nor the generation config names a token that ends a completion."""
     if not subject.end_ids and not subject.end_texts:
@@ -99,7 +94,6 @@ def endless(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(example: Example) -> list[list[int]]:
-    """Return the runs of trained tokens of an example."""
     trained = example.trained or [True] * len(example.completion_ids)
     runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
     return [[token for _, token in run] for counts, run in runs if counts]
@@ -124,9 +118,6 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
     for token in islice(unknown, 1):
         yield Finding("error", "", f"a row contains the token {token} ({tokenizer.decode([token])!r}), but the "
                       f"model's vocabulary has {rows}", fix)
-
-
-# Runs of several turns
 
 
 def not_rendered(subject: Subject) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
-
 TOGETHER = 256  # completions that are sampled at a time
 Right = Callable[..., Sequence[float | None]] | Verifier
 
@@ -24,10 +23,8 @@ def answer(
     model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None,
     together: int = TOGETHER,
 ) -> Answers:
-    """Sample `params.n` answers to the prompt of each row, with an adapter or with the base model.
-
-    The first function decides what is right: a verifier, or a reward function that pays more than 0. The values of the
-    others are averaged. About `together` completions are sampled at a time."""
+    """Sample `params.n` answers to each row, about `together` at a time. The first function pays more than 0 for a
+    right one; the values of the others are averaged."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
@@ -35,11 +32,9 @@ def answer(
     each = [row for row in rows for _ in range(params.n)]
     verdicts, metrics = judge(functions, each, completions)
     texts = [completion.text for completion in completions]
-    return Answers(
-        in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
-        sum(len(completion.token_ids) for completion in completions),
-        sum(completion.finish_reason == "length" for completion in completions), metrics,
-    )
+    return Answers(in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n),
+                   verdicts.count(None), sum(len(completion.token_ids) for completion in completions),
+                   sum(completion.finish_reason == "length" for completion in completions), metrics)
 
 
 def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator[tuple[list[Any], int]]:
@@ -49,12 +44,10 @@ def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The same settings with another seed."""
     return SamplingParams(**(vars(params) | {"seed": None if params.seed is None else params.seed + number}))
 
 
 def in_rows(values: list[Any], width: int) -> list[list[Any]]:
-    """Consecutive runs of `width` values; the last one may be shorter."""
     return [values[start : start + width] for start in range(0, len(values), width)]
 
 

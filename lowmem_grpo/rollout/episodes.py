@@ -31,8 +31,7 @@ from lowmem_grpo.rollout.outages import Failure, Outages, say_too_long
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
-
-TRIES = 2  # of an episode that an environment fails
+TRIES = 2  # how often an episode is played that an environment fails
 BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
 CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 
@@ -58,12 +57,11 @@ class Episodes:
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got.
-
-        EnvironmentFailedError where all episodes fail: of the first batch, or of three batches in a row."""
+        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got. EnvironmentFailedError
+        where all episodes fail: of the first batch, or of three batches in a row."""
         slots = getattr(engine, "slots", None)  # a caller's own engine may not say
         live = None if slots is None else math.ceil(BESIDE * slots)
-        batch = Batch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
+        batch = EpisodeBatch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
         try:
             batch.play(engine, params)
         finally:
@@ -75,16 +73,16 @@ class Episodes:
         return result
 
 
-class Batch:
+class EpisodeBatch:
     """The episodes of one call, as an engine sees them: a `Conversation`."""
 
     def __init__(
         self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
         most: int | None, in_rounds: bool,
     ) -> None:
-        """At most so many episodes are played at a time. The others follow in their order, so that groups end one after
-        the other, and what an engine has cached of an episode is still there when it goes on. `in_rounds` waits for all
-        that work before the next turns are decoded, so that these do not depend on how long the work took."""
+        """At most `most` episodes are played at a time, the others in their order: so groups end one after the other,
+        and an engine still has what it cached. `in_rounds` waits for all work, so that turns do not depend on its time.
+        """
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
@@ -110,8 +108,6 @@ class Batch:
             self.other.speak(engine, tokenizer)
             converse(engine, self, params, tokenizer)
 
-    # As the engine sees it
-
     def take(self, busy: bool) -> list[Request]:
         """The turns that can be decoded; see `Conversation`. None while the base model is to speak."""
         self.collect_all(not busy and self.in_rounds)
@@ -136,10 +132,7 @@ class Batch:
         else:
             self.finish(key)
 
-    # Work
-
     def admit(self) -> None:
-        """Begin as many episodes as may be played at a time."""
         while self.waiting and len(self.live) < self.most:
             self.start(self.waiting.popleft())
 
@@ -149,10 +142,8 @@ class Batch:
         row = self.prompts[index].row
         kit = self.owner.kits.of(row)
         self.tries[key] += 1
-        self.live[key] = Episode(
-            key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
-            partial(self.seed_of, index, member), self.owner.kits.within,
-        )
+        self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
+                                 partial(self.seed_of, index, member), self.owner.kits.within)
         self.submit(key, partial(self.reset, self.live[key]))
 
     def reset(self, episode: Episode, job: Job) -> Answer:
@@ -179,7 +170,6 @@ class Batch:
             self.collect(wait=True)
 
     def collect(self, wait: bool) -> None:
-        """Take in what workers have done."""
         for job in sorted(self.workers.collect(wait), key=lambda job: job.key):
             if job.key >= 0:  # others only close
                 self.settle(job, self.live[job.key])
@@ -194,7 +184,7 @@ class Batch:
         elif job.error is not None:
             raise job.error
         elif episode.ending:  # that was its last job
-            self.end(episode, job.result)
+            self.end_episode(episode, job.result)
         elif episode.seconds > self.owner.bounds.episode_seconds:
             self.fail(episode, TimeoutError(f"its calls took {episode.seconds:.0f} s together"))
         else:
@@ -218,7 +208,6 @@ class Batch:
             self.ready.append(episode.request())
 
     def ask(self, episode: Episode, ask: AskBase, seconds: float) -> None:
-        """The environment, which took so many seconds, wants to hear the base model first."""
         if episode.turns:
             episode.turns[-1].seconds += seconds
         ids = self.owner.kits.asking(ask.messages)
@@ -229,12 +218,10 @@ class Batch:
         self.other.ask(Request(episode.key, ids, room, seed), ask)
 
     def heard(self, key: int, ask: AskBase, said: str) -> None:
-        """The base model replied."""
         episode = self.live[key]
         self.submit(key, lambda job: episode.told(job, ask, said))
 
     def finish(self, key: int) -> None:
-        """The episode is over but for what its environment says about it."""
         self.submit(key, self.live[key].finish)
 
     def fail(self, episode: Episode, error: BaseException) -> None:
@@ -246,9 +233,9 @@ class Batch:
             self.start(episode.key)
         else:
             episode.ending = "timeout" if isinstance(error, TimeoutError) else "environment_error"
-            self.end(episode, None)
+            self.end_episode(episode, None)
 
-    def end(self, episode: Episode, pay: float | None) -> None:
+    def end_episode(self, episode: Episode, pay: float | None) -> None:
         """The episode is over: its group may be, too."""
         if pay is not None and episode.turns:
             episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
@@ -261,16 +248,13 @@ class Batch:
 
     def report(self, index: int, members: list[Episode]) -> None:
         """All episodes of a prompt are over."""
-        prompt = next((one.prompt for one in members if one.prompt), [])
+        prompt = next((episode.prompt for episode in members if episode.prompt), [])
         self.prompts[index].ids = prompt
-        self.results[index] = [one.rollout(prompt) for one in members]
+        self.results[index] = [episode.rollout(prompt) for episode in members]
         if self.on_group is not None:
             self.on_group(index, self.results[index])
 
-    # The end
-
     def result(self) -> list[list[Rollout]]:
-        """The rollouts of all prompts."""
         return [self.results[index] for index in range(len(self.prompts))]
 
     def close(self) -> None:

@@ -271,7 +271,7 @@ def test_looking_at_a_micro_batch_does_not_wait_for_the_device(
     trained = int(batch.loss_mask.sum())
     with FakeTensorMode() as mode:  # which has no values: reading one raises
         fakes = {name: mode.from_tensor(v) for name, v in vars(batch).items() if torch.is_tensor(v)}
-        Flags().look(replace(batch, **fakes), torch.empty(trained), torch.empty(()))
+        Flags().check_batch(replace(batch, **fakes), torch.empty(trained), torch.empty(()))
 
 
 # What is skipped

@@ -123,7 +123,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
     expected = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
     run.learner.optimizer.zero_grad(set_to_none=True)
     prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
-    with run.scoring.begin(groups) as calls:
+    with run.scoring.start_batch(groups) as calls:
         run.overlap.start_step(prompts, calls)
         for index, group in enumerate(groups):
             run.overlap.on_group(index, group.rollouts)

@@ -93,7 +93,7 @@ def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tok
     """Return a group for each prompt, sampled by the model as it is."""
     engine = model.engine(None, tokenizer)
     try:
-        completions = engine.generate([prompt.ids for prompt in prompts], args.draws.of(step=0))
+        completions = engine.generate([prompt.ids for prompt in prompts], args.draws.for_step(step=0))
     finally:
         engine.sleep()
     return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]

@@ -526,7 +526,7 @@ def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
 ) -> None:
     reward = Digits()
     trainer = make(tmp_path, reward)
-    trainer.sampler.engine, trainer.sampler.given = TwoArguments(trainer.engine), True
+    trainer.sampler.engine, trainer.sampler.is_callers = TwoArguments(trainer.engine), True
     for _ in range(2):
         trainer.rollout()
     assert sum("capabilities lack on_group" in record.message for record in caplog.records) == 1

@@ -240,7 +240,7 @@ def scored(weights: list[float], *funcs: Any) -> tuple[list[Any], dict[str, floa
     config = GRPOConfig(reward_weights=weights, num_generations=4, scale_rewards="none")
     group = RolloutGroup({"prompt": "p"}, [1], rollouts)
     scoring = Scoring(RewardScorer(list(funcs), weights), config, TrainerState())
-    logged = scoring.apply([group], scoring.begin([group]).settle([group]))
+    logged = scoring.apply([group], scoring.start_batch([group]).settle([group]))
     return rollouts, logged
 
 
