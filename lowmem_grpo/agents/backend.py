@@ -105,11 +105,11 @@ class LocalBackend:
         """
         run = self.run(model)
         groups = list(trajectory_groups)
-        if wrong := [one for one in groups if not isinstance(one, TrajectoryGroup)]:
+        if wrong := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
             raise TypeError(f"train takes groups, and {type(wrong[0]).__name__} is among them: pass "
                             "[TrajectoryGroup(trajectories)]")
-        given: Mapping[str, Any] = {} if config is None else config.model_dump(exclude_none=True)
-        metrics = await run.train(groups, {**given, **options})
+        settings: Mapping[str, Any] = {} if config is None else config.model_dump(exclude_none=True)
+        metrics = await run.train(groups, {**settings, **options})
         saved = run.saved.get(run.step)
         return LocalTrainResult(run.step, metrics, None if saved is None else str(saved))
 
@@ -149,11 +149,11 @@ class LocalBackend:
 
     def run(self, model: Any) -> LocalRun:
         """The run of a model. ValueError where it is not registered."""
-        found = self.runs.get((model.project, model.folder_name))
-        if found is None:
+        run = self.runs.get((model.project, model.folder_name))
+        if run is None:
             raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
                              "call `await model.register(backend)` first")
-        return found
+        return run
 
 
 Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what trains, and of what a step did

@@ -44,8 +44,8 @@ async def gather_trajectory_groups(
     sizes = [len(group) if isinstance(group, PendingGroup | TrajectoryGroup) else 1 for group in chosen]
     progress = Progress(max_exceptions, max_metrics, timeout, sum(sizes))
     with progress.shown(pbar_desc):
-        found = await together(whole(group, progress, after_each) for group in chosen)
-    return [group for part in found for group in part]
+        parts = await together(whole(group, progress, after_each) for group in chosen)
+    return [group for part in parts for group in part]
 
 
 async def whole(group: Any, progress: Progress, after_each: AfterEach | None) -> list[TrajectoryGroup]:
@@ -64,9 +64,9 @@ async def whole(group: Any, progress: Progress, after_each: AfterEach | None) ->
     if is_awaitable(after):
         after = await after
     kept = [] if after is None else after if isinstance(after, list) else [after]
-    for one in kept:
-        if not isinstance(one, TrajectoryGroup):
-            raise TypeError(f"after_each returned {described(one)}; it must return the group, a list of groups, or "
+    for item in kept:
+        if not isinstance(item, TrajectoryGroup):
+            raise TypeError(f"after_each returned {described(item)}; it must return the group, a list of groups, or "
                             "None to drop it")
     return kept
 

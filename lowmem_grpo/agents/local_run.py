@@ -132,8 +132,8 @@ class LocalRun:
 
     def look(self) -> None:
         """See which checkpoints there are; the first rank, which writes them, tells the others."""
-        found = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
-        self.saved = {int(path.name.rpartition("-")[2]): path for path in found}
+        checkpoints = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
+        self.saved = {int(path.name.rpartition("-")[2]): path for path in checkpoints}
 
     def names(self) -> Mapping[str, Path | str | None]:
         """Return the names that clients can ask for: the base model, each checkpoint, and the policy as it is."""
@@ -169,11 +169,11 @@ class LocalRun:
         settings = settings_of(options, self.trainer.args.loss_type, PER_STEP)
         return await self.at_desk(partial(self.update, groups, settings | ({} if save else {"save_strategy": "no"})))
 
-    def update(self, given: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def update(self, gathered: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
         """The step itself."""
         sampled = Sampled(self.chat.histories, [name for name in self.names() if name != self.base_model])
-        groups = sampled.groups(given)
-        told = self.ranks.gather("what was played", (len(groups), len(given), sampled.tally(given, groups)))
+        groups = sampled.groups(gathered)
+        told = self.ranks.gather("what was played", (len(groups), len(gathered), sampled.tally(gathered, groups)))
         counts = Tally.total(tally for _, _, tally in told).metrics()
         if not any(trained for trained, _, _ in told):
             logger.warning("no step was made: none of %d groups can be trained on; the step stays %d",
@@ -181,7 +181,7 @@ class LocalRun:
             return counts
         self.training = True
         try:
-            found = self.trainer.step(groups, counts, **settings)
+            line = self.trainer.step(groups, counts, **settings)
         except BaseException as error:
             self.error = error
             raise
@@ -190,7 +190,7 @@ class LocalRun:
             self.desk.on_policy_update(self.trainer.state.policy_version)
             self.look()
         self.error = None
-        return found
+        return line
 
     # Records
 
@@ -223,7 +223,7 @@ class LocalRun:
         for line in read_lines(path) if path.exists() else []:
             for value in (line[name] for name in names if line.get(name) is not None):
                 values.setdefault(int(line["step"]), []).append(value)
-        means_of = {step: fmean(found) for step, found in values.items() if step in self.saved}
+        means_of = {step: fmean(numbers) for step, numbers in values.items() if step in self.saved}
         if not means_of:
             logger.warning("no checkpoint has %s in %s: none is the best", metric, path)
         return max(means_of, key=lambda step: (means_of[step], step), default=None)

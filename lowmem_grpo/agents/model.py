@@ -204,8 +204,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
         """The arguments that litellm.completion needs for this model; opens an address on this machine (`serve`)."""
         self.serve()
-        found = super().litellm_completion_params(step)
-        return found | {"model": f"hosted_vllm/{found['model']}"}
+        params = super().litellm_completion_params(step)
+        return params | {"model": f"hosted_vllm/{params['model']}"}
 
     async def get_step(self) -> int:
         return await self.backend().get_step(self)
@@ -229,11 +229,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         await run.delete_checkpoints([] if best is None else [best])
 
 
-def groups_of(given: Any) -> list[TrajectoryGroup]:
+def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
     """Groups as they are; trajectories and errors as one group. TypeError for anything else."""
-    if isinstance(given, TrajectoryGroup):
-        return [given]
-    items = [given] if isinstance(given, BaseModel | str) or not isinstance(given, Iterable) else list(given)
+    if isinstance(rollouts, TrajectoryGroup):
+        return [rollouts]
+    is_item = isinstance(rollouts, BaseModel | str) or not isinstance(rollouts, Iterable)
+    items = [rollouts] if is_item else list(rollouts)
     groups = [item for item in items if isinstance(item, TrajectoryGroup)]
     if len(groups) == len(items):
         return groups

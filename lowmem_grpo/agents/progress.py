@@ -99,7 +99,7 @@ class Progress:
                 return result
             raise TypeError(f"a rollout returned {described(result)}; it must return {noun}: end it with `return "
                             "trajectory`")
-        except (Exception, asyncio.CancelledError) as raised:  # of the user's code
+        except (Exception, asyncio.CancelledError) as raised:  # by the user's code
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise

@@ -96,14 +96,14 @@ async def ruler_score_group(
     judge = judge_of(judge_model, extra_litellm_params)
     common = tools_of(group.trajectories)
     try:
-        scores = await scored([one.histories for one in group.trajectories], judge, rubric, common, debug)
+        scores = await scored([trajectory.histories for trajectory in group.trajectories], judge, rubric, common, debug)
     except JudgeError as error:
         if not swallow_exceptions:
             raise
         logger.warning("a group of %d trajectories is left out: %s", len(group), error)
         return None
     pairs = zip(group.trajectories, scores, strict=True)
-    return group.model_copy(update={"trajectories": [rewarded(one, score) for one, score in pairs]})
+    return group.model_copy(update={"trajectories": [rewarded(trajectory, score) for trajectory, score in pairs]})
 
 
 def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
@@ -125,12 +125,12 @@ async def scored(
     else:
         ratings = await asked(judge, compared(tools, different, rubric))
     known = dict(zip(different, ratings, strict=True))
-    found = [TrajectoryScore(trajectory_id=str(number), score=known[one][0], explanation=known[one][1])
-             for number, one in enumerate(seen, start=1)]
+    scores = [TrajectoryScore(trajectory_id=str(number), score=known[transcript][0], explanation=known[transcript][1])
+             for number, transcript in enumerate(seen, start=1)]
     if debug:
-        for score in found:
+        for score in scores:
             logger.warning("RULER: trajectory %s gets %g: %s", score.trajectory_id, score.score, score.explanation)
-    return found
+    return scores
 
 
 async def asked(judge: Judge, question: Any) -> Ratings:
@@ -138,11 +138,11 @@ async def asked(judge: Judge, question: Any) -> Ratings:
     now: Any = judge.rate([question])
     if inspect.isawaitable(now):
         now = await now
-    found: Ratings | None = now.found.get(question) if isinstance(now, Round) else None
-    if found is None:
+    ratings: Ratings | None = now.found.get(question) if isinstance(now, Round) else None
+    if ratings is None:
         why = f"{now.troubles[-1].problem}; {now.troubles[-1].fix}" if now.troubles else "it did not say why"
         raise JudgeError(f"the judge {judge.name} gave no scores: {why}")
-    return found
+    return ratings
 
 
 def lines_of(histories: Sequence[History], tools: str) -> Transcript:
@@ -160,7 +160,7 @@ def lines_of(histories: Sequence[History], tools: str) -> Transcript:
 
 def tools_of(trajectories: Sequence[Trajectory]) -> str:
     """The tools that all trajectories have, told once."""
-    each = {told(one.tools) for one in trajectories}
+    each = {told(trajectory.tools) for trajectory in trajectories}
     return each.pop() if len(each) == 1 else ""
 
 

@@ -23,7 +23,7 @@ class Candidate:
     load_in_4bit: bool
     out: Path  # where results go without --out
     note: str = ""
-    revision: str | None = None  # of the base model on the hub
+    revision: str | None = None  # the base model's, on the hub
     load_in_fp8: bool | str = False  # as it was in training
 
     def load(self, engine: str, context: int) -> tuple[Any, Any]:
@@ -146,8 +146,8 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, l
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
         return Candidate(target, None, bool(load_in_4bit), place, load_in_fp8=load_in_fp8)
     place = path if adapter is None else adapter
-    found = find_adapter(place, unfinished=True)
-    record = base_of_adapter(found.folder)
+    saved = find_adapter(place, unfinished=True)
+    record = base_of_adapter(saved.folder)
     model = target if named else record.model
     if model is None:
         raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
@@ -155,7 +155,7 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, l
     if load_in_4bit is None and not load_in_fp8:
         load_in_4bit, in_fp8 = record.load_in_4bit, record.load_in_fp8 or False
     revision = record.revision if record.model == model else None
-    return Candidate(model, found.folder, bool(load_in_4bit), place, found.note, revision, in_fp8)
+    return Candidate(model, saved.folder, bool(load_in_4bit), place, saved.note, revision, in_fp8)
 
 
 def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -171,9 +171,9 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     context = chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM)
     model, request = subject.load(chosen["engine"], context)
     measure = answer if play is None else play.answers
-    found = {"base": measure(model, rows, functions, params)}
+    measured = {"base": measure(model, rows, functions, params)}
     if request is not None:
-        found["adapter"] = measure(model, rows, functions, params, request)
+        measured["adapter"] = measure(model, rows, functions, params, request)
     ks = sorted(set(chosen["ks"])) or powers_of_two(params.n)
     return {
         "model": subject.model, "revision": subject.revision,
@@ -181,9 +181,9 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
         "load_in_4bit": subject.load_in_4bit, "load_in_fp8": subject.load_in_fp8,
         "recipe": chosen["recipe"], "dataset": chosen["dataset"],
         "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
-        "seed": params.seed, **{name: described(answers, ks) for name, answers in found.items()},
-        **({"difference": compared(found["base"], found["adapter"])} if len(found) > 1 else {}),
-        "rows": answered_rows(rows, found),
+        "seed": params.seed, **{name: described(answers, ks) for name, answers in measured.items()},
+        **({"difference": compared(measured["base"], measured["adapter"])} if len(measured) > 1 else {}),
+        "rows": answered_rows(rows, measured),
     }
 
 

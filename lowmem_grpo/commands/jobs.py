@@ -48,10 +48,10 @@ def submit(
 def jobs(number: int | None, server: Path, as_json: bool) -> None:
     """List the jobs, the newest first, or show the one with this NUMBER."""
     with plain_errors():
-        found = remote(server).get("/jobs" if number is None else f"/jobs/{number}")
-        shown = found["jobs"] if number is None else [found]
+        reply = remote(server).get("/jobs" if number is None else f"/jobs/{number}")
+        shown = reply["jobs"] if number is None else [reply]
         if as_json:
-            click.echo(json.dumps(found, indent=2))
+            click.echo(json.dumps(reply, indent=2))
         elif not shown:
             click.echo("no jobs yet: `lowmem-grpo submit RECIPE [key=value ...]`")
         else:

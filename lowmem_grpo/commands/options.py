@@ -49,7 +49,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
             return {}  # Python shows the line, when the file is loaded
         raise
     owner = named(tree, "OPTIONS")
-    shared = {one.name for one in fields(RecipeOptions)}
+    shared = {setting.name for setting in fields(RecipeOptions)}
     written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     if not own and owner != "RecipeOptions":

@@ -80,19 +80,20 @@ def plan(
         asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES),
                         longest_completion=max_completion_length, ranks=gpus)
         longest = planner.max_context(config, asked, card) if max_context else None
-        found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
-        work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,
-                               completion_length, max_completion_length)
-        time = plan_time(found, ModelShape.of(config), work)
+        memory = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        fitted = memory.settings
+        work = Workload.within(fitted.context, prompts, fitted.num_generations, prompt_length, completion_length,
+                               max_completion_length)
+        time = plan_time(memory, ModelShape.of(config), work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
-            click.echo(json.dumps(found.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
+            click.echo(json.dumps(memory.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
         else:
             from lowmem_grpo.views.plan_table import show
 
-            show(found, longest, time=time)
+            show(memory, longest, time=time)
             click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
-    if not found.fits:
+    if not memory.fits:
         raise SystemExit(1)
 
 

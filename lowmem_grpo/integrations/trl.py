@@ -44,10 +44,10 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
     return type(f"LowMem{trainer_class.__name__}", (LogprobsWithoutLogits, trainer_class), {})
 
 
-def check_version(found: str) -> None:
+def check_version(version: str) -> None:
     """Raise ImportError where a version of TRL was not checked."""
-    if found not in SpecifierSet(TRL):
-        raise ImportError(f"trl is {found}; allowed is {TRL}, on which the overridden method was checked. "
+    if version not in SpecifierSet(TRL):
+        raise ImportError(f"trl is {version}; allowed is {TRL}, on which the overridden method was checked. "
                           f"pip install 'trl{TRL}'")
 
 
@@ -70,9 +70,9 @@ class LogprobsWithoutLogits:
         batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(logprobs (B, C), entropies (B, C) or None, None) of the last `logits_to_keep` = C tokens of each row."""
-        given = [name for name, value in images.items() if value is not None]
-        if given or compute_aux_loss:
-            raise ValueError(f"got {', '.join(given) or 'compute_aux_loss'}; only text of models without an auxiliary "
+        extra = [name for name, value in images.items() if value is not None]
+        if extra or compute_aux_loss:
+            raise ValueError(f"got {', '.join(extra) or 'compute_aux_loss'}; only text of models without an auxiliary "
                              "loss is computed here. Use TRL's own trainer class")
         rows = batch_size or len(input_ids)
         parts = [self.completion_logprobs(model, *part, logits_to_keep)

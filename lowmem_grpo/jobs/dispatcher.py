@@ -33,7 +33,7 @@ class Dispatcher:
         self.queue, self.reserved, self.has_card = queue, reserved, has_card
         self.recipes = recipes and recipes.resolve()
         self.planning: Planning | None = None
-        self.plans: dict[int, tuple[JobPlan, float]] = {}  # of jobs that wait, and when they were made
+        self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when that was made
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.work, name="lowmem-grpo jobs", daemon=True)
 
@@ -115,15 +115,15 @@ class Dispatcher:
     def why_not(self, job: Job) -> str:
         """Return why the next job does not start; "" where it does. One that fits no card at all is ended here."""
         plan, made = self.plans.get(job.id, (None if self.has_card else JobPlan(), 0.0))
-        found = obstacle(job, plan, self.queue.live(), self.reserved)
+        why = obstacle(job, plan, self.queue.live(), self.reserved)
         if plan is None:
             self.make_plan(job)
         elif words := too_large(plan, job):
             self.queue.end(job, FAILED, words, None)
             return words
-        elif found and time.time() - made > AGAIN:  # another program may have ended meanwhile
+        elif why and time.time() - made > AGAIN:  # another program may have ended meanwhile
             self.plans.pop(job.id, None)
-        return found
+        return why
 
     def make_plan(self, job: Job) -> None:
         """Have the plan of a job made, and take it when it is there."""

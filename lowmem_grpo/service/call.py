@@ -16,8 +16,8 @@ class Call:
     ids: list[int]  # (P,) of the prompt
     params: SamplingParams  # n is 1; max_tokens and seed are its own
     adapter: Path | str | None = LIVE  # the folder of a saved adapter, LIVE, or None for the base model
-    key: int | None = None  # of the conversation: what was computed for its last call need not be computed again
-    version: int | None = None  # of the policy, where `adapter` is a saved one
+    key: int | None = None  # the conversation's: what was computed for its last call need not be computed again
+    version: int | None = None  # the policy's, where `adapter` is a saved one
 
     @cached_property
     def flavour(self) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from lowmem_grpo.service.request import ChatRequest, TextRequest
 from lowmem_grpo.service.token_texts import TokenTexts
 from lowmem_grpo.types import Turn
 
-Names = Callable[[], Mapping[str, Path | str | None]]  # of models: the adapter of each, as `Call` has it
+Names = Callable[[], Mapping[str, Path | str | None]]  # returns the adapter of each model by name, as `Call` has it
 
 
 class Chat(Completer):
@@ -150,7 +150,7 @@ class TextCompletions(Completer):
     def begin(self, body: Mapping[str, Any], session: str) -> "PendingTexts":
         asked = TextRequest.of(body)
         chat, adapter = self.chat, self.chat.adapter(asked.model)
-        prompts = [chat.texts.encode(one) if isinstance(one, str) else one for one in asked.prompt]
+        prompts = [chat.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
         if empty := [place for place, ids in enumerate(prompts) if not ids]:
             raise ChatError(400, f"prompt {empty[0]} has no tokens; it must have at least one", "prompt")
         return PendingTexts(chat.desk, chat.texts, asked, prompts, adapter, chat.max_turn_tokens)
@@ -175,7 +175,7 @@ class PendingTexts(PendingCompletions):
             return None
         places = told["content"]
         tokens = [place["token"] for place in places]
-        others = [{one["token"]: one["logprob"] for one in place["top_logprobs"]} for place in places]
+        others = [{other["token"]: other["logprob"] for other in place["top_logprobs"]} for place in places]
         return {"tokens": tokens, "token_logprobs": [place["logprob"] for place in places],
                 "top_logprobs": others if self.asked.likeliest else None,
                 "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}

@@ -85,8 +85,8 @@ class Database:
 
     def row(self, query: str, values: Sequence[Any] = ()) -> Row | None:
         """The first row that a query finds, or None."""
-        found = self.rows(query, values)
-        return found[0] if found else None
+        rows = self.rows(query, values)
+        return rows[0] if rows else None
 
     def close(self) -> None:
         with self.lock:

@@ -59,7 +59,7 @@ class Desk:
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
-        self.rounds: deque[Round] = deque(maxlen=REMEMBERED)  # of the last conversations: calls, seconds
+        self.rounds: deque[Round] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
@@ -73,8 +73,8 @@ class Desk:
         """
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         future: Future[Turn] = Future()
-        given, number = call.params.seed, next(self.numbers)
-        seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if given is None else given
+        own, number = call.params.seed, next(self.numbers)
+        seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:
             self.check(call)
             self.waiting.add(call.flavour, Asked(call, seed, future))
@@ -125,11 +125,11 @@ class Desk:
 
     def work(self) -> None:
         """Serve until the desk is closed."""
-        while (found := self.waiting.next()) is not None:
-            if isinstance(found, Job):
-                self.do(found)
+        while (item := self.waiting.next()) is not None:
+            if isinstance(item, Job):
+                self.do(item)
             else:
-                self.serve(found)
+                self.serve(item)
         if self.engine is not None:
             self.engine.sleep()
 

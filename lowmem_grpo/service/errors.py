@@ -18,7 +18,7 @@ class ChatError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}  # of the HTTP reply, such as Retry-After
+        self.headers = headers or {}  # for the HTTP reply, such as Retry-After
         self.kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:

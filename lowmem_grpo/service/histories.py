@@ -82,9 +82,9 @@ class Held:
 
     name: str
     number: int
-    key: int  # of the conversation, for the engine
+    key: int  # the conversation's, for the engine
     session: str
-    digest: bytes  # of all messages, this turn's among them
+    digest: bytes  # covers all messages, this turn's among them
     parent: "Held | None"
     context: array  # (B,) tokens of the prompt behind the parent's
     completion: array  # (C,)
@@ -228,12 +228,13 @@ class Histories:
         with self.lock:
             key = self.dialects.of(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
-            found = [[held for said in chains for held in self.ends.get(said[at + 1], [])]
-                     if one["role"] == "assistant" else [] for at, one in enumerate(messages)]
-            best = [max(held, key=lambda one: (one.name not in taken, one.number), default=None) for held in found]
-            last = next((one for one in reversed(best) if one is not None), None)
-            line = {one.digest: one for one in last.line()} if last is not None else {}
-            return [None if one is None else line.get(one.digest, one).name for one in best]
+            candidates = [[turn for chain in chains for turn in self.ends.get(chain[at + 1], [])]
+                          if message["role"] == "assistant" else [] for at, message in enumerate(messages)]
+            best = [max(turns, key=lambda turn: (turn.name not in taken, turn.number), default=None)
+                    for turns in candidates]
+            last = next((turn for turn in reversed(best) if turn is not None), None)
+            line = {turn.digest: turn for turn in last.line()} if last is not None else {}
+            return [None if turn is None else line.get(turn.digest, turn).name for turn in best]
 
     # Prompts
 
@@ -242,11 +243,11 @@ class Histories:
     ) -> tuple[Held | None, list[int]]:
         """The turn that messages go on from, and their tokens."""
         last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
-        found = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
-        if not found:
+        candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
+        if not candidates:
             return None, self.rendered(dialect, messages)
-        parent = max(found, key=lambda one: (one.name == turn, bool(session) and one.session == session,
-                                             not one.continued, one.number))
+        parent = max(candidates, key=lambda held: (held.name == turn, bool(session) and held.session == session,
+                                                   not held.continued, held.number))
         self.use(parent)
         before = parent.ids()
         if not self.append:
@@ -264,19 +265,19 @@ class Histories:
 
     def rendered(self, dialect: Dialect, messages: Sequence[Message]) -> list[int]:
         """All messages as tokens. Only the first ones of the system are trusted to hold marks of the template."""
-        trusted = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+        trusted = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
         return dialect.renderer.first(messages, trusted)
 
     # What is held
 
     def use(self, held: Held) -> None:
         """This turn and those that it continues were used now, in this order: so none goes before one that needs it."""
-        for one in held.line():
-            if one.name not in self.held:
-                self.held[one.name] = one
-                self.ends.setdefault(one.digest, []).append(one)
-                self.tokens += one.tokens
-            self.held.move_to_end(one.name)
+        for turn in held.line():
+            if turn.name not in self.held:
+                self.held[turn.name] = turn
+                self.ends.setdefault(turn.digest, []).append(turn)
+                self.tokens += turn.tokens
+            self.held.move_to_end(turn.name)
 
     def shrink(self, newest: Held) -> None:
         """Let go of what was unused for the longest time, until the rest fits."""

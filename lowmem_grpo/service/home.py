@@ -75,8 +75,8 @@ def read_address(path: Path) -> Address:
     """Return the address of a server. OSError where nothing says so."""
     path = path.expanduser()
     try:
-        found = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
-        return Address(str(found["url"]), str(found["key"]))
+        address = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
+        return Address(str(address["url"]), str(address["key"]))
     except FileNotFoundError:
         raise OSError(f"no server is known here ({path}): start one with `lowmem-grpo serve`, or copy the server.json "
                       "of another machine's and give it with --server") from None

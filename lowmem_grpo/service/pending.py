@@ -28,7 +28,7 @@ Record = Callable[[list[Choice]], Awaitable[None]]
 class PendingCompletions:
     """The completions of one request: they wait at the desk, or are drawn."""
 
-    prefix, whole, piece = "", "", ""  # of the reply's id; what a reply is called, and a piece of one
+    prefix, whole, piece = "", "", ""  # what the reply's id begins with; the types of a reply and of a chunk
 
     def __init__(
         self, desk: Desk, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
@@ -160,7 +160,7 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
             "context_length_exceeded")
     bounds = (room, asked.bound, most)
     seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
-    return SamplingParams(max_tokens=min(one for one in bounds if one is not None), seed=seed, **asked.sampling)
+    return SamplingParams(max_tokens=min(bound for bound in bounds if bound is not None), seed=seed, **asked.sampling)
 
 
 def event(data: dict[str, Any]) -> bytes:

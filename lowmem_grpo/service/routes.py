@@ -170,10 +170,10 @@ def client_left() -> ChatError:
     return ChatError(CLIENT_LEFT, "the client left before its reply")
 
 
-def body_of(given: bytes, limits: Limits) -> dict[str, Any]:
+def body_of(raw: bytes, limits: Limits) -> dict[str, Any]:
     """Return the JSON object of a request. Raises ChatError where it is none, or has too many messages."""
     try:
-        body = json_of(given)
+        body = json_of(raw)
     except ValueError as error:
         raise ChatError(400, str(error), None, "invalid_json") from None
     messages = body.get("messages")

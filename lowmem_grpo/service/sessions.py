@@ -33,15 +33,15 @@ class Reply:
 
     def path(self) -> "list[Reply]":
         """The replies of the conversation up to here."""
-        found, reply = [self], self
+        replies, reply = [self], self
         while reply.before is not None:
             reply = reply.before
-            found.append(reply)
-        return found[::-1]
+            replies.append(reply)
+        return replies[::-1]
 
     def conversation(self) -> Conversation:
         path = self.path()
-        return Conversation([one for reply in path for one in (*reply.said, reply.choice)], path[0].tools)
+        return Conversation([entry for reply in path for entry in (*reply.said, reply.choice)], path[0].tools)
 
 
 class Session:

@@ -62,8 +62,8 @@ class Sitting:
         self.widest = max(self.widest, self.last)
         while taken := self.waiting.take(self.flavour, self.room, not busy, not self.begun, *self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
-            if found := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
-                return found
+            if requests := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
+                return requests
         return []
 
     def give(self, key: int, rollout: Rollout) -> None:

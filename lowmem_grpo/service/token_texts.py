@@ -11,7 +11,7 @@ from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.types import Turn
 
-BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
+BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # as byte-level vocabularies write them
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -35,8 +35,8 @@ class TokenTexts:
         piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # what pads a vocabulary has none
         if self.by_bytes and token not in self.added and all(letter in BYTES for letter in piece):
             return bytes(BYTES[letter] for letter in piece)
-        found = ONE_BYTE.fullmatch(piece)
-        return bytes([int(found[1], 16)]) if found else str(self.tokenizer.decode([token])).encode()
+        match = ONE_BYTE.fullmatch(piece)
+        return bytes([int(match[1], 16)]) if match else str(self.tokenizer.decode([token])).encode()
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
         """A token and its log-probability."""
@@ -48,7 +48,7 @@ class TokenTexts:
         content = []
         for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
             others = [] if likeliest is None else [
-                self.entry(other, one.logprob) for other, one in likeliest[place].items() if one.rank <= count]
+                self.entry(other, likely.logprob) for other, likely in likeliest[place].items() if likely.rank <= count]
             content.append(self.entry(token, logprob) | {
-                "top_logprobs": sorted(others, key=lambda one: -one["logprob"])[:count]})
+                "top_logprobs": sorted(others, key=lambda entry: -entry["logprob"])[:count]})
         return {"content": content, "refusal": None}

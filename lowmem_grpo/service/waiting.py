@@ -13,8 +13,7 @@ from lowmem_grpo.service.call import Call
 from lowmem_grpo.types import Turn
 
 Round = tuple[int, float]  # its calls, and its seconds
-QUIET, PATIENCE = 0.05, 0.25  # of the last round's seconds: without a new call that end the wait for the next round,
-# and of that wait at most
+QUIET, PATIENCE = 0.05, 0.25  # fractions of the last round's seconds: longest silence, longest wait for the next round
 NO_ROUND: Round = (0, 0.0)
 LEAST = 0.003  # seconds
 FIRST = 0.1  # seconds without a new call that end the wait for the first round of a conversation, at most

@@ -50,23 +50,23 @@ def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
     table.add_column("")
     for name in named:
         table.add_column(name, justify="right")
-    found = [result[name] for name in named]
-    episodes = [each.get("episodes", {}) for each in found]
-    table.add_row("success rate" if episodes[0] else "accuracy", *(f"{each['accuracy']:.1%}" for each in found))
-    table.add_row("95% interval", *(f"{each['interval'][0]:.1%} to {each['interval'][1]:.1%}" for each in found))
-    for k in found[0]["pass_at_k"]:
+    results = [result[name] for name in named]
+    episodes = [each.get("episodes", {}) for each in results]
+    table.add_row("success rate" if episodes[0] else "accuracy", *(f"{each['accuracy']:.1%}" for each in results))
+    table.add_row("95% interval", *(f"{each['interval'][0]:.1%} to {each['interval'][1]:.1%}" for each in results))
+    for k in results[0]["pass_at_k"]:
         if k != "1":
-            table.add_row(f"pass@{k}", *(f"{each['pass_at_k'][k]:.1%}" for each in found))
-    for name in found[0].get("rewards", {}):
-        table.add_row(name, *(f"{each['rewards'][name]:.3f}" for each in found))
+            table.add_row(f"pass@{k}", *(f"{each['pass_at_k'][k]:.1%}" for each in results))
+    for name in results[0].get("rewards", {}):
+        table.add_row(name, *(f"{each['rewards'][name]:.3f}" for each in results))
     for name, words, form in OF_EPISODES:
         if any(each.get(name) for each in episodes):
             table.add_row(words, *(format(each.get(name, 0.0), form) for each in episodes))
     whole = "an episode" if episodes[0] else "an answer"
-    table.add_row(f"tokens of {whole}", *(f"{each['mean_tokens']:.0f}" for each in found))
+    table.add_row(f"tokens of {whole}", *(f"{each['mean_tokens']:.0f}" for each in results))
     for name, words in (("cut_off", f"cut off at {result['max_tokens']} tokens"), ("unjudged", "not judged")):
-        if any(each[name] for each in found):
-            table.add_row(words, *(f"{each[name]:.1%}" for each in found))
+        if any(each[name] for each in results):
+            table.add_row(words, *(f"{each[name]:.1%}" for each in results))
     return table
 
 

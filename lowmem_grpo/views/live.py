@@ -39,7 +39,7 @@ OF_SAMPLING = {
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
 SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
-SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # of a sample: characters, and lines of the panel
+SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # a sample's characters, and its lines on the panel
 EPISODE_LINES = 12
 
 
@@ -255,22 +255,22 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
     """Return the lines in words of a log: where the time of a step and of its sampling went, its measured and estimated
     seconds, how episodes ended and used tools, and how many groups' completions differ in reward; without what was not
     measured."""
-    found = {}
+    lines = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
-        found["time"] = " ".join(times)
+        lines["time"] = " ".join(times)
     if {*OF_SAMPLING} <= logs.keys():
-        found["sampling"] = " ".join(f"{name} {logs[key]:.2f} s" for key, name in OF_SAMPLING.items())
+        lines["sampling"] = " ".join(f"{name} {logs[key]:.2f} s" for key, name in OF_SAMPLING.items())
     if {"step_time", "time/planned_step_s"} <= logs.keys():
-        found["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
+        lines["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
     if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
-        found["ends"] = " ".join(ends)
-    found |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
+        lines["ends"] = " ".join(ends)
+    lines |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
     ranks = sorted({int(match[1]) for key in logs if (match := re.fullmatch(r"ranks/(\d+)/busy_s", key))})
-    found |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
+    lines |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
                                        if (key := f"ranks/{rank}/{part}") in logs) for rank in ranks}
     if {"groups/with_signal", "groups/total"} <= logs.keys():
-        found["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
-    return found
+        lines["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
+    return lines
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:

@@ -148,7 +148,7 @@ class Reservoir:
         if len(self.kept) > self.limit:
             self.every *= 2
             fewer = [held for held in self.kept if held["step"] % self.every == 0]
-            # of one step alone, or of steps without order, the first half
+            # the first half, where all are of one step or the steps come without order
             self.kept = fewer if 0 < len(fewer) <= self.limit else self.kept[: self.limit // 2]
 
     def samples(self) -> list[Record]:

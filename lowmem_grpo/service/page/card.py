@@ -30,12 +30,12 @@ class CardUse:
     def lines(self, command: str) -> list[str]:
         """Return the lines that the driver's program prints; none if it fails."""
         try:
-            found = subprocess.run([command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], timeout=WAITS,
-                                   capture_output=True, text=True, check=True)
+            process = subprocess.run([command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+                                     timeout=WAITS, capture_output=True, text=True, check=True)
         except (OSError, subprocess.SubprocessError):
             self.command = None  # it will not work the next time either
             return []
-        return found.stdout.splitlines()
+        return process.stdout.splitlines()
 
 
 def card_text(line: str) -> str:

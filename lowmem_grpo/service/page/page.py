@@ -21,7 +21,7 @@ from lowmem_grpo.views.page_file import plain_page, served_page
 LOOK = 0.5  # seconds between looks at what is watched
 QUIET = 15.0  # seconds after which a connection without news gets a sign of life
 MOST_OPEN = 64  # pages that are told of news at a time
-MOST_FIELDS = 20  # of a form
+MOST_FIELDS = 20  # in a form
 SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/enter">
 <input name="user" autocomplete="username" value="lowmem-grpo" hidden>
 <label>Key <input type="password" name="key" size="40" autocomplete="current-password" required autofocus></label>

@@ -18,7 +18,7 @@ from lowmem_grpo.views.dashboard.plain_file import LOG, open_plain
 from lowmem_grpo.views.dashboard.runs_folder import WORDS, Run, one_run, runs_below, so_far, stop
 
 KEEP = 1.0  # seconds for which the list of runs is taken as it was
-SHARE = 0.1  # of the time that may be spent with looking for runs, where there are very many
+SHARE = 0.1  # part of the time that may go into looking for runs, where there are very many
 COLOURS = {"nothing": "waiting"}
 SAVED = (".json", ".safetensors", ".txt", ".jinja", ".model", ".md")  # ends of names; states of an optimizer are not
 STATES = ("optimizer", "scheduler", "rng", "trainer", "manifest")  # beginnings of names in a checkpoint

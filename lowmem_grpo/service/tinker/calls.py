@@ -11,13 +11,13 @@ from lowmem_grpo.service.tinker.adapters import Adam, LoraSettings
 B = TypeVar("B", bound=Body)
 Tokens = Annotated[list[Natural], Field(fail_fast=True)]
 MOST_SAMPLES = 1024
-MOST_TOP = 128  # of the likeliest tokens at each place of a prompt
+MOST_TOP = 128  # likeliest tokens at each place of a prompt
 
 
-def read(kind: type[B], given: bytes | dict[str, str]) -> B:
+def read(kind: type[B], body: bytes | dict[str, str]) -> B:
     """Return a body in JSON, or the texts of a query, as an object of this class."""
     try:
-        return kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate_strings(given)
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate_strings(body)
     except ValidationError as error:
         raise ValueError(words_of(error, kind)) from None
 
@@ -38,20 +38,20 @@ def known(kind: Any, *dropped: str) -> BeforeValidator:
     """Refuse the names that are no fields of a dataclass, and take out those of no meaning here."""
     names = [field.alias or name for name, field in kind.__pydantic_fields__.items()]
 
-    def check(given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if unknown := sorted(given.keys() - {*names, *dropped}):
+    def check(settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        if unknown := sorted(settings.keys() - {*names, *dropped}):
             raise ValueError(f"has {unknown[0]!r}, which is not offered; it takes {', '.join(names)}")
-        return {name: value for name, value in given.items() if name not in dropped}
+        return {name: value for name, value in settings.items() if name not in dropped}
 
     return BeforeValidator(check)
 
 
-def only_adam(given: Any) -> None:
+def only_adam(settings: Any) -> None:
     """Refuse the settings of another optimizer."""
-    if given and (not isinstance(given, dict) or given.get("type", "adam") not in ("adam", "adamw")):
-        raise ValueError(f"is {shown(given)}; only Adam is offered: leave it out")
+    if settings and (not isinstance(settings, dict) or settings.get("type", "adam") not in ("adam", "adamw")):
+        raise ValueError(f"is {shown(settings)}; only Adam is offered: leave it out")
 
 
 OnlyAdam = Annotated[Any, AfterValidator(only_adam)]
@@ -91,7 +91,7 @@ class SaveWeights(Body):
     """A save_weights, or a save_weights_for_sampler."""
 
     path: str | None = None  # the name to save under; None is a snapshot of no name
-    sampling_session_seq_id: Natural | None = None  # of the sampling session that a snapshot gets
+    sampling_session_seq_id: Natural | None = None  # names the sampling session that a snapshot gets
     overwrite: bool = False
     ttl_seconds: Positive | None = None  # None is for ever
     kind: Literal["snapshot"] = "snapshot"
@@ -126,11 +126,11 @@ class Page(Body):
     limit: Positive = 20
 
 
-def chunks_of(given: Any) -> Any:
+def chunks_of(prompt: Any) -> Any:
     """Return the chunks of a prompt, which may be a plain list of ids."""
-    if isinstance(given, list):
-        return [given]
-    chunks = given.get("chunks") if isinstance(given, dict) else None
+    if isinstance(prompt, list):
+        return [prompt]
+    chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
     if not isinstance(chunks, list) or not chunks:
         raise ValueError("has no chunks; send at least one token")
     for place, chunk in enumerate(chunks):

@@ -29,9 +29,9 @@ class Cells:
         return values.new_zeros(self.length, self.width).index_put((self.rows, self.columns), values)
 
 
-def is_wide(given: Any) -> bool:
+def is_wide(tensor: Any) -> bool:
     """Return whether a Tensor message has more than one value for a token, or is sparse."""
-    return given.WhichOneof("kind") == "sparse_csr" or len(given.shape) > 1
+    return tensor.WhichOneof("kind") == "sparse_csr" or len(tensor.shape) > 1
 
 
 def cells_of(targets: Any, weights: Any, where: str, length: int) -> Cells:
@@ -50,25 +50,25 @@ def cells_of(targets: Any, weights: Any, where: str, length: int) -> Cells:
     return Cells(cells // width, cells % width, ids, numbers, length, width)
 
 
-def listed(given: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def listed(tensor: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(cells (E,) int64 in ascending order, their values (E,)) of a matrix of `length` rows, whose cell (t, k) is
     t * K + k."""
-    shape = list(given.shape)
+    shape = list(tensor.shape)
     if len(shape) != 2 or shape[0] != length or not 1 <= shape[1] <= MOST_WIDTH:
         raise ValueError(f"{where} has the shape {shape}; it must be [{length}, K], a row for each token of "
                          f"model_input, with at most {MOST_WIDTH} targets")
-    sparse = given.WhichOneof("kind") == "sparse_csr"
-    data = given.sparse_csr.values if sparse else given.dense
-    values = values_of(given, data, where, dtype)
-    cells = csr_cells(given.sparse_csr, where, shape) if sparse else torch.arange(math.prod(shape))
+    sparse = tensor.WhichOneof("kind") == "sparse_csr"
+    data = tensor.sparse_csr.values if sparse else tensor.dense
+    values = values_of(tensor, data, where, dtype)
+    cells = csr_cells(tensor.sparse_csr, where, shape) if sparse else torch.arange(math.prod(shape))
     if len(cells) != len(values):
         raise ValueError(f"{where} has {len(values)} values for {len(cells)} places; each needs one")
     return cells, values
 
 
-def csr_cells(given: Any, where: str, shape: list[int]) -> Tensor:
+def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
     """The cells that a sparse matrix lists."""
-    crow, columns = (from_bytes(getattr(given, name), torch.int64, f"{where}.{name}")
+    crow, columns = (from_bytes(getattr(matrix, name), torch.int64, f"{where}.{name}")
                      for name in ("crow_indices", "col_indices"))
     if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(columns) or bool((crow.diff() < 0).any()):
         raise ValueError(f"{where}.crow_indices must be {shape[0] + 1} numbers that never fall, from 0 to the number "
@@ -80,13 +80,13 @@ def csr_cells(given: Any, where: str, shape: list[int]) -> Tensor:
     return cells
 
 
-def values_of(given: Any, data: bytes, where: str, dtype: torch.dtype) -> Tensor:
+def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tensor:
     """Return the values (N,) of a Tensor message in these bytes: whole numbers or finite floats, as `dtype` says."""
     floats = dtype.is_floating_point
-    if given.dtype not in DTYPES or DTYPES[given.dtype].is_floating_point != floats:
-        raise ValueError(f"{where} has the dtype {given.dtype}; it must be "
+    if tensor.dtype not in DTYPES or DTYPES[tensor.dtype].is_floating_point != floats:
+        raise ValueError(f"{where} has the dtype {tensor.dtype}; it must be "
                          + ("1 (float32) or 4 (bfloat16)" if floats else "2 (int64) or 3 (int32)"))
-    values = from_bytes(data, DTYPES[given.dtype], where)
+    values = from_bytes(data, DTYPES[tensor.dtype], where)
     if floats and not bool(values.isfinite().all()):
         raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
     return values.to(dtype)

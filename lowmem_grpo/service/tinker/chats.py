@@ -56,7 +56,7 @@ class Chats:
 
     def __init__(self, desk: Desk, shelf: Shelf, base: str) -> None:
         self.desk, self.shelf, self.base = desk, shelf, base
-        self.lock, self.keys = threading.Lock(), itertools.count()  # of conversations, which the engine tells apart
+        self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
         self.made: dict[str, Chat] = {}
 
     def __call__(self, user: User) -> Chat:

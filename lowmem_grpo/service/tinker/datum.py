@@ -54,38 +54,40 @@ def pass_of(request: Any, bounds: Bounds) -> Pass:
     if not request.data:
         raise ValueError("data is empty; send at least one datum")
     needs = loss_named(request.loss_fn).needs
-    data = [datum_of(one, f"data[{place}]", needs, bounds, request.loss_fn) for place, one in enumerate(request.data)]
-    if (cells := sum(one.cells.length * one.cells.width for one in data if one.cells is not None)) > MOST_CELLS:
+    data = [datum_of(datum, f"data[{place}]", needs, bounds, request.loss_fn)
+            for place, datum in enumerate(request.data)]
+    if (cells := sum(datum.cells.length * datum.cells.width for datum in data if datum.cells is not None)) > MOST_CELLS:
         raise ValueError(f"data has {cells} targets; at most {MOST_CELLS} are taken where tokens have several: send "
                          "fewer datums in a call")
     return Pass(data, request.loss_fn, settings, request.forward_only)
 
 
-def datum_of(given: Any, where: str, needs: tuple[str, ...], bounds: Bounds, loss: str) -> Datum:
+def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: Bounds, loss: str) -> Datum:
     """A Datum message, checked. What another loss would need may be there, and is left out."""
-    ids = ids_of(given.model_input, f"{where}.model_input", bounds)
+    ids = ids_of(datum.model_input, f"{where}.model_input", bounds)
     if len(ids) > bounds.context:
         raise ValueError(f"{where}.model_input has {len(ids)} tokens; the server takes at most {bounds.context}")
     inputs = f"{where}.loss_fn_inputs"
-    if unknown := sorted(given.loss_fn_inputs.keys() - KNOWN):
+    if unknown := sorted(datum.loss_fn_inputs.keys() - KNOWN):
         raise ValueError(f"{inputs} has {unknown[0]!r}, which no loss here takes; they take {', '.join(sorted(KNOWN))}")
-    if missing := [name for name in (TARGETS, *needs) if name not in given.loss_fn_inputs]:
+    if missing := [name for name in (TARGETS, *needs) if name not in datum.loss_fn_inputs]:
         raise ValueError(f"{inputs} lacks {missing[0]!r}; {loss} needs {', '.join((TARGETS, *needs))}, each with a "
                          "value for every token of model_input")
-    if is_wide(given.loss_fn_inputs[TARGETS]):
-        return wide_datum(given.loss_fn_inputs, inputs, ids, bounds, loss)
-    targets = tensor_of(given.loss_fn_inputs[TARGETS], f"{inputs}[{TARGETS!r}]", len(ids), torch.int64)
+    if is_wide(datum.loss_fn_inputs[TARGETS]):
+        return wide_datum(datum.loss_fn_inputs, inputs, ids, bounds, loss)
+    targets = tensor_of(datum.loss_fn_inputs[TARGETS], f"{inputs}[{TARGETS!r}]", len(ids), torch.int64)
     check_ids(targets, f"{inputs}[{TARGETS!r}]", bounds)
-    return Datum(ids, targets, {name: tensor_of(given.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids),
-                                                torch.float32) for name in needs})
+    values = {name: tensor_of(datum.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids), torch.float32)
+              for name in needs}
+    return Datum(ids, targets, values)
 
 
-def wide_datum(given: Any, where: str, ids: list[int], bounds: Bounds, loss: str) -> Datum:
+def wide_datum(inputs: Any, where: str, ids: list[int], bounds: Bounds, loss: str) -> Datum:
     """A datum with several targets for a token."""
     if loss != "cross_entropy":
         raise ValueError(f"{where}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
                          "cross_entropy does")
-    cells = cells_of(given[TARGETS], given["weights"], where, len(ids))
+    cells = cells_of(inputs[TARGETS], inputs["weights"], where, len(ids))
     check_ids(cells.tokens, f"{where}[{TARGETS!r}]", bounds)
     firsts = torch.zeros(len(ids), dtype=torch.int64)
     return Datum(ids, firsts, {}, cells)
@@ -93,7 +95,7 @@ def wide_datum(given: Any, where: str, ids: list[int], bounds: Bounds, loss: str
 
 def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
     """The token ids of a model input."""
-    found: list[int] = []
+    tokens: list[int] = []
     for place, chunk in enumerate(chunks):
         kind, here = chunk.WhichOneof("kind"), f"{where}.chunks[{place}]"
         if kind != "encoded_text":
@@ -101,10 +103,10 @@ def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
                              "trains on text")
         ids = from_bytes(chunk.encoded_text.tokens, torch.int32, f"{here}.tokens")
         check_ids(ids, f"{here}.tokens", bounds)
-        found += ids.tolist()
-    if not found:
+        tokens += ids.tolist()
+    if not tokens:
         raise ValueError(f"{where} has no tokens; it needs at least one")
-    return found
+    return tokens
 
 
 def check_ids(ids: Tensor, where: str, bounds: Bounds) -> None:
@@ -116,13 +118,13 @@ def check_ids(ids: Tensor, where: str, bounds: Bounds) -> None:
                          f"{bounds.vocabulary - 1}")
 
 
-def tensor_of(given: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
+def tensor_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
     """A Tensor message of (length,) values, whole numbers or floats as `dtype` says."""
-    if is_wide(given):
-        raise ValueError(f"{where} has the shape {list(given.shape)}, and may be sparse; it must be [{length}], as the "
-                         "targets are: several values for a token go with several targets only")
-    values = values_of(given, given.dense, where, dtype)
-    shape = list(given.shape) or [len(values)]
+    if is_wide(tensor):
+        raise ValueError(f"{where} has the shape {list(tensor.shape)}, and may be sparse; it must be [{length}], as "
+                         "the targets are: several values for a token go with several targets only")
+    values = values_of(tensor, tensor.dense, where, dtype)
+    shape = list(tensor.shape) or [len(values)]
     if math.prod(shape) != len(values) or len(values) != length:
         raise ValueError(f"{where} has the shape {shape} and {len(values)} values; model_input has {length} tokens, "
                          "and each needs one value")
@@ -133,10 +135,9 @@ def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: `logprobs` (T,) or (T, K) float32 of each datum, in the request's order."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
-    for shape, alike in groupby(logprobs, lambda one: one.shape[1:]):
+    for shape, alike in groupby(logprobs, lambda part: part.shape[1:]):
         add_record(message, list(shape), list(alike))
-    found: bytes = message.SerializeToString()
-    return found
+    return bytes(message.SerializeToString())
 
 
 def add_record(message: Any, shape: list[int], logprobs: list[Tensor]) -> None:
@@ -145,5 +146,5 @@ def add_record(message: Any, shape: list[int], logprobs: list[Tensor]) -> None:
     field = record.fields["logprobs"]
     field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(logprobs).float())
     field.trailing_shape.extend(shape)
-    ends = torch.tensor([0, *(one.numel() * 4 for one in logprobs)]).cumsum(0)
+    ends = torch.tensor([0, *(part.numel() * 4 for part in logprobs)]).cumsum(0)
     field.offsets = as_bytes(ends)

@@ -115,11 +115,11 @@ class Ledger:
     def open_of(self, owner: str) -> tuple[int, int, bool]:
         """Return how many of this user's requests are not answered, the bytes that are kept of their requests, and
         whether one of them is the next of its model, and so will be answered."""
-        found = self.database.rows(
+        totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
             "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
-        return int(found["requests"]), int(found["bodies"]), found["next"] > 0
+        return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
     def asked(self, model: str, seq: int) -> Asked | None:
         """The request of a number, without its body, once that is no longer needed; None where there is none."""
@@ -235,9 +235,9 @@ class Ledger:
 
     def snapshots(self, owner: str) -> list[str]:
         """The folders that this user's samplers sample from, as they were added."""
-        found = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
+        rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
                                    "NULL", (owner,))
-        return [row["snapshot"] for row in found]
+        return [row["snapshot"] for row in rows]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
         """Return the snapshot that a sampler samples from; UnknownError for one that is not this user's."""
@@ -246,8 +246,8 @@ class Ledger:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
                                "of a model's snapshots without a name the newest are kept; save_weights_for_sampler "
                                "with a name keeps one")
-        found: str | None = row["snapshot"]
-        return found
+        snapshot: str | None = row["snapshot"]
+        return snapshot
 
     def answer(self, promise: str, owner: str) -> Answer | None:
         """Return the reply that fulfils a promise; None while there is none. UnknownError for one that is not this
@@ -271,14 +271,14 @@ def with_settings(row: Row) -> Row:
     return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
 
 
-def same(one: Asked, other: Asked) -> bool:
+def same(earlier: Asked, other: Asked) -> bool:
     """Return whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one
     that came too late, whose promise says so."""
-    if one.kind in (MISSING, REFUSED):
+    if earlier.kind in (MISSING, REFUSED):
         return True
-    if one.kind != other.kind or not one.body or one.body == other.body:
-        return one.kind == other.kind
-    if one.kind == PASS:  # a message has several forms in bytes
-        return bool(wire.parsed(wire.ForwardBackwardRequest, one.body) == wire.parsed(wire.ForwardBackwardRequest,
-                                                                                      other.body))
-    return json_of(one.body) == json_of(other.body)
+    if earlier.kind != other.kind or not earlier.body or earlier.body == other.body:
+        return earlier.kind == other.kind
+    if earlier.kind == PASS:  # a message has several forms in bytes
+        first, second = (wire.parsed(wire.ForwardBackwardRequest, asked.body) for asked in (earlier, other))
+        return bool(first == second)
+    return json_of(earlier.body) == json_of(other.body)

@@ -40,9 +40,9 @@ class ListRoutes:
                 "train_mlp": settings.mlp, "train_attn": settings.attention}
 
     def checkpoints(self, asked: ApiRequest) -> Json:
-        found = self.shelf.all(asked.owner)
-        return {"checkpoints": list(map(listed, found)),
-                "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
+        saved = self.shelf.all(asked.owner)
+        return {"checkpoints": list(map(listed, saved)),
+                "cursor": {"offset": 0, "limit": len(saved), "total_count": len(saved)}}
 
     def checkpoints_of_run(self, asked: ApiRequest) -> Json:
         model = self.training.ledger.model(asked.path["model"], asked.owner)
@@ -55,10 +55,10 @@ class ListRoutes:
         self.shelf.keep_for(path_in(asked), asked.owner, read(KeepFor, asked.body).ttl_seconds)
 
     def training_runs(self, asked: ApiRequest) -> Json:
-        page, found = read(Page, asked.query), self.training.ledger.models(asked.owner)[::-1]
+        page, models = read(Page, asked.query), self.training.ledger.models(asked.owner)[::-1]
         most = min(page.limit, MOST)
-        return {"training_runs": list(map(self.run, found[page.offset:page.offset + most])),
-                "cursor": {"offset": page.offset, "limit": most, "total_count": len(found)}}
+        return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
+                "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
 
     def training_run(self, asked: ApiRequest) -> Json:
         return self.run(self.training.ledger.model(asked.path["model"], asked.owner))
@@ -66,7 +66,7 @@ class ListRoutes:
     def run(self, model: Model) -> Json:
         """Return a model as it stands in a list."""
         saved = self.shelf.all(model.owner, model.id)
-        newest = {kind: next((listed(one) for one in saved if one.kind == kind), None) for kind in TYPES}
+        newest = {kind: next((listed(entry) for entry in saved if entry.kind == kind), None) for kind in TYPES}
         return {"training_run_id": model.id, "base_model": self.served.name, "model_owner": model.owner,
                 "is_lora": True, "lora_rank": model.settings.rank, "last_request_time": moment(model.asked),
                 "corrupted": False, "last_checkpoint": newest[TRAINING], "last_sampler_checkpoint": newest[SAMPLING]}

@@ -45,17 +45,16 @@ def wants_json(accept: str) -> bool:
 
 def request_of(body: bytes) -> bytes:
     """Return a forward_backward as the protocol has it. ValueError names the field that is wrong."""
-    given = read(PlainPass, body)
-    plain = given.model_dump(include={"model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only"})
+    call = read(PlainPass, body)
+    plain = call.model_dump(include={"model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only"})
     message = wire.ForwardBackwardRequest(**plain)
-    for one in given.data:
+    for entry in call.data:
         datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = as_bytes(torch.tensor(one.tokens, dtype=torch.int32))
-        put(datum, "target_tokens", one.target_tokens, wire.INT64, torch.int64)
-        for name, values in one.__pydantic_extra__.items():
+        datum.model_input.add().encoded_text.tokens = as_bytes(torch.tensor(entry.tokens, dtype=torch.int32))
+        put(datum, "target_tokens", entry.target_tokens, wire.INT64, torch.int64)
+        for name, values in entry.__pydantic_extra__.items():
             put(datum, name, values, wire.FLOAT32, torch.float32)
-    found: bytes = message.SerializeToString()
-    return found
+    return bytes(message.SerializeToString())
 
 
 def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch.dtype) -> None:
@@ -75,10 +74,10 @@ def in_json(answer: Answer, sampled: bool) -> Answer:
 def sample_of(body: bytes) -> dict[str, Any]:
     """The sequences of a sample, and the log-probabilities of the prompt, where they were asked for."""
     message = wire.parsed(wire.SampleResponse, body)
-    found: dict[str, Any] = {"sequences": [
-        {"tokens": from_bytes(one.tokens, torch.int32, "tokens").tolist(), "logprobs": floats(one.logprobs),
-         "stop_reason": REASONS[one.stop_reason]} for one in message.sequences]}
-    return found | ({"prompt_logprobs": floats(message.prompt_logprobs)} if message.prompt_logprobs else {})
+    sample: dict[str, Any] = {"sequences": [
+        {"tokens": from_bytes(sequence.tokens, torch.int32, "tokens").tolist(), "logprobs": floats(sequence.logprobs),
+         "stop_reason": REASONS[sequence.stop_reason]} for sequence in message.sequences]}
+    return sample | ({"prompt_logprobs": floats(message.prompt_logprobs)} if message.prompt_logprobs else {})
 
 
 def output_of(body: bytes) -> dict[str, Any]:

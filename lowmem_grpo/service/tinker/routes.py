@@ -101,9 +101,9 @@ class ModelRoutes:
         return {"type": "finish_session"}
 
     def create_model(self, asked: ApiRequest) -> Json:
-        session, given = asked.json.get("session_id"), asked.json
+        session, body = asked.json.get("session_id"), asked.json
         self.ledger.check_session(session, asked.owner)
-        self.served.check_base(given.get("base_model"))
+        self.served.check_base(body.get("base_model"))
         made = read(CreateModel, asked.body)
         model = f"{session}:train:{made.model_seq_id}"
         promise = self.training.add_model(model, asked.owner, made.lora_config, CREATE)
@@ -140,9 +140,9 @@ class ModelRoutes:
         self.ledger.check_session(session, asked.owner)
         load = read(LoadIntoNew, asked.body)
         self.served.check_base(load.base_model or self.served.name)
-        found = self.training.shelf.find(load.path, asked.owner, TRAINING)
+        saved = self.training.shelf.find(load.path, asked.owner, TRAINING)
         model = f"{session}:train:{load.model_seq_id}"
-        promise = self.training.add_model(model, asked.owner, found.settings, LOAD, asked.body)
+        promise = self.training.add_model(model, asked.owner, saved.settings, LOAD, asked.body)
         return {"request_id": promise, "model_id": model, "type": LOAD}
 
 
@@ -160,8 +160,8 @@ class PromiseRoutes:
         if made.base_model is not None or not made.model_path:
             self.served.check_base(made.base_model)
         if made.model_path is not None:
-            found = training.shelf.find(made.model_path, asked.owner, SAMPLING)
-            snapshot = str((training.shelf.folder / found.file).relative_to(training.folder))
+            saved = training.shelf.find(made.model_path, asked.owner, SAMPLING)
+            snapshot = str((training.shelf.folder / saved.file).relative_to(training.folder))
         sampler = f"{session}:sample:{made.sampling_session_seq_id}"
         self.ledger.add_sampler(sampler, asked.owner, snapshot)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}

@@ -32,13 +32,13 @@ class Runs:
     def left(self, owner: str) -> list[Model]:
         """This user's models whose client ended its session, or gave no sign for an hour; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
-        now, found = time.time(), []
+        now, left = time.time(), []
         for model in self.ledger.models(owner):
             session = model.id.partition(":")[0]
             seen = max(self.beats.get(session, self.began), model.asked)
             if session in ended or now - seen > GONE:
-                found.append(model)
-        return found
+                left.append(model)
+        return left
 
     def remove(self, model: Model) -> None:
         """Forget a model, with what was asked of it and its snapshots. What was saved of it under a name stays."""

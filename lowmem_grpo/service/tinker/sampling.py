@@ -55,7 +55,7 @@ class Promise:
             if (error := part.exception()) is not None:
                 return failed(error, self.adapter)
         response = wire.SampleResponse()
-        for turn in (one.result() for one in self.turns):
+        for turn in (future.result() for future in self.turns):
             reason = wire.STOP if turn.finish_reason == "stop" else wire.LENGTH
             response.sequences.add(stop_reason=reason, tokens=int32(turn.completion_ids),
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
@@ -123,7 +123,7 @@ class Sampling:
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]
-        turns = [self.desk.submit(Call(asked.ids, replace(params, seed=one), adapter)) for one in seeds]
+        turns = [self.desk.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
         prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
                   if asked.scored or top else None)
         promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
@@ -138,10 +138,10 @@ class Sampling:
 
     def find(self, name: str, owner: str) -> Promise:
         """UnknownError for a promise that is not this user's, or of an earlier server."""
-        found = self.promises.get(name)
-        if found is None or found.owner != owner:
+        promise = self.promises.get(name)
+        if promise is None or promise.owner != owner:
             raise UnknownError(f"request_id is {name!r}; there is no such promise of yours")
-        return found
+        return promise
 
 
 def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
@@ -171,6 +171,6 @@ def stop_of(stop: Any) -> dict[str, Any]:
         return {"ignore_eos": True}
     listed = [stop] if isinstance(stop, str) else stop
     for kind, name in ((int, "stop_token_ids"), (str, "stop")):
-        if isinstance(listed, list) and all(type(one) is kind and one != "" for one in listed):
+        if isinstance(listed, list) and all(type(item) is kind and item != "" for item in listed):
             return {name: listed}
     raise ValueError(f"sampling_params.stop is {stop!r}; it must be a text, a list of texts or of ids, or null")

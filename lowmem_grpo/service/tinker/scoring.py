@@ -48,12 +48,12 @@ class Prompt:
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
         """Return log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of every token but the first, with the first
         one's place filled."""
-        found = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
-                       torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
-                       torch.cat([torch.full((1, self.top), NONE), values]))
+        scored = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
+                        torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
+                        torch.cat([torch.full((1, self.top), NONE), values]))
         before = len(self.ids) - self.last
-        found.logprobs[:before], found.ids[:before], found.values[:before] = torch.nan, 0, NONE
-        return found
+        scored.logprobs[:before], scored.ids[:before], scored.values[:before] = torch.nan, 0, NONE
+        return scored
 
 
 class Scoring:
@@ -90,10 +90,10 @@ class Scoring:
         """Those that wait for the adapter of the first one, up to AT_ONCE tokens."""
         with self.lock:
             taken, left, tokens = list[Prompt](), list[Prompt](), 0
-            for one in self.waiting:
-                fits = one.adapter == self.waiting[0].adapter and (not taken or tokens + len(one.ids) <= AT_ONCE)
-                (taken if fits else left).append(one)
-                tokens += len(one.ids) * fits
+            for prompt in self.waiting:
+                fits = prompt.adapter == self.waiting[0].adapter and (not taken or tokens + len(prompt.ids) <= AT_ONCE)
+                (taken if fits else left).append(prompt)
+                tokens += len(prompt.ids) * fits
             self.waiting = left
         return taken
 
@@ -101,29 +101,29 @@ class Scoring:
     def score(self, prompts: list[Prompt]) -> None:
         """Set the results of prompts of one adapter."""
         long = [prompt for prompt in prompts if len(prompt.ids) > 1]
-        groups = [group_of(one.ids) for one in long]
-        asked = {id(group.rollouts[0]): one for group, one in zip(groups, long, strict=True)}
-        found = [(one, one.scored(torch.empty(0), torch.empty(0, one.top), torch.empty(0, one.top)))
-                 for one in prompts if len(one.ids) == 1]
+        groups = [group_of(prompt.ids) for prompt in long]
+        asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, long, strict=True)}
+        results = [(prompt, prompt.scored(torch.empty(0), torch.empty(0, prompt.top), torch.empty(0, prompt.top)))
+                   for prompt in prompts if len(prompt.ids) == 1]
         if groups:
             with self.desk.computing_with(long[0].adapter):
-                found += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
-                                         lambda batches: self.passes(batches, asked))
-        for prompt, scored in found:
+                results += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
+                                           lambda batches: self.passes(batches, asked))
+        for prompt, scored in results:
             prompt.future.set_result(scored)
 
     def passes(self, batches: Iterator[MicroBatch], asked: dict[int, Prompt]) -> list[tuple[Prompt, Scored]]:
         """The results of all prompts in these micro-batches."""
-        found = []
+        results = []
         for batch in batches:
             prompts = [asked[id(rollout)] for rollout in batch.rollouts]
             most = max(prompt.top for prompt in prompts)
             logprobs, _ = self.desk.policy.logprobs(batch, 1.0)
             ids, values = self.likeliest(batch, most)
-            parts = [unpack(one.cpu(), batch) for one in (logprobs.float(), ids, values)]
-            for prompt, one, tokens, likely in zip(prompts, *parts, strict=True):
-                found.append((prompt, prompt.scored(one, tokens[:, :prompt.top], likely[:, :prompt.top])))
-        return found
+            parts = [unpack(packed.cpu(), batch) for packed in (logprobs.float(), ids, values)]
+            for prompt, own, tokens, likely in zip(prompts, *parts, strict=True):
+                results.append((prompt, prompt.scored(own, tokens[:, :prompt.top], likely[:, :prompt.top])))
+        return results
 
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
         """(ids (N, k), log-probabilities (N, k)) of the likeliest tokens at each of the N places."""
@@ -131,8 +131,8 @@ class Scoring:
         if count == 0:
             return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
         hidden = batch.at_trained(self.desk.policy.hidden(batch)).to(head.weight.dtype)
-        found = [top_of(head, rows, count) for rows in hidden.split(ROWS)]
-        return torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
+        parts = [top_of(head, rows, count) for rows in hidden.split(ROWS)]
+        return torch.cat([ids for ids, _ in parts]), torch.cat([values for _, values in parts])
 
 
 def top_of(head: OutputHead, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:

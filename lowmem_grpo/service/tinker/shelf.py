@@ -67,13 +67,13 @@ class Shelf:
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"path is {path!r}; there are no such weights of yours")
-        found = Saved.of(row)
-        if kind == TRAINING != found.kind:
+        saved = Saved.of(row)
+        if kind == TRAINING != saved.kind:
             raise ValueError(f"path is {path!r}, which was saved to sample with; save_state saves what to train on")
-        if kind == SAMPLING != found.kind:
+        if kind == SAMPLING != saved.kind:
             raise ValueError(f"path is {path!r}, which was saved to train on; save_weights_for_sampler saves what to "
                              "sample with")
-        return found
+        return saved
 
     def all(self, owner: str, model: str | None = None) -> list[Saved]:
         """This user's weights, the newest first; of one model, or of all."""
@@ -128,4 +128,4 @@ class Shelf:
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of the files in a folder; 0 where it is gone."""
-    return sum(one.stat().st_size for one in (path.rglob("*") if path.is_dir() else [path]) if one.is_file())
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
-SNAPSHOTS = 8  # of a model, the newest, that can be sampled from without a name
+SNAPSHOTS = 8  # a model's newest ones, which can be sampled from without a name
 HELD = 16  # models in the card's memory; what was asked longest ago is read from the disk again when it is asked
 
 
@@ -215,9 +215,9 @@ class Training:
             return Answer.failed("the request failed in the server, whose log says more", "server")
 
     def forward_backward(self, asked: Asked) -> Answer:
-        found = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
-        done = output_of(*self.adapters.run(asked.model, found))
-        return Answer(done, wire.PROTOBUF, "" if found.forward_only else ADDED)
+        work = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
+        done = output_of(*self.adapters.run(asked.model, work))
+        return Answer(done, wire.PROTOBUF, "" if work.forward_only else ADDED)
 
     def optim_step(self, asked: Asked) -> Answer:
         adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
@@ -257,15 +257,15 @@ class Training:
     def load_saved(self, asked: Asked) -> Answer:
         """Put saved weights into a model, which is made where this is its first request."""
         call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
-        found = self.shelf.find(call.path, model.owner, TRAINING)
+        saved = self.shelf.find(call.path, model.owner, TRAINING)
         if model.state is None:
-            self.usage.check_storage(model.owner, found.size)
+            self.usage.check_storage(model.owner, saved.size)
         if asked.seq == 0:
             self.adapters.create(model.id, model.settings)
-        state = load_file(self.shelf.folder / found.file)
+        state = load_file(self.shelf.folder / saved.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
-        return Answer.of({"type": LOAD, "path": found.path, "model_id": model.id}, CHANGED)
+        return Answer.of({"type": LOAD, "path": saved.path, "model_id": model.id}, CHANGED)
 
     def write_state(self, model: str, path: Path) -> None:
         """A model's factors and moments, which are on the disk when this returns."""

@@ -57,7 +57,7 @@ class Usage:
 
     def check_model(self, model: str, owner: str) -> None:
         """ValueError where a user has as many models as they may, and this is another one."""
-        have, may = {one.id for one in self.ledger.models(owner)}, self.allowances[owner].models
+        have, may = {each.id for each in self.ledger.models(owner)}, self.allowances[owner].models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
                              "(list_training_runs names them, and POST unload_model unloads one), or close their "
@@ -75,7 +75,7 @@ class Usage:
         """Bytes of a user's files."""
         states = [self.folder / model.state for model in self.ledger.models(owner) if model.state is not None]
         snapshots = [self.folder / name for name in self.ledger.snapshots(owner)]
-        saved = [self.shelf.folder / one.file for one in self.shelf.all(owner)]
+        saved = [self.shelf.folder / entry.file for entry in self.shelf.all(owner)]
         return sum(size_of(path) for path in {*states, *snapshots, *saved})
 
 

@@ -21,7 +21,7 @@ STOP, LENGTH = 0, 1  # StopReason
 PROTOBUF = "application/x-protobuf"
 BODY_BYTES = 64 * MIB  # that a compressed body may grow to
 WINDOW = 8 * MIB  # that zstd may look back, whatever a body says
-PACKAGE = "lowmem_grpo_wire"  # of these classes; it is not sent
+PACKAGE = "lowmem_grpo_wire"  # the classes' own; it is not sent
 # NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` one of several of which one is there
 TABLE = """
 SampleResponse: 1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs,

@@ -10,7 +10,7 @@ from lowmem_grpo.views.dashboard.plain_file import open_plain
 Record = dict[str, Any]
 
 PIECE = 4 * 1024 * 1024  # bytes that are read at a time; a longer line is no record of a run
-LAST_STEP = 2**53  # of a run: a page's script counts no further
+LAST_STEP = 2**53  # a page's script counts no further
 
 
 class JsonlTail:

@@ -20,7 +20,7 @@ Shown = TypeVar("Shown")
 
 SAMPLES, NEWEST = 600, 200  # samples that are kept over the run, and of its end
 JUDGED = 20_000  # samples whose rewards are kept for the curve of the accuracy
-LAST_BYTES = 64 * 1024 * 1024  # of completions.jsonl that are read when a run is first looked at
+LAST_BYTES = 64 * 1024 * 1024  # read from the end of completions.jsonl when a run is first looked at
 PAGE_BYTES, PAGE_POINTS = 800_000, 15_000  # in a page that follows a run
 NOW = ("running", "killed", "silent")  # states that a summary does not know
 UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # a summary of another form

@@ -55,8 +55,8 @@ class Run:
 def runs_below(folder: Path) -> list[Run]:
     """The runs in a folder and below it, those that run first, then the newest; the newest `MOST_RUNS` at most."""
     paths = sorted(islice(run_folders(folder), MOST_FOLDERS), key=newest, reverse=True)
-    found = [run_of(path, folder) for path in paths[:MOST_RUNS]]
-    return sorted(found, key=lambda run: (run.state != "running", -run.written))
+    runs = [run_of(path, folder) for path in paths[:MOST_RUNS]]
+    return sorted(runs, key=lambda run: (run.state != "running", -run.written))
 
 
 def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
