@@ -144,7 +144,6 @@ class LocalBackend:
     # Inside
 
     def folder(self, model: Any) -> Path:
-        """The folder of its run."""
         return self.path / str(model.project) / str(model.folder_name)
 
     def run(self, model: Any) -> LocalRun:
@@ -160,5 +159,4 @@ Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what tra
 
 
 def trains(model: Any) -> bool:
-    """Return whether a model is one that is trained."""
     return bool(getattr(model, "trainable", hasattr(model, "base_model")))

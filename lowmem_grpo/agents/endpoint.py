@@ -46,7 +46,6 @@ class AgentEndpoint(Endpoint):
 
 
 def history_of(conversation: Conversation) -> History:
-    """Return a recorded conversation in the form of ART."""
     said = [Choice.model_validate(entry) if "turn" in entry else entry for entry in conversation.messages_and_choices]
     return History(messages_and_choices=said, tools=conversation.tools)
 

@@ -72,7 +72,6 @@ class LocalRun:
                          template_kwargs=self.trainer.args.chat_template_kwargs)
 
     def loaded(self, model: Any) -> Any:
-        """The model with its adapter."""
         if self.ranks.leads:
             with owned(self.folder):
                 pass  # before a model is loaded for nothing
@@ -84,7 +83,6 @@ class LocalRun:
         return seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
 
     def begin(self, model: Any) -> None:
-        """Make the trainer, and begin or resume its run."""
         self.trainer = TrajectoryTrainer(model, self.options.settings(self.folder), model.loaded.tokenizer)
         self.desk.policy, self.desk.memory = self.trainer.policy, self.trainer.memory
         self.session = self.trainer.running()
@@ -113,7 +111,6 @@ class LocalRun:
         self.desk.close()
 
     def finish(self, error: BaseException | None) -> None:
-        """Write the end of the run, its adapter and its report."""
         error = error or self.error
         self.session.__exit__(*((None,) * 3 if error is None else (type(error), error, error.__traceback__)))
         self.trainer.model.close_engine()
@@ -127,7 +124,6 @@ class LocalRun:
 
     @property
     def step(self) -> int:
-        """Steps made so far."""
         return int(self.trainer.state.global_step)
 
     def look(self) -> None:
@@ -143,7 +139,6 @@ class LocalRun:
         return {self.base_model: None, **saved, self.name: LIVE}
 
     def client(self) -> AsyncOpenAI:
-        """openai's client, answered in this process."""
         return client_of(self.chat)
 
     def serve(self, **options: Any) -> AgentEndpoint:
@@ -170,7 +165,6 @@ class LocalRun:
         return await self.at_desk(partial(self.update, groups, settings | ({} if save else {"save_strategy": "no"})))
 
     def update(self, gathered: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The step itself."""
         sampled = Sampled(self.chat.histories, [name for name in self.names() if name != self.base_model])
         groups = sampled.groups(gathered)
         told = self.ranks.gather("what was played", (len(groups), len(gathered), sampled.tally(gathered, groups)))
@@ -216,7 +210,6 @@ class LocalRun:
         return await self.at_desk(find, sleep=False)
 
     def find_best(self, metric: str) -> int | None:
-        """The same, from the records."""
         path = self.folder / METRICS
         names = {metric, metric.removeprefix(f"{TRAIN}/")}
         values: dict[int, list[float]] = {}
@@ -229,11 +222,9 @@ class LocalRun:
         return max(means_of, key=lambda step: (means_of[step], step), default=None)
 
     async def delete_checkpoints(self, keep: Sequence[int]) -> None:
-        """Delete all checkpoints but these and the newest."""
         await self.at_desk(partial(self.prune, set(keep)), sleep=False)
 
     def prune(self, keep: set[int]) -> None:
-        """The first rank deletes."""
         if self.ranks.leads:
             prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
         self.look()

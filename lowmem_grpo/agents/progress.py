@@ -59,7 +59,6 @@ class Progress:
                 logger.warning("%d of %d rollouts failed: %s", len(self.failures), self.total, reasons)
 
     def done(self, trajectory: Any) -> None:
-        """Count a rollout that has ended."""
         if id(trajectory) not in self.counted:
             self.counted[id(trajectory)] = trajectory
             trajectory.count_tokens()

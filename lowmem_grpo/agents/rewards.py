@@ -116,7 +116,6 @@ def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
 async def scored(
     trajectories: Sequence[Sequence[History]], judge: Judge, rubric: str, tools: str, debug: bool
 ) -> list[TrajectoryScore]:
-    """The scores of trajectories, each given as its conversations."""
     require("rubric", rubric, TEXT)
     seen = [lines_of(histories, tools) for histories in trajectories]
     different = list(dict.fromkeys(seen))
@@ -134,7 +133,6 @@ async def scored(
 
 
 async def asked(judge: Judge, question: Any) -> Ratings:
-    """The judge's ratings. JudgeError without them."""
     now: Any = judge.rate([question])
     if inspect.isawaitable(now):
         now = await now

@@ -164,7 +164,6 @@ class Tally:
 
     @classmethod
     def total(cls, tallies: Iterable["Tally"]) -> "Tally":
-        """Return all of them together."""
         total = cls()
         for tally in tallies:
             for name, count in tally.counts.items():
@@ -174,7 +173,6 @@ class Tally:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums and the means."""
         return self.counts | {name: fmean(values) if values else 0.0 for name, values in sorted(self.values.items())}
 
     def of_split(self, split: str) -> dict[str, float]:

@@ -60,7 +60,6 @@ class Trajectory(History):
 
     @property
     def histories(self) -> list[History]:
-        """All conversations, the first one first."""
         return [self, *self.additional_histories]
 
     def log(self, message: str) -> None:
@@ -199,7 +198,6 @@ def members_of(members: Any) -> list[Any]:
 
 
 def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
-    """Return the record of a failure."""
     if isinstance(failure, FailedRollout | Mapping):
         return failure
     if not isinstance(failure, BaseException):

@@ -48,14 +48,12 @@ def report(checkup: Any) -> list[str]:
 
 
 def card_lines(card: dict[str, Any]) -> dict[str, Any]:
-    """The card's facts; one line where there is none."""
     if card.get("name") is None:
         return {"name": "none", **({"driver": card["driver"]} if card.get("driver") else {})}
     return {name: value for name, value in card.items() if value is not None}
 
 
 def section(title: str, facts: dict[str, Any]) -> list[str]:
-    """A title, its facts one a line, an empty line."""
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"
@@ -65,7 +63,6 @@ def section(title: str, facts: dict[str, Any]) -> list[str]:
 
 
 def shown(name: str, value: Any) -> str:
-    """A fact as a person reads it."""
     if name.endswith("_bytes"):
         return size_text(value)
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -57,7 +57,6 @@ def export(
 
 
 def summary(done: Any) -> list[str]:
-    """Return lines on what was made and what was compared."""
     of = f" and {done.base}" if done.base else ""
     lines = [f"{done.format}: {done.folder} ({size_text(done.bytes)}), from the {done.source}{of}"]
     checks = done.checks

@@ -107,7 +107,6 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
 
 
 def remote(server: Path) -> "Remote":
-    """The server that a file names."""
     from lowmem_grpo.service.home import read_address
     from lowmem_grpo.service.remote import Remote
 

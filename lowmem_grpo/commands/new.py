@@ -79,7 +79,6 @@ def is_installed(name: str, out: Path) -> bool:
 
 
 def check_place(recipe: Path, overwrite: bool) -> None:
-    """Raise ValueError where the recipe cannot be written."""
     if recipe.parent.exists() and not recipe.parent.is_dir():
         raise ValueError(f"--out {recipe.parent} is no folder")
     if recipe.exists() and (not overwrite or not recipe.is_file()):
@@ -147,7 +146,6 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
 
 
 def guesses(recipe: "NewRecipe") -> list[str]:
-    """Return what was taken for what, and how to change it."""
     from lowmem_grpo.recipes.new_recipe import KINDS as ABOUT
 
     columns, others, lines = recipe.columns, ", ".join(recipe.others[:12]), []
@@ -184,7 +182,6 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
 
 
 def save(recipe: Path, text: str, rows: str = "") -> None:
-    """Write example rows and the recipe. ValueError where the folder does not take them."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         if rows:
@@ -196,5 +193,4 @@ def save(recipe: Path, text: str, rows: str = "") -> None:
 
 
 def command_name(recipe: Path) -> str:
-    """Return how a command names the recipe."""
     return str(recipe) if recipe.is_absolute() else f"./{recipe.as_posix()}"

@@ -121,7 +121,6 @@ def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
 
 
 def check_adapter(path: Path | None, unfinished: bool = True) -> None:
-    """Raise RunError or CheckpointError for a path that leads to no adapter."""
     if path is not None:
         find_adapter(path, unfinished)
 
@@ -130,7 +129,6 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def file_of(recipe: str) -> Path:
-    """The file of a recipe of the package."""
     return Path(recipes.__path__[0], f"{recipe}.py")
 
 
@@ -168,7 +166,6 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value that an expression writes out; None where it does not."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):
@@ -201,7 +198,6 @@ def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
 
 
 def text_of(node: ast.stmt | None) -> str:
-    """The text of a statement that is only a string; empty for any other statement."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return " ".join(node.value.value.split())
     return ""

@@ -59,7 +59,6 @@ def play(
 
 
 def preset_of(recipe: str) -> Preset:
-    """The recipe's preset for this machine."""
     presets = getattr(find_recipe(recipe), "PRESETS", {})
     return choose("auto", presets)[1] if presets else Preset("tiny", CONTEXT, 16, 32)
 
@@ -103,7 +102,6 @@ def ask() -> str:
 
 
 def say(who: str, text: str) -> None:
-    """Show what somebody said."""
     click.echo(click.style(f"{who}: ", fg=COLOURS.get(who, "yellow"), bold=True) + text)
 
 
@@ -116,5 +114,4 @@ def ended(who: str, rollout: Rollout, right: bool | None) -> str:
 
 
 def record(rollout: Rollout, right: bool | None, seed: int) -> dict[str, Any]:
-    """An episode as plain values."""
     return {"right": right, "ending": rollout.ending, "seed": seed, "turns": turn_records(rollout)}

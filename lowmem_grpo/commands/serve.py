@@ -140,5 +140,4 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
 
 
 def listed(recipes: Path) -> str:
-    """The recipe files of a folder, in words."""
     return ", ".join(sorted(path.name for path in recipes.glob("*.py"))) or "no files"

@@ -152,7 +152,6 @@ def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
 
 
 def refused_head(base: Any) -> Iterator[str]:
-    """A head that `linear_of` does not take."""
     try:
         linear_of(base.get_output_embeddings())
     except ValueError as error:

@@ -42,7 +42,6 @@ class Planning:
                                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def result(self) -> JobPlan | None:
-        """Return the plan; None while it is being made."""
         if self.process.poll() is None:
             return None
         lines = self.process.communicate()[0].strip().splitlines()

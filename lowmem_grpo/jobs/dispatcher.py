@@ -48,7 +48,6 @@ class Dispatcher:
             self.planning.close()
 
     def work(self) -> None:
-        """Poll until `close` is called."""
         while not self.closing.wait(EVERY):
             try:
                 self.poll()
@@ -66,7 +65,6 @@ class Dispatcher:
             self.start_run(job)
 
     def check_run(self, job: Job) -> None:
-        """Record how a job ended, where it has."""
         folder = self.queue.folder_of(job)
         if job.state == STOPPING:
             keeper.ask_to_stop(folder)
@@ -78,7 +76,6 @@ class Dispatcher:
             self.record_loss(job)
 
     def record_end(self, job: Job, code: int, why: str | None) -> None:
-        """Record how a job ended that its keeper saw end."""
         if why is not None:
             limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
             self.queue.end(job, STOPPED, f"{limit if why == keeper.BY_TIME else 'stopped as asked'}; "
@@ -152,7 +149,6 @@ class Dispatcher:
         logger.info("job %d (%s) begins", job.id, job.recipe)
 
     def arguments_of(self, job: Job) -> list[str]:
-        """Return what `lowmem-grpo run` gets for a job."""
         run = self.queue.run_of(job)
         recipe = str(self.recipes / job.recipe) if self.recipes and job.recipe.endswith(".py") else job.recipe
         own = [f"output_dir={run}"]

@@ -48,7 +48,6 @@ class Job:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> "Job":
-        """Return the job in a row of the database."""
         return cls(**row | {"options": json.loads(row["options"]), "resume": bool(row["resume"])})
 
     @property
@@ -87,7 +86,6 @@ class JobRequest:
 
     @classmethod
     def from_json(cls, body: Any) -> "JobRequest":
-        """Return what the body of a request asks for."""
         if not isinstance(body, dict) or "recipe" not in body:
             raise ValueError("send a JSON object with recipe, and if you like options, priority, time_limit and share")
         known = {field.name for field in fields(cls)}
@@ -97,7 +95,6 @@ class JobRequest:
 
 
 def is_between(value: Any, most: float) -> bool:
-    """Return whether it is a number above 0 and at most `most`, and no truth value."""
     return type(value) in (int, float) and 0 < value <= most
 
 

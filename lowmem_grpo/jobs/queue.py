@@ -29,7 +29,6 @@ class JobQueue:
         self.database, self.folder = database, folder
 
     def submit(self, asked: JobRequest, owner: str) -> Job:
-        """Return a new job at the end of the queue."""
         row = vars(asked) | {"options": json.dumps(asked.options), "owner": owner, "state": WAITING, "why": NOT_YET,
                              "goes": 0, "resume": 0, "came": time.time()}
         with self.database.write() as connection:
@@ -85,20 +84,16 @@ class JobQueue:
         return self.change(job, state=RUNNING, why="", goes=job.goes + 1, began=time.time(), ended=None)
 
     def end(self, job: Job, state: str, why: str, exit_code: int | None) -> Job:
-        """Record that a job is over."""
         return self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
 
     def change(self, job: Job, **values: Any) -> Job:
-        """Write columns of a job."""
         columns = ", ".join(f"{name} = ?" for name in values)
         with self.database.write() as connection:
             connection.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), job.id))
         return self.one(job.id)
 
     def folder_of(self, job: Job) -> Path:
-        """Return the folder with its log and its run."""
         return self.folder / str(job.id)
 
     def run_of(self, job: Job) -> Path:
-        """Return the folder of its run."""
         return self.folder_of(job) / "run"

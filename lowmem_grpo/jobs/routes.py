@@ -84,7 +84,6 @@ def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
 
 
 async def json_of(request: Request) -> Any:
-    """Return the JSON of a request."""
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
@@ -93,7 +92,6 @@ async def json_of(request: Request) -> Any:
 
 
 def piece_of(log: Path, offset: int) -> bytes:
-    """Return a piece of a log, from a byte on."""
     if not log.is_file():
         return b""
     with open(log, "rb") as file:
@@ -111,7 +109,6 @@ def user_of(request: Request) -> User:
 
 
 def whose(user: User) -> str | None:
-    """Return whose jobs a user sees; None for all."""
     return None if user.is_owner else user.name
 
 
@@ -124,7 +121,6 @@ def make_jobs_app(
 
 
 def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
-    """Return the page of a queue's jobs."""
     return Page(JobsSource(queue, title), SignIn(users), CardUse())
 
 
@@ -174,7 +170,6 @@ class JobsSource:
             raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
 
     def listed(self, job: Job, user: User) -> Listed:
-        """Return a job as the list shows it."""
         actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
         asked_by = "" if job.owner == user.name else job.owner
         told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(self.queue.run_of(job)), job.why)))

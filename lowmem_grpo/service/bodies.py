@@ -28,7 +28,6 @@ def json_of(body: bytes) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error, not too long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -38,7 +38,6 @@ class Database:
                           "made; what it held is then not known") from error
 
     def add(self, tables: Sequence[str]) -> None:
-        """Make tables that are not there yet."""
         with self.write() as connection:
             for statement in tables:
                 connection.execute(statement)
@@ -79,7 +78,6 @@ class Database:
             self.connection.execute("ROLLBACK")
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows that a query finds."""
         with self.lock:
             return [dict(row) for row in self.connection.execute(query, values)]
 

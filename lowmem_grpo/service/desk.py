@@ -124,7 +124,6 @@ class Desk:
             self.engine.on_policy_update(version)
 
     def work(self) -> None:
-        """Serve until the desk is closed."""
         while (item := self.waiting.next()) is not None:
             if isinstance(item, Job):
                 self.do(item)
@@ -173,7 +172,6 @@ class Desk:
 
     @contextmanager
     def computing_with(self, adapter: Any) -> Iterator[None]:
-        """Inside, the model computes with the adapter of a call."""
         if adapter == LIVE:
             yield
         else:

@@ -53,7 +53,6 @@ class Endpoint:
         atexit.register(self.close)
 
     def run(self) -> None:
-        """The thread's work: an event loop, until `close`."""
         asyncio.run(self.serve())
 
     async def serve(self) -> None:

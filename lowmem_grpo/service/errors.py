@@ -22,7 +22,6 @@ class ChatError(Exception):
         self.kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the reply."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 

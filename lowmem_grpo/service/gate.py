@@ -80,6 +80,5 @@ class Gate:
 
 
 def as_response(error: ChatError) -> JSONResponse:
-    """Return the reply to a request that is not answered."""
     headers = NO_RETRY if error.status == CLOSED else {}
     return JSONResponse(error.body(), error.status, error.headers | headers)

@@ -39,7 +39,6 @@ class Dialect:
     parser: Reads | Callable[..., Any] | None
 
     def read(self, completion_ids: list[int], text: str) -> Reading:
-        """Return the text and the calls of a completion."""
         if self.parser is None:
             return Reading(text)
         return custom(self.parser, text) if callable(self.parser) else self.parser.read(completion_ids, text)
@@ -69,7 +68,6 @@ class Dialects:
         return self.made[key]
 
     def make(self, key: bytes, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> Dialect:
-        """Look at the template once."""
         parser: Any = self.parse if tools and callable(self.parse) else None
         if tools and parser is None:
             parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
@@ -195,12 +193,10 @@ class Histories:
             return held.name
 
     def read(self, opening: Opening, turn: Turn) -> Reading:
-        """Return the text and the calls of a turn."""
         with self.lock:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
     def next_key(self) -> int:
-        """The key of a conversation that begins."""
         with self.lock:
             return next(self.keys)
 
@@ -214,7 +210,6 @@ class Histories:
             return held.turn()
 
     def parent(self, name: str) -> str | None:
-        """The turn that another continues."""
         with self.lock:
             held = self.held.get(name)
             return held.parent.name if held is not None and held.parent is not None else None

@@ -33,7 +33,6 @@ def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def message_of(message: Any, place: str) -> Message:
-    """One message, checked; calls and results keep their ids."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, Mapping) else message
         raise ChatError(400, f"{place}.role is {shown(role)}; allowed are {', '.join(ROLES)}", f"{place}.role")
@@ -133,5 +132,4 @@ def longer(before: bytes, message: Message) -> bytes:
 
 
 def canonical(value: Any) -> bytes:
-    """JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

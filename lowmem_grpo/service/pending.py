@@ -89,11 +89,9 @@ class PendingCompletions:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
-        """Return the JSON of a whole reply."""
         return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of one piece of a stream."""
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
     def end(self) -> None:
@@ -164,5 +162,4 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -49,7 +49,6 @@ class Remote:
 
 
 def words_of(error: urllib.error.HTTPError) -> str:
-    """Return the server's message about a request that it refused."""
     try:
         return str(json.loads(error.read())["error"]["message"])
     except (ValueError, KeyError, TypeError, OSError):

@@ -49,7 +49,6 @@ Likeliest = Annotated[int, Field(ge=0, le=20)]
 
 
 def stop_of(stop: Any) -> Any:
-    """Return texts that end a completion."""
     texts = [stop] if isinstance(stop, str) else stop
     if not texts or not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"is {shown(stop)}; it must be a text that is not empty, or a list of these")
@@ -57,7 +56,6 @@ def stop_of(stop: Any) -> Any:
 
 
 def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a stream."""
     if other := sorted(set(options) - {"include_usage", "include_obfuscation"}):
         raise ValueError(f"has {other[0]}; include_usage is what is known here")
     return options
@@ -101,7 +99,6 @@ class CompletionRequest(Body, extra="forbid"):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
-        """Raise ChatError for fields that do not go together."""
         if self.stream_options and not self.stream:
             raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
         return self
@@ -113,7 +110,6 @@ class CompletionRequest(Body, extra="forbid"):
 
     @property
     def bound(self) -> int | None:
-        """Tokens of a completion, at most."""
         return self.max_tokens
 
     @property
@@ -123,7 +119,6 @@ class CompletionRequest(Body, extra="forbid"):
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
-    """The tools in OpenAI's form."""
     for at, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -137,7 +132,6 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Options of the chat template."""
     if own := sorted(set(kwargs) & set(TEMPLATES_OWN)):
         raise ChatError(400, f"chat_template_kwargs has {own[0]}, which is not the template's to choose; leave it out",
                         "chat_template_kwargs")
@@ -193,7 +187,6 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 def is_ids(value: Any) -> bool:
-    """Return whether it is a list of token ids."""
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
@@ -212,7 +205,6 @@ class TextRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def check_count(self) -> Self:
-        """Raise ChatError for more completions than a request may ask for."""
         if (count := len(self.prompt) * self.n) > MOST_TEXTS:
             raise ChatError(400, f"{len(self.prompt)} prompts with n={self.n} ask for {count} completions; at most "
                                  f"{MOST_TEXTS} are made for a request", "prompt", "invalid_value")

@@ -56,7 +56,6 @@ class Completions:
             return JSONResponse(await source.create(*asked))
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """Return the request's JSON object."""
         try:
             async with asyncio.timeout(self.limits.seconds):
                 return body_of(await request.body(), self.limits)
@@ -92,7 +91,6 @@ class Completions:
             raise errors[-1]
 
     def check_queue(self) -> None:
-        """Raise ChatError where too many wait for a slot."""
         waiting = self.slots.statistics().tasks_waiting
         if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
             raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
@@ -100,13 +98,11 @@ class Completions:
                             {"Retry-After": "1"})
 
     async def models(self, request: Request) -> dict[str, Any]:
-        """Return what can be asked for."""
         return {"object": "list", "data": [
             {"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
             for name in self.chats(request.scope["holder"]).models()]}
 
     async def model(self, name: str, request: Request) -> dict[str, Any]:
-        """Return one of these by its name."""
         models: dict[str, dict[str, Any]] = {model["id"]: model for model in (await self.models(request))["data"]}
         if name not in models:
             raise ChatError(404, f"there is no model {name!r}; there are {', '.join(models)}", "model",
@@ -124,7 +120,6 @@ class Events(Response):
     def __init__(
         self, chunks: AsyncGenerator[dict[str, Any], None], working: AbstractAsyncContextManager[None],
     ) -> None:
-        """The chunks are made inside of `working`."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self.chunks, self.working, self.begun = chunks, working, False

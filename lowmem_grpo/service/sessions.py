@@ -32,7 +32,6 @@ class Reply:
     first: int = field(init=False)  # the number of the conversation's first reply in its session
 
     def path(self) -> "list[Reply]":
-        """The replies of the conversation up to here."""
         replies, reply = [self], self
         while reply.before is not None:
             reply = reply.before
@@ -59,7 +58,6 @@ class Session:
         self.lock = threading.Lock()
 
     def check(self) -> None:
-        """Raises ChatError where no more calls are recorded."""
         if len(self.replies) >= self.limits.session_replies:
             raise ChatError(429, f"this session has had its {self.limits.session_replies} replies; end the rollout "
                                  "earlier, or raise session_replies of Limits", None, "session_full", NO_RETRY)
@@ -123,7 +121,6 @@ class Sessions:
         self.lock = threading.Lock()
 
     def add(self, session: Session) -> None:
-        """Raises RuntimeError where too many are open."""
         with self.lock:
             if len(self.open) >= self.limits.sessions:
                 raise RuntimeError(f"{len(self.open)} sessions are open, and no more may be: end each with its rollout "

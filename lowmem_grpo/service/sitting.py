@@ -22,7 +22,6 @@ class Keys:
         self.known: dict[tuple[object, ...], int] = {}  # by adapter, the caller's key, sitting; the latest used last
 
     def new(self) -> int:
-        """Return a number of nobody's."""
         return next(self.numbers)
 
     def of(self, call: Call, sitting: int) -> int:
@@ -54,7 +53,6 @@ class Sitting:
         self.back, self.since = 0, time.monotonic()  # callers that were served since the engine took calls, and when
 
     def meet(self, engine: Engine) -> None:
-        """This engine will ask."""
         self.engine = engine
 
     def take(self, busy: bool) -> list[Request]:

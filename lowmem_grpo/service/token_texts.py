@@ -26,7 +26,6 @@ class TokenTexts:
         self.lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that is to be continued."""
         with self.lock:
             return text_ids(self.tokenizer, text)
 
@@ -39,7 +38,6 @@ class TokenTexts:
         return bytes([int(match[1], 16)]) if match else str(self.tokenizer.decode([token])).encode()
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """A token and its log-probability."""
         raw = self.bytes_of(token)
         return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
 

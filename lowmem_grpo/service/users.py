@@ -113,7 +113,6 @@ def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, s
 
 
 def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
-    """Return a line's user and key."""
     if len(words) < 2:
         raise ValueError(f"{where}: write NAME KEY, and {JOBS} after them for who may start jobs")
     name, key, *more = words

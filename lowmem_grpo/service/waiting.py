@@ -112,7 +112,6 @@ class Waiting:
                 return
 
     def drain(self, flavour: tuple[object, ...]) -> list[Asked]:
-        """All calls of a flavour, which wait no longer."""
         with self.changed:
             return list(self.lines.pop(flavour, ()))
 

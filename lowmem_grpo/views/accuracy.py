@@ -28,7 +28,6 @@ def measured(summary: Record, key: str, step: int) -> Measured | None:
 
 
 def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]:
-    """Return the accuracies before and after training."""
     return measured(summary, "accuracy_before", 0), measured(summary, "accuracy_after", summary.get("steps") or 0)
 
 
@@ -66,7 +65,6 @@ def baselines(summary: Record) -> dict[str, float]:
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
-    """Return the reward functions that tell right from wrong."""
     paid: dict[str, set[float]] = {}
     for line in completions:
         for name, value in (line.get("rewards") or {}).items():

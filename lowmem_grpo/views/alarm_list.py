@@ -22,7 +22,6 @@ class Warned:
 
     @property
     def words(self) -> str:
-        """The steps in words."""
         if self.times == 1:
             return f"in step {self.first:,}"
         return f"{count_text(self.times, 'time')}, first in step {self.first:,}, last in step {self.last:,}"
@@ -49,6 +48,5 @@ def alarms_in_words(alarms: dict[str, Warned]) -> list[Record]:
 
 
 def sentence(words: str) -> str:
-    """Return words as a sentence of their own."""
     words = words.removeprefix("so ").removeprefix("and ")
     return words[:1].upper() + words[1:]

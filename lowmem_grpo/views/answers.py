@@ -38,7 +38,6 @@ def episode_lines(turns: Sequence[dict[str, Any]], most: int) -> list[Text]:
 
 
 def turn_lines(number: int, turn: dict[str, Any]) -> list[Text]:
-    """Return the lines of a turn: what was sampled, and what came back."""
     paid = "" if turn.get("reward") is None else f" (reward {turn['reward']:g})"
     said = [Text.assemble((f"{SAMPLED_SIGN} {number}.{paid} ", f"bold {LINES[0]}"), plain(on_one_line(turn["text"])))]
     said += [Text.assemble(f"{CONTEXT_SIGN} ", plain(on_one_line(f"{speaker(reply)}: {reply['content']}")), style="dim")
@@ -53,7 +52,6 @@ def on_one_line(text: str) -> str:
 
 
 def verdict(right: bool | None) -> Text:
-    """Right or wrong, with its sign, in its colour; empty where it is not known."""
     if right is None:
         return Text()
     return Text.assemble((f"{sign(right)} {'right' if right else 'wrong'}\n", f"bold {RIGHT if right else WRONG}"))
@@ -76,7 +74,6 @@ def answers_table(
 
 
 def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
-    """Print answers before and after training, side by side, each with its problem."""
     rows = [(str(sample.get("prompt", "")), sample.get("answer"),
              [(str(sample.get(when, "")), sample.get(f"right_{when}")) for when in ("before", "after")])
             for sample in samples]

@@ -108,7 +108,6 @@ def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
 
 
 def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
-    """Return the metrics of a chart that were logged; evaluations as dots."""
     lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
              for key, name in chart.metrics.items()]
     return [line for line in lines if line.points]
@@ -124,7 +123,6 @@ def endings_chart(rows: list[Record]) -> Chart:
 
 
 def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
-    """Return (step, value) of each step that logged the metric."""
     return [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
 
 

@@ -31,7 +31,6 @@ class AnyText:
 
 
 def any_console(**options: Any) -> Console:
-    """Return a console of rich over standard output."""
     file: Any = AnyText()
     return Console(file=file, **options)
 
@@ -55,7 +54,6 @@ class Cell:
         """Nothing is shown before the first panel."""
 
     def update(self, panel: RenderableType, refresh: bool = True) -> None:
-        """Show the panel in place of the last one."""
         from IPython.display import HTML, display
 
         recorded = Console(record=True, width=self.width, file=io.StringIO(), force_jupyter=False)

@@ -36,7 +36,6 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
 
 
 def title(result: dict[str, Any], note: str) -> str:
-    """Return the line that says what was tested on what."""
     held = "4-bit" if result["load_in_4bit"] else "FP8" if result.get("load_in_fp8") else "16-bit"
     source = f"recipe {result['recipe']}" if result["recipe"] else result["dataset"]
     answers = "one answer" if result["samples"] == 1 else f"{result['samples']} answers"
@@ -45,7 +44,6 @@ def title(result: dict[str, Any], note: str) -> str:
 
 
 def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
-    """A column for each model."""
     table = Table(box=SIMPLE)
     table.add_column("")
     for name in named:
@@ -71,7 +69,6 @@ def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
 
 
 def change_text(result: dict[str, Any]) -> str:
-    """Return the line on what the adapter changes, and whether that is more than chance."""
     change = result["difference"]
     low, high = change["interval"]
     sure = "more than chance" if low > 0 or high < 0 else "may be chance: take more prompts (--limit)"

@@ -80,12 +80,10 @@ def accuracy(summary: Record) -> list[str]:
 
 
 def span(test: Measured | None) -> str:
-    """Return the interval in words; empty if it is not known."""
     return "" if test is None or test.interval is None else f"{test.interval[0]:.1%} to {test.interval[1]:.1%}"
 
 
 def paired(summary: Record) -> list[str]:
-    """Return the difference on the same problems, if the run measured it."""
     if not (change := summary.get("difference")):
         return []
     low, high = change["interval"]
@@ -95,7 +93,6 @@ def paired(summary: Record) -> list[str]:
 
 
 def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
-    """Return the tiles: what each counts, and its value. What was not recorded has none."""
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
     # the summary has it at the end; until then it has that of the last time, or 0
@@ -121,7 +118,6 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
 
 
 def taught_facts(rows: list[Record]) -> dict[str, str]:
-    """Return the tiles of a run whose rows held the answers."""
     facts = {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
              for key, words in LOSSES.items() if (losses := numbers(rows, key))}
     if tokens := numbers(rows, "num_tokens"):
@@ -130,14 +126,12 @@ def taught_facts(rows: list[Record]) -> dict[str, str]:
 
 
 def memory_label(machine: Record) -> str:
-    """Return what the peak of memory is of."""
     if machine.get("card_bytes"):
         return f"peak memory, of {size_text(machine['card_bytes'])} on the card"
     return "peak memory of the process" if machine else "peak memory"
 
 
 def machine_facts(machine: Record) -> dict[str, str]:
-    """Return size of the model, card and version."""
     facts = {}
     if machine.get("parameters"):
         trained = short_text(machine.get("trainable_parameters") or 0)
@@ -160,5 +154,4 @@ def short_text(count: float) -> str:
 
 
 def numbers(rows: list[Record], key: str) -> list[float]:
-    """Return the values of a metric, of the steps that logged it."""
     return [row[key] for row in rows if row.get(key) is not None]

@@ -14,7 +14,6 @@ STYLES = {"running": "green", "stopping": "yellow", "done": "dim", "failed": "re
 
 
 def show_jobs(jobs: list[dict[str, Any]], console: Console | None = None) -> None:
-    """One row a job."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("job", "state", "recipe", "for", "needs", "why"):
         table.add_column(name, justify="right" if name == "job" else "left", overflow="fold")
@@ -27,14 +26,12 @@ def show_jobs(jobs: list[dict[str, Any]], console: Console | None = None) -> Non
 
 
 def lasted(job: dict[str, Any]) -> float:
-    """Seconds that a job has waited, or that its last go has taken."""
     until = job["ended"] or time.time()
     began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
     return max(0.0, float(until - began))
 
 
 def needs(job: dict[str, Any]) -> str:
-    """Its share of the card, and the memory that the plan says."""
     share = "" if job["share"] == 1 else f"{job['share']:.0%}"
     peak = "" if job["peak_bytes"] is None else size_text(job["peak_bytes"])
     return ", ".join(filter(None, (share, peak))) or "the card"

@@ -132,11 +132,9 @@ class LiveView:
         return "unknown" if left is None else time_text(round(left))
 
     def say(self, text: str) -> None:
-        """A line above the panel, or between the plain lines."""
         print_line(self.console, text)
 
     def panel(self) -> RenderableType:
-        """The whole view."""
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -175,7 +173,6 @@ class LiveView:
         return table
 
     def words(self) -> Table:
-        """Return the lines in words of the last log, wrapped in a narrow terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         now = {key: values[-1] for key, values in self.history.items()}
@@ -199,7 +196,6 @@ class LiveView:
         return f"{before}{spread[-1]:.3f}{after}" if spread else ""
 
     def line(self, logs: dict[str, float]) -> str:
-        """The key numbers of one log, in ASCII."""
         parts = [f"step {self.step}/{self.max_steps}"]
         names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key)))]
         names += [("eval_reward", "eval_reward"), ("turns/mean", "turns"), ("completions/mean_length", "length"),
@@ -227,7 +223,6 @@ class SFTView(LiveView):
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
-    """The entries that can be drawn: finite numbers."""
     return {
         key: value for key, value in (logs or {}).items()
         if isinstance(value, (int, float)) and math.isfinite(value)
@@ -241,7 +236,6 @@ def reward_name(key: str) -> str | None:
 
 
 def shown(key: str, value: float) -> str:
-    """A value as people read that metric."""
     if key == "memory/peak_bytes":
         return size_text(value)
     if key in ("completions/mean_length", "tokens_per_second"):

@@ -25,7 +25,6 @@ def one_file(data: Mapping[str, Any]) -> str:
 
 
 def served_page(data: Mapping[str, Any]) -> str:
-    """Return a page whose styles and scripts come from the server that sends it."""
     return html_page(str(data["title"]), LINKS, body(data))
 
 
@@ -56,5 +55,4 @@ def drawing_script() -> str:
 
 
 def asset(name: str) -> str:
-    """Return a text of the package's assets."""
     return (files("lowmem_grpo") / "assets" / name).read_text(encoding="utf-8")

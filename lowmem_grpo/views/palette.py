@@ -36,5 +36,4 @@ def css() -> str:
 
 
 def sign(right: bool) -> str:
-    """Return the sign of a verdict."""
     return RIGHT_SIGN if right else WRONG_SIGN

@@ -122,7 +122,6 @@ def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,
 
 
 def grid(title: str, rows: list[str], words: str = "", legend: Mapping[str, str] | None = None) -> Picture:
-    """Return bars below their title and what their colours mean."""
     keys = " &nbsp; ".join(f"<nobr><b style='color:{colour}'>\u25a0</b> {escape(name)}</nobr>"
                            for name, colour in (legend or {}).items())
     return Picture(title, f"<p><b>{escape(title)}</b> {escape(words)}</p><p>{keys}</p>"
@@ -134,7 +133,6 @@ def bar_row(label: str, words: str, parts: str) -> str:
 
 
 def part(share: float, colour: str, words: str = "") -> str:
-    """Return a part of a bar, `share` of its row wide."""
     return f"<span style='width:{share:.2%};background:{colour}' title='{escape(words)}'></span>"
 
 
@@ -176,7 +174,6 @@ def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: in
 
 
 def judged(text: str, right: bool) -> str:
-    """Return an answer's cell: the verdict in its colour, and what was written."""
     colour, word = (RIGHT, "right") if right else (WRONG, "wrong")
     return f"<td style='{CELL}'><b style='color:{colour}'>{sign(right)} {word}</b>\n{escape(text)}</td>"
 

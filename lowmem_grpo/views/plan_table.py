@@ -29,7 +29,6 @@ def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None,
 
 
 def rows_table(plan: MemoryPlan) -> Table:
-    """Every component in both phases, in GiB."""
     settings = plan.settings
     cards = f"each of {settings.ranks} x {plan.device.name}" if settings.ranks > 1 else plan.device.name
     title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {cards}, GiB"
@@ -45,7 +44,6 @@ def rows_table(plan: MemoryPlan) -> Table:
 
 
 def choices_table(plan: MemoryPlan) -> Table:
-    """Return the table of the choices, and what each saves."""
     table = Table("chosen", "value", "saves", "which means", title="Choices", title_justify="left")
     for choice in plan.choices:
         table.add_row(choice.name, value_of(choice), size_text(choice.saved) if choice.saved else "", choice.why)
@@ -53,7 +51,6 @@ def choices_table(plan: MemoryPlan) -> Table:
 
 
 def time_table(time: TimePlan) -> Table:
-    """Each part's seconds, and what they are spent on."""
     title = "A step's time (estimated, not measured)"
     table = Table(title=title, title_justify="left", show_footer=True)
     table.add_column("part", footer="together")
@@ -65,7 +62,6 @@ def time_table(time: TimePlan) -> Table:
 
 
 def told(part: str, time: TimePlan) -> str:
-    """Return a line on a part of a step."""
     work = time.workload
     waits = {name: f"; waits for the {bound}" if bound == "card" else "; waits for the host's launches"
              for name, bound in time.bound.items()}
@@ -91,7 +87,6 @@ def value_of(choice: Choice) -> str:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Return whether it fits, in a line."""
     peak, room = plan.peak / GIB, plan.device.budget / GIB
     if plan.fits:
         return f"Fits: {peak:.2f} of {room:.2f} GiB, {plan.concurrent_sequences} sequences sampled at a time."

@@ -151,7 +151,6 @@ def verdicts(sample: Record) -> tuple[bool | None, bool | None]:
 
 
 def counts(summary: Record) -> str:
-    """Return how many problems changed, if the run counted them."""
     if not (change := summary.get("difference")):
         return ""
     better = count_text(change["better"], "problem")
@@ -160,5 +159,4 @@ def counts(summary: Record) -> str:
 
 
 def settings(config: Record) -> list[tuple[str, str]]:
-    """Return the run's settings as texts."""
     return [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR)) for name, value in config.items()]

@@ -54,7 +54,6 @@ def shown_turns(turns: list[Record]) -> list[Record]:
 
 
 def shown_turn(turn: Record, longest: int) -> Record:
-    """Return a turn with its calls of tools as texts."""
     shown = {"number": turn["number"], "text": ""} | fields_of(turn, OF_TURN, longest)
     if calls := parts_of(turn, "calls"):
         shown["calls"] = [clipped(call_text(call), longest) for call in calls]
@@ -64,7 +63,6 @@ def shown_turn(turn: Record, longest: int) -> Record:
 
 
 def parts_of(turn: Record, name: str) -> list[Record]:
-    """Return the calls or the replies of a turn."""
     parts = turn.get(name)
     return [part for part in parts[:MOST_OF_A_TURN] if isinstance(part, dict)] if isinstance(parts, list) else []
 
@@ -127,7 +125,6 @@ def json_text(value: Any) -> str:
 
 
 def json_size(value: Any) -> int:
-    """Return how many bytes a value takes in a page."""
     return len(json_text(value).encode("utf-8", errors="replace"))
 
 
@@ -141,7 +138,6 @@ class Reservoir:
         self.tail: deque[Record] = deque(maxlen=newest)
 
     def add_sample(self, sample: Record) -> None:
-        """Keep a sample, if its step is one of those that are kept."""
         self.tail.append(sample)
         if sample["step"] % self.every == 0:
             self.kept.append(sample)

@@ -20,7 +20,6 @@ class CardUse:
         self.lock, self.asked, self.said = Lock(), float("-inf"), list[str]()
 
     def words(self) -> list[str]:
-        """A line for each card."""
         with self.lock:
             if self.command is not None and time.monotonic() - self.asked > KEEP:
                 self.said = [card_text(line) for line in self.lines(self.command) if line.count(",") >= 3]

@@ -57,7 +57,6 @@ class Page:
         return self.signed_in(request, HTMLResponse(onward), value)
 
     async def enter_by_key(self, request: Request) -> Response:
-        """Sign in by a key."""
         fields = await form_fields(request)
         value = self.sign_in.by_key(fields.get("key", ""))
         if value is None:
@@ -65,13 +64,11 @@ class Page:
         return self.signed_in(request, RedirectResponse("/", 303), value)
 
     def signed_in(self, request: Request, answer: Response, value: str) -> Response:
-        """Return an answer with the cookie."""
         answer.set_cookie(self.sign_in.name, value, max_age=int(LASTS), path="/", httponly=True, samesite="strict",
                           secure=request.url.scheme == "https")
         return answer
 
     async def leave(self, request: Request) -> Response:
-        """Sign out."""
         await form_fields(request)
         self.sign_in.leave(request.cookies)
         answer = RedirectResponse("/", 303)
@@ -86,7 +83,6 @@ class Page:
         return HTMLResponse(served_page(await asyncio.to_thread(self.watching.page_data, user, run_names(request))))
 
     async def data(self, request: Request) -> Response:
-        """Send what a page shows now."""
         shown = await asyncio.to_thread(self.watching.page_data, self.user(request), run_names(request))
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
 
@@ -144,7 +140,6 @@ class Page:
         return RedirectResponse(f"/{query_of(name)}", 303)
 
     def export(self, user: User, name: str) -> Response:
-        """Return the adapter of a run, as a file that a browser saves."""
         place = self.source.folder(user, name)
         if place is None:
             raise LookupError(f"the run {name!r} has not begun")
@@ -152,7 +147,6 @@ class Page:
 
 
 def sign_in_page(why: str = "") -> Response:
-    """Return a page that asks for a key."""
     return HTMLResponse(plain_page("Sign in", SIGN_IN.format(why=escape(why))), 401)
 
 

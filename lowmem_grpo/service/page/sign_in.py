@@ -32,11 +32,9 @@ class SignIn:
         return self.cookie_of(self.tickets.pop(hashed(ticket), None))
 
     def by_key(self, key: str) -> str | None:
-        """Return the cookie for who has this key; None where nobody has."""
         return self.cookie_of(self.user_of(key))
 
     def cookie_of(self, user: User | None) -> str | None:
-        """Return a new value of the cookie, for a user."""
         if user is None:
             return None
         cookie = secrets.token_urlsafe(32)
@@ -51,5 +49,4 @@ class SignIn:
         return user if self.clock() < until else None
 
     def leave(self, cookies: Mapping[str, str]) -> None:
-        """Forget a browser."""
         self.browsers.pop(hashed(cookies.get(self.name, "")), None)

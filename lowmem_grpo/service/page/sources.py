@@ -106,7 +106,6 @@ class RunsSource:
 
 
 def listed(run: Run, user: User) -> Listed:
-    """Return a run with its buttons."""
     stops = ("stop",) if user.is_owner and run.can_stop else ()
     exports = ("export",) if has_adapter(run.path) else ()
     title = run.path.resolve().name if run.name == "." else run.name

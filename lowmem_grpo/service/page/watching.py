@@ -60,7 +60,6 @@ class Watching:
         return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
 
     def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return the charts that runs have in common."""
         charts = comparison({name: run.charts() for name, run in self.follow_all(user, names).items()})
         title = f"{len(names)} runs"
         return {"title": title, "top": {"title": title, "about": ", ".join(names)},
@@ -82,7 +81,6 @@ class Watching:
 
 
 def list_row(run: Listed) -> dict[str, Any]:
-    """Return a run as the list shows it."""
     told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
     return {"name": run.name, "title": run.title, "state": run.state, "words": run.words, "told": told,
             "can_show": run.can_show}

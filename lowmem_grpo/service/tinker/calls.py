@@ -49,7 +49,6 @@ def known(kind: Any, *dropped: str) -> BeforeValidator:
 
 
 def only_adam(settings: Any) -> None:
-    """Refuse the settings of another optimizer."""
     if settings and (not isinstance(settings, dict) or settings.get("type", "adam") not in ("adam", "adamw")):
         raise ValueError(f"is {shown(settings)}; only Adam is offered: leave it out")
 
@@ -168,10 +167,8 @@ class SampleRequest(Body):
 
     @cached_property
     def ids(self) -> list[int]:
-        """The token ids (P,) of the prompt."""
         return [token for chunk in self.prompt for token in chunk]
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of the prompt are asked for."""
         return self.prompt_logprobs is True

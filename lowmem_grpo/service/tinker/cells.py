@@ -67,7 +67,6 @@ def listed(tensor: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Te
 
 
 def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
-    """The cells that a sparse matrix lists."""
     crow, columns = (from_bytes(getattr(matrix, name), torch.int64, f"{where}.{name}")
                      for name in ("crow_indices", "col_indices"))
     if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(columns) or bool((crow.diff() < 0).any()):
@@ -100,5 +99,4 @@ def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
 
 
 def as_bytes(values: Tensor) -> bytes:
-    """Return the bytes of values on the host, little-endian."""
     return values.contiguous().numpy().tobytes()

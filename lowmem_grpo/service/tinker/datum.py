@@ -83,7 +83,6 @@ def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: Bounds, los
 
 
 def wide_datum(inputs: Any, where: str, ids: list[int], bounds: Bounds, loss: str) -> Datum:
-    """A datum with several targets for a token."""
     if loss != "cross_entropy":
         raise ValueError(f"{where}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
                          "cross_entropy does")
@@ -94,7 +93,6 @@ def wide_datum(inputs: Any, where: str, ids: list[int], bounds: Bounds, loss: st
 
 
 def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
-    """The token ids of a model input."""
     tokens: list[int] = []
     for place, chunk in enumerate(chunks):
         kind, here = chunk.WhichOneof("kind"), f"{where}.chunks[{place}]"
@@ -110,7 +108,6 @@ def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
 
 
 def check_ids(ids: Tensor, where: str, bounds: Bounds) -> None:
-    """ValueError for an id that is none of the model's."""
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])

@@ -267,7 +267,6 @@ class Ledger:
 
 
 def with_settings(row: Row) -> Row:
-    """Return a row with the settings of its model as an object."""
     return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
 
 

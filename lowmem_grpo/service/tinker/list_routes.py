@@ -64,7 +64,6 @@ class ListRoutes:
         return self.run(self.training.ledger.model(asked.path["model"], asked.owner))
 
     def run(self, model: Model) -> Json:
-        """Return a model as it stands in a list."""
         saved = self.shelf.all(model.owner, model.id)
         newest = {kind: next((listed(entry) for entry in saved if entry.kind == kind), None) for kind in TYPES}
         return {"training_run_id": model.id, "base_model": self.served.name, "model_owner": model.owner,
@@ -82,12 +81,10 @@ class ListRoutes:
 
 
 def path_in(asked: ApiRequest) -> str:
-    """Return what the protocol calls the weights that a request's path names."""
     return "tinker://{model}/{kind}/{name}".format(**asked.path)
 
 
 def listed(saved: Saved) -> Json:
-    """Return weights as they stand in a list."""
     return {"checkpoint_id": "/".join(saved.path.split("/")[-2:]), "checkpoint_type": TYPES[saved.kind],
             "time": moment(saved.made), "tinker_path": saved.path, "size_bytes": saved.size, "public": False,
             "expires_at": None if saved.expires is None else moment(saved.expires)}

@@ -39,7 +39,6 @@ class PlainPass(Body, extra="forbid"):
 
 
 def wants_json(accept: str) -> bool:
-    """Return whether a client takes answers in JSON only."""
     return JSON in accept and wire.PROTOBUF not in accept
 
 
@@ -58,7 +57,6 @@ def request_of(body: bytes) -> bytes:
 
 
 def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch.dtype) -> None:
-    """Add an input of the loss to a Datum message."""
     if values is not None:
         tensor = datum.loss_fn_inputs[name]
         tensor.dtype, tensor.dense = kind, as_bytes(torch.tensor(values, dtype=dtype))

@@ -59,7 +59,6 @@ class ModelRoutes:
         self.training, self.ledger, self.served = training, training.ledger, served
 
     def answers(self) -> dict[str, Answers]:
-        """Return what answers at once, by method and path."""
         capabilities = {"supported_models": [{"model_name": self.served.name, "trainable": True, "sampleable": True,
                                               "max_context_length": self.served.context}]}
         return {

@@ -22,11 +22,9 @@ class Runs:
         self.began, self.beats = time.time(), dict[str, float]()  # by session: its last sign of life
 
     def beat(self, session: str) -> None:
-        """A client says that it is there."""
         self.beats[session] = time.time()
 
     def touch(self, model: str) -> None:
-        """Something is asked of a model."""
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
     def left(self, owner: str) -> list[Model]:

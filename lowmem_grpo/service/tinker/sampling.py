@@ -44,13 +44,11 @@ class Promise:
         return [*self.turns, *([] if self.prompt is None else [self.prompt])]
 
     def when_done(self, told: Callable[[], None]) -> None:
-        """Call a function as soon as all parts are done."""
         left = itertools.count(1 - len(self.parts))
         for part in self.parts:
             part.add_done_callback(lambda _: told() if next(left) == 0 else None)
 
     def answer(self) -> Answer:
-        """Once all its parts are done."""
         for part in self.parts:
             if (error := part.exception()) is not None:
                 return failed(error, self.adapter)
@@ -65,7 +63,6 @@ class Promise:
 
 
 def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
-    """Put into a SampleResponse what was asked for of the prompt."""
     if asked.scored:
         response.prompt_logprobs = as_bytes(scored.logprobs)
     if asked.topk_prompt_logprobs:

@@ -99,7 +99,6 @@ class Scoring:
 
     @torch.no_grad()
     def score(self, prompts: list[Prompt]) -> None:
-        """Set the results of prompts of one adapter."""
         long = [prompt for prompt in prompts if len(prompt.ids) > 1]
         groups = [group_of(prompt.ids) for prompt in long]
         asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, long, strict=True)}
@@ -113,7 +112,6 @@ class Scoring:
             prompt.future.set_result(scored)
 
     def passes(self, batches: Iterator[MicroBatch], asked: dict[int, Prompt]) -> list[tuple[Prompt, Scored]]:
-        """The results of all prompts in these micro-batches."""
         results = []
         for batch in batches:
             prompts = [asked[id(rollout)] for rollout in batch.rollouts]
@@ -136,7 +134,6 @@ class Scoring:
 
 
 def top_of(head: OutputHead, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same of some rows (R, D)."""
     shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
     top = shape.apply_(matmul_fp32(hidden, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
     return top.indices, top.values.float()

@@ -45,7 +45,6 @@ class ServedModel:
     completions: Completions
 
     def routers(self) -> dict[str, APIRouter]:
-        """All that answers for it, by the prefixes of the paths."""
         return {"/api/v1": self.router, "/v1": openai_router(self.completions)}
 
     def close(self) -> None:

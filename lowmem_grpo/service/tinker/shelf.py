@@ -41,7 +41,6 @@ class Saved:
 
     @property
     def kind(self) -> str:
-        """TRAINING or SAMPLING."""
         return self.path.split("/")[-2]
 
 
@@ -114,7 +113,6 @@ class Shelf:
                              (None if seconds is None else time.time() + seconds, saved.path))
 
     def expired(self) -> bool:
-        """Return whether there are weights whose time is over."""
         return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
 
     def sweep(self) -> None:

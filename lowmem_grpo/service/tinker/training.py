@@ -111,7 +111,6 @@ class Training:
         self.desk.run(lambda: self.clear(model.id), sleep=False)
 
     def sweep_saved(self) -> None:
-        """Delete saved weights whose time is over."""
         if self.shelf.expired():
             self.desk.run(self.shelf.sweep, sleep=False)
 
@@ -129,7 +128,6 @@ class Training:
         return False
 
     def pump(self, model: str) -> None:
-        """Let the next request of a model wait for the desk, unless one does."""
         with self.lock:
             if model in self.busy or (asked := self.ledger.next(model)) is None:
                 return
@@ -182,7 +180,6 @@ class Training:
                 remove(self.folder / name)
 
     def clear(self, model: str) -> None:
-        """Delete what there is of a model in the memory and on the disk."""
         self.adapters.delete(model)
         self.sweep(model, "")
         for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
@@ -274,7 +271,6 @@ class Training:
         flush(path.parent)
 
     def sweep(self, model: str, state: str) -> None:
-        """Delete the states of a model but this one."""
         for path in self.folder.glob(f"{model.replace(':', '_')}.*.safetensors"):
             if path.name != state:
                 path.unlink(missing_ok=True)

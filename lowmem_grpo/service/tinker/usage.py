@@ -72,7 +72,6 @@ class Usage:
                              "them), or unload models that are done")
 
     def stored(self, owner: str) -> int:
-        """Bytes of a user's files."""
         states = [self.folder / model.state for model in self.ledger.models(owner) if model.state is not None]
         snapshots = [self.folder / name for name in self.ledger.snapshots(owner)]
         saved = [self.shelf.folder / entry.file for entry in self.shelf.all(owner)]
@@ -80,6 +79,5 @@ class Usage:
 
 
 def too_many(requests: int, most: int) -> str:
-    """Return the message for a user who has too many unanswered requests."""
     return (f"requests: {requests} of this key are not answered, and at most {most} may be: wait for some of them "
             "before you send more")

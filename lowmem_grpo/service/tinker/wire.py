@@ -50,7 +50,6 @@ class BodyError(ValueError):
 
 
 def file_of(table: str) -> FileDescriptorProto:
-    """The table as protobuf describes messages."""
     file = FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
     for line in table.strip().replace(",\n   ", ",").splitlines():
         name, fields = line.split(": ")
@@ -92,7 +91,6 @@ POOL.Add(file_of(TABLE))
 
 
 def message(name: str) -> type[Message]:
-    """The class of a message of the table."""
     return GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 

@@ -57,17 +57,14 @@ class RunFollower:
 
     @property
     def reading(self) -> bool:
-        """Whether there is more to be read."""
         return self.metrics.more or self.completions.more
 
     def add_sample(self, sample: Record) -> None:
-        """Take a line of completions.jsonl."""
         self.logged += 1
         self.samples.add_sample(sample)
         self.judged.add_sample({key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample})
 
     def version(self) -> tuple[Any, ...]:
-        """Return what changes whenever the page would."""
         files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log_path)
         return *map(stamp, files), self.metrics.place, self.completions.place, self.reading
 

@@ -40,7 +40,6 @@ class Run:
 
     @property
     def can_stop(self) -> bool:
-        """Whether its process is one of this machine that can be told to stop."""
         return self.state == "running" and holds_lock(self.path / FILE, self.owner)
 
     @property
@@ -88,7 +87,6 @@ def one_run(folder: Path, name: str) -> Run | None:
 
 
 def run_of(path: Path, folder: Path) -> Run:
-    """Return a run as its files describe it."""
     summary, owner, written = json_file(path / SUMMARY), owner_of(path / FILE), newest(path)
     name = path.relative_to(folder).as_posix()
     return Run(name, path, state_of(path, summary, owner, time.time() - written), summary, owner, written)
@@ -107,7 +105,6 @@ def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: fl
 
 
 def owner_of(path: Path) -> dict[str, Any]:
-    """Who the lock's file names; empty where there is none."""
     try:
         owner = json.loads(end_of(path, OWNER_BYTES))
     except (ValueError, RecursionError):
@@ -116,7 +113,6 @@ def owner_of(path: Path) -> dict[str, Any]:
 
 
 def newest(path: Path) -> float:
-    """When the newest of the records was written; 0.0 where there are none."""
     times = [0.0]
     for name in (METRICS, SUMMARY, FILE):
         with suppress(OSError):
