@@ -30,7 +30,6 @@ import torch
 from bench.common import options, rounds, tables
 from bench.common.rows import append_row, machine
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
@@ -38,6 +37,7 @@ from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.datum import as_bytes, pass_of
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.service.users import Users
+from lowmem_grpo.service.waiting import Call
 
 KEY, API = "tml-" + "k" * 32, "/api/v1"
 SIZES = {"64 x 512 tokens": (64, 512, 5), "1 x 2 tokens": (1, 2, 40)}  # sequences, tokens, rounds

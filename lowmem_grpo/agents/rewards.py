@@ -26,7 +26,7 @@ from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.transcript import Transcript, as_line, compared, transcript_of
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 from lowmem_grpo.rules import TEXT, require
-from lowmem_grpo.service.call import Call
+from lowmem_grpo.service.waiting import Call
 
 logger = logging.getLogger(__name__)
 

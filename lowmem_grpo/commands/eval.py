@@ -106,7 +106,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         if as_json:
             click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2))
         else:
-            from lowmem_grpo.views.eval_table import show_result
+            from lowmem_grpo.views.tables import show_result
 
             show_result(result, subject.note, show)
             click.echo(f"all answers: {folder / FILE}")

@@ -11,7 +11,7 @@ import click
 from lowmem_grpo.views.terminal import plain_errors
 
 if TYPE_CHECKING:
-    from lowmem_grpo.service.remote import Remote
+    from lowmem_grpo.service.home import Remote
 
 EVERY = 1.0  # seconds between looks at a log
 SERVER = click.option(
@@ -33,7 +33,7 @@ def submit(
 ) -> None:
     """Submit RECIPE with options as `lowmem-grpo run` takes them: key=value or --key value."""
     with plain_errors():
-        from lowmem_grpo.jobs.job import JobRequest, seconds_of
+        from lowmem_grpo.jobs.queue import JobRequest, seconds_of
 
         limit = None if time_limit is None else seconds_of(time_limit)
         asked = JobRequest(recipe, list(options), priority, limit, share)
@@ -55,7 +55,7 @@ def jobs(number: int | None, server: Path, as_json: bool) -> None:
         elif not shown:
             click.echo("no jobs yet: `lowmem-grpo submit RECIPE [key=value ...]`")
         else:
-            from lowmem_grpo.views.job_table import show_jobs
+            from lowmem_grpo.views.tables import show_jobs
 
             show_jobs(shown)
 
@@ -107,7 +107,6 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
 
 
 def remote(server: Path) -> "Remote":
-    from lowmem_grpo.service.home import read_address
-    from lowmem_grpo.service.remote import Remote
+    from lowmem_grpo.service.home import Remote, read_address
 
     return Remote(read_address(server))

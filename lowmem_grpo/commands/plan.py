@@ -89,7 +89,7 @@ def plan(
             extra = {"max_context": longest} if max_context else {}
             click.echo(json.dumps(memory.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
         else:
-            from lowmem_grpo.views.plan_table import show
+            from lowmem_grpo.views.tables import show
 
             show(memory, longest, time=time)
             click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))

@@ -53,7 +53,7 @@ def serve(
             from lowmem_grpo.jobs.queue import JobQueue
             from lowmem_grpo.jobs.routes import make_jobs_app, make_jobs_page
             from lowmem_grpo.models.card_check import driver_version
-            from lowmem_grpo.service.page.routes import Beside, page_app
+            from lowmem_grpo.service.page.page import Beside, page_app
             from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
 
             if model is not None:  # torch comes with it, for which a queue has no use

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.jobs.job import Job
+from lowmem_grpo.jobs.queue import Job
 from lowmem_grpo.units import size_text
 
 TINY = 1e-6  # shares such as 0.3, 0.3 and 0.4 add up to one

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.admission import JobPlan, Planning, obstacle, too_large
-from lowmem_grpo.jobs.job import DONE, FAILED, STOPPED, STOPPING, WAITING, Job
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.queue import DONE, FAILED, STOPPED, STOPPING, WAITING, Job, JobQueue
 from lowmem_grpo.runs.records import SUMMARY
 from lowmem_grpo.units import time_text
 

@@ -9,14 +9,13 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from lowmem_grpo.jobs.job import LIVE, OVER, STOPPING, Job, JobRequest
 from lowmem_grpo.jobs.keeper import LOG
-from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
+from lowmem_grpo.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.page.card import CardUse
 from lowmem_grpo.service.page.page import Page
 from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.page.sources import Listed, has_adapter
+from lowmem_grpo.service.page.watching import CardUse
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.users import JOBS, User, Users
 from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run, so_far

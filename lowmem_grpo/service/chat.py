@@ -18,9 +18,8 @@ from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.histories import Histories, Opening
 from lowmem_grpo.service.messages import message_of, turn_named
-from lowmem_grpo.service.pending import Choice, Completer, PendingCompletions
+from lowmem_grpo.service.pending import Choice, Completer, PendingCompletions, TokenTexts
 from lowmem_grpo.service.request import ChatRequest, TextRequest
-from lowmem_grpo.service.token_texts import TokenTexts
 from lowmem_grpo.types import Turn
 
 Names = Callable[[], Mapping[str, Path | str | None]]  # returns the adapter of each model by name, as `Call` has it

@@ -26,9 +26,7 @@ from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.call import LIVE, Call
-from lowmem_grpo.service.sitting import Keys, Sitting
-from lowmem_grpo.service.waiting import NO_ROUND, Asked, DeskClosedError, Job, Round, Waiting
+from lowmem_grpo.service.waiting import LIVE, NO_ROUND, Asked, Call, DeskClosedError, Job, Keys, Round, Sitting, Waiting
 from lowmem_grpo.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)

@@ -3,26 +3,69 @@
 import asyncio
 import json
 import random
+import re
 import secrets
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.request import CompletionRequest
-from lowmem_grpo.service.token_texts import TokenTexts
-from lowmem_grpo.service.waiting import DeskClosedError
+from lowmem_grpo.service.waiting import Call, DeskClosedError
 from lowmem_grpo.types import Turn
 
+BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # as byte-level vocabularies write them
+ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 DONE = b"data: [DONE]\n\n"  # how a stream ends
 Choice = dict[str, Any]
 Record = Callable[[list[Choice]], Awaitable[None]]
+
+
+class TokenTexts:
+    """Tokens as texts and as bytes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.by_bytes = "ByteLevel" in str(getattr(backend, "decoder", ""))
+        self.added = set(tokenizer.added_tokens_decoder)
+        self.lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        with self.lock:
+            return text_ids(self.tokenizer, text)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token, which may be a part of a letter."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # what pads a vocabulary has none
+        if self.by_bytes and token not in self.added and all(letter in BYTES for letter in piece):
+            return bytes(BYTES[letter] for letter in piece)
+        match = ONE_BYTE.fullmatch(piece)
+        return bytes([int(match[1], 16)]) if match else str(self.tokenizer.decode([token])).encode()
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self.bytes_of(token)
+        return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
+
+    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None, count: int) -> dict[str, Any]:
+        """Those of a turn as they were drawn, and at each place the `count` likeliest tokens of the model itself."""
+        content = []
+        for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
+            others = [] if likeliest is None else [
+                self.entry(other, likely.logprob) for other, likely in likeliest[place].items() if likely.rank <= count]
+            content.append(self.entry(token, logprob) | {
+                "top_logprobs": sorted(others, key=lambda entry: -entry["logprob"])[:count]})
+        return {"content": content, "refusal": None}
 
 
 class PendingCompletions:

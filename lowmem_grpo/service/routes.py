@@ -12,12 +12,12 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from lowmem_grpo.service.bodies import json_of
-from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat, TextCompletions
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.gate import CLOSED, NO_RETRY
 from lowmem_grpo.service.pending import DONE, Choice, event
 from lowmem_grpo.service.sessions import Sessions
+from lowmem_grpo.service.waiting import LIVE
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it

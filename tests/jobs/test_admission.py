@@ -5,7 +5,7 @@ import re
 from tables import every_row
 
 from lowmem_grpo.jobs.admission import JobPlan, obstacle, too_large
-from lowmem_grpo.jobs.job import Job
+from lowmem_grpo.jobs.queue import Job
 from lowmem_grpo.units import GIB
 
 UNKNOWN = JobPlan()

@@ -13,8 +13,7 @@ import pytest
 from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.admission import JobPlan
 from lowmem_grpo.jobs.dispatcher import Dispatcher
-from lowmem_grpo.jobs.job import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.units import GIB
 

@@ -9,12 +9,10 @@ pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.job import CANCELLED, RUNNING, STOPPING, WAITING, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
+from lowmem_grpo.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.jobs.routes import JobsSource, make_jobs_app
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.routes import Beside, page_app
+from lowmem_grpo.service.page.page import Beside, Page, page_app
 from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.users import JOBS, OWNER, User, Users
 from tests.support.page_server import page_of

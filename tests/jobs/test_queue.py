@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.jobs.job import CANCELLED, DONE, RUNNING, STOPPED, STOPPING, WAITING, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
+from lowmem_grpo.jobs.queue import (
+    CANCELLED,
+    DONE,
+    RUNNING,
+    STOPPED,
+    STOPPING,
+    WAITING,
+    JobQueue,
+    JobRequest,
+    NoSuchJobError,
+)
 from lowmem_grpo.service.database import Database
 
 

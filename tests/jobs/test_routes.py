@@ -11,8 +11,7 @@ pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.job import DONE, STOPPING, WAITING
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.queue import DONE, STOPPING, WAITING, JobQueue
 from lowmem_grpo.jobs.routes import PIECE, make_jobs_app
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.users import JOBS, User, Users

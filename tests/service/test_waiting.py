@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import LIVE, Call
-from lowmem_grpo.service.sitting import Keys, Sitting
-from lowmem_grpo.service.waiting import FIRST, NO_ROUND, Asked, Job, Round, Waiting
+from lowmem_grpo.service.waiting import FIRST, LIVE, NO_ROUND, Asked, Call, Job, Keys, Round, Sitting, Waiting
 from lowmem_grpo.types import Rollout
 
 WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds

@@ -16,11 +16,10 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from starlette.types import ASGIApp
 
-from lowmem_grpo.service.page.card import CardUse
-from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.routes import page_app
+from lowmem_grpo.service.page.page import Page, page_app
 from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.page.sources import RunsSource, Source
+from lowmem_grpo.service.page.watching import CardUse
 from lowmem_grpo.service.server import made_for, open_socket
 from lowmem_grpo.service.users import OWNER, User, Users
 

@@ -28,8 +28,7 @@ from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.files import flush, remove, removed_after
-from lowmem_grpo.service.tinker.cells import Cells
-from lowmem_grpo.service.tinker.datum import Datum, Pass
+from lowmem_grpo.service.tinker.datum import Cells, Datum, Pass
 from lowmem_grpo.train.rewind import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import SampleRequest
@@ -21,7 +20,7 @@ from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, check_ids
 from lowmem_grpo.service.tinker.ledger import Answer, UnknownError
 from lowmem_grpo.service.tinker.scoring import Scored, Scoring
 from lowmem_grpo.service.tinker.usage import Usage
-from lowmem_grpo.service.waiting import DeskClosedError
+from lowmem_grpo.service.waiting import Call, DeskClosedError
 from lowmem_grpo.types import Turn
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.tinker.adapters import Adam, Adapters, LoraSettings, one_each
 from lowmem_grpo.service.tinker.calls import CreateModel, OptimStep, read
-from lowmem_grpo.service.tinker.cells import Cells
-from lowmem_grpo.service.tinker.datum import Datum, Pass
+from lowmem_grpo.service.tinker.datum import Cells, Datum, Pass
 
 
 def adapters(tokens: int | None = None) -> Adapters:

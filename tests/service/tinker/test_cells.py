@@ -7,8 +7,7 @@ import torch
 from tables import every_row
 
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.cells import MOST_WIDTH, cells_of
-from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, output_of, pass_of
+from lowmem_grpo.service.tinker.datum import MOST_WIDTH, Bounds, as_bytes, cells_of, output_of, pass_of
 
 TOKENS = torch.tensor([[7, 0, 9], [0, 0, 0], [4, 5, 0]])
 WEIGHTS = torch.tensor([[0.5, 0.0, -1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 0.25]])

@@ -3,8 +3,8 @@
 import pytest
 
 from lowmem_grpo.views.alarm_list import Warned
-from lowmem_grpo.views.dashboard import series as dashboard_series
-from lowmem_grpo.views.dashboard.series import MOST_ROWS, Series
+from lowmem_grpo.views.dashboard import run_follower as dashboard_series
+from lowmem_grpo.views.dashboard.run_follower import MOST_ROWS, Series
 from tests.support.written_runs import metric
 
 
