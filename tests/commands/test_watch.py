@@ -14,7 +14,7 @@ from programs import program
 
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 
-from lowmem_grpo.commands.watch import watch
+from lowmem_grpo.commands.serve import watch
 from tests.support.written_runs import write_run
 
 
