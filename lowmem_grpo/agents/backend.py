@@ -58,8 +58,7 @@ class LocalBackend:
     # Begin and end
 
     async def register(self, model: Any) -> None:
-        """Load a model that is trained, resume its run, and open its engine. A model that is only asked gets a folder.
-        The same model again changes nothing."""
+        """Load a model that is trained, and resume its run; one that is only asked gets a folder. Twice is as once."""
         folder, key = self.folder(model), (model.project, model.folder_name)
         if not trains(model):
             folder.mkdir(parents=True, exist_ok=True)

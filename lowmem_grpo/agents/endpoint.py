@@ -1,5 +1,4 @@
-"""Trajectories that nobody writes down: of the calls of a session of an endpoint, of those that a coroutine makes, or
-handed over from deep inside of it."""
+"""Trajectories that nobody writes down: of an endpoint's session, of a coroutine's calls, or yielded inside of one."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -40,8 +39,7 @@ class AgentEndpoint(Endpoint):
     """An endpoint for rollouts, as `model.serve()` gives it."""
 
     def session(self) -> RolloutSession:
-        """Return an address of its own for one rollout: a context manager, with `base_url`, `api_key` and
-        `trajectory`."""
+        """Return an address for one rollout: a context manager with `base_url`, `api_key` and `trajectory`."""
         return self.begin(RolloutSession)
 
 

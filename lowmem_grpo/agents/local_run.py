@@ -55,8 +55,8 @@ class LocalRun:
     # Begin and end
 
     async def open(self, model: Any = None) -> None:
-        """Load the model, or take one that is loaded; go on from the newest checkpoint. RunInUseError where another
-        process trains into the folder."""
+        """Load the model, or take a loaded one, and resume its run. RunInUseError where another process trains
+        there."""
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)

@@ -66,8 +66,7 @@ class Model(BaseModel, Generic[ConfigT]):
         """The backend with which it is registered. ValueError without one."""
         if self._backend is None:
             raise ValueError(f"the model {self.name!r} has no backend yet: call `await model.register(backend)` first")
-        backend: LocalBackend = self._backend
-        return backend
+        return self._backend
 
     async def register(self, backend: "LocalBackend") -> None:
         """Hand it to a backend, which keeps its folder."""

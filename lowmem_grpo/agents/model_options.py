@@ -133,8 +133,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return the context of a model in tokens, at most CONTEXT; None, which is its own, where its config does not
-    say."""
+    """Return a model's context in tokens, at most CONTEXT; None, its own, where the config does not say."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

@@ -114,8 +114,7 @@ def current(total: int) -> Progress:
 
 
 async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Return the results of all, in order. If one raises, or this is cancelled, the others are cancelled and have
-    ended."""
+    """Return the results of all, in order. On an error or a cancellation the others are cancelled, and awaited."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

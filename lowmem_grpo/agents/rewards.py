@@ -168,8 +168,7 @@ def told(tools: list[dict[str, Any]] | None) -> str:
 
 
 def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
-    """The judge of this name, the same one for the same name and parameters. Raises ValueError and TypeError for what
-    is no judge."""
+    """Return the judge of this name and these parameters, made once. ValueError and TypeError for what is none."""
     options = dict(params or {})
     if isinstance(named, Judge):
         if options:
@@ -196,8 +195,7 @@ def judge_of_run() -> Judge:
         names = ", ".join(run.name for run in OPEN) or "register one first"
         raise ValueError(f"the judge 'self' is the base model of the model in training, and there are {len(OPEN)} "
                          f"({names}): give judge_model=model.judge()")
-    judge: Judge = OPEN[0].judge()
-    return judge
+    return OPEN[0].judge()
 
 
 def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
@@ -224,8 +222,7 @@ def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
 
 
 class DeskJudge(SelfJudge):
-    """The base model, asked through the desk that owns the engine: its replies are decoded between the turns of
-    rollouts, with the adapter off."""
+    """The base model, asked through the desk that owns the engine: between turns of rollouts, without adapter."""
 
     after_sampling = False
     rate: Any

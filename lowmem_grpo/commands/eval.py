@@ -56,11 +56,9 @@ class Candidate:
               help="k of pass@k; may be given several times.  [default: 1, 2, 4 ... up to --samples]")
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1),
-              help="Longest answer.  [default: as in training, the recipe's, or "
-              f"{MAX_TOKENS}]")
-@click.option("--max-seq-length", type=click.IntRange(1),
-              help=f"Longest prompt and answer together.  [default: {CONTEXT}, "
-              f"or {PROMPT_ROOM} more than the longest answer]")
+              help=f"Longest answer.  [default: as in training, the recipe's, or {MAX_TOKENS}]")
+@click.option("--max-seq-length", type=click.IntRange(1), help="Longest prompt and answer together.  [default: "
+              f"{CONTEXT}, or {PROMPT_ROOM} more than the longest answer]")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
               help="How the base model is held.  [default: as in training, else 16 bit]")
@@ -164,9 +162,8 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
 
     rows, functions, max_tokens, play = problems(subject, chosen)
-    params = SamplingParams(
-        n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens, seed=chosen["seed"]
-    )
+    params = SamplingParams(n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens,
+                            seed=chosen["seed"])
     context = chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM)
     model, request = subject.load(chosen["engine"], context)
     measure = answer if play is None else play.answers

@@ -20,8 +20,7 @@ from lowmem_grpo.views.terminal import plain_errors, quiet
               help="How the base model was held in training, if the adapter does not say.")
 @click.option("--fp8", "load_in_fp8", is_flag=True, default=None, help="The same: in FP8, a scale for each row.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
-              help="Of a merged model.  [default: that of the run, else "
-              "bfloat16]")
+              help="Of a merged model.  [default: that of the run, else bfloat16]")
 @click.option("--gguf-type", type=click.Choice(TYPES), default="bf16", show_default=True)
 @click.option("--llama-cpp", type=click.Path(path_type=Path), help="Folder of llama.cpp, for --format gguf.")
 @click.option("--device", help="Where weights are merged: cpu or cuda:0.  [default: the card, if there is one]")

@@ -101,8 +101,7 @@ def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:
 
 
 def write_example(name: str, out: Path, **chosen: Any) -> list[str]:
-    """Write a recipe and rows that the embedded model can learn; return what to tell. ValueError for options that are
-    about the user's data, and for other data in the place of the rows."""
+    """Write a recipe, and rows that the embedded model can learn; return what to tell. ValueError for data options."""
     if option := next((option for option in ABOUT_DATA if chosen[option]), ""):
         raise ValueError(f"--{option.replace('_', '-')} is about --data FILE, which is not given")
     from lowmem_grpo.data.layouts import Columns

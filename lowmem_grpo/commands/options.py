@@ -1,5 +1,4 @@
-"""What a command line asks for, checked before a heavy library is imported: recipes, models and files. The options of a
-recipe are read from its file, which is not run."""
+"""What a command line asks for, checked before a heavy library is imported; recipes are read, and not run."""
 
 import ast
 import textwrap
@@ -91,8 +90,7 @@ def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -
 
 
 def check_run_folder(settings: dict[str, Any]) -> None:
-    """Raise RecordError or OSError where a run with these settings would find another one in its folder, or could not
-    write there."""
+    """Raise RecordError or OSError where a run would find another one in its folder, or could not write there."""
     if "output_dir" not in settings:
         return
     folder = Path(settings["output_dir"])
@@ -220,8 +218,7 @@ def presets_of(tree: ast.Module) -> str:
 
 
 def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
-    """Return the arguments of each preset that the file writes out, by its size; none where it takes them from
-    elsewhere."""
+    """Return the arguments of each preset that the file itself writes out, by its size."""
     value = assigned(tree, "PRESETS")
     pairs = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
     return {str(key.value): dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value
@@ -240,8 +237,7 @@ def written_presets(tree: ast.Module) -> dict[str, Any]:
 
 
 def rewards_of(tree: ast.Module) -> list[str]:
-    """Return the reward functions that the file's only Lesson writes out as a list; none where it says them otherwise.
-    """
+    """Return the reward functions that the file's only Lesson writes out as a list; else none."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
     values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
                                                                        if word.arg == "rewards"))]

@@ -98,8 +98,7 @@ def plan(
 
 
 def stored_in_fp8(config: Any) -> bool:
-    """Return whether a checkpoint with this config is in FP8, which it keeps; ValueError for another form that is
-    refused."""
+    """Return whether a checkpoint keeps its weights in FP8; ValueError for another form that is refused."""
     if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
         from lowmem_grpo.models.stored_form import stored_form
 

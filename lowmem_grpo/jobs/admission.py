@@ -22,14 +22,10 @@ TINY = 1e-6  # shares such as 0.3, 0.3 and 0.4 add up to one
 class JobPlan:
     """The memory that the plan of a job says. All are None where no plan can be made, as on a CPU."""
 
-    peak_bytes: int | None = None
-    """Bytes that the run needs on the card."""
-    card_bytes: int | None = None
-    """Bytes that the run may fill of the card, were it empty."""
-    free_bytes: int | None = None
-    """Bytes that nobody has of it now."""
-    advice: str = ""
-    """What to change where it does not fit an empty card."""
+    peak_bytes: int | None = None  # that the run needs on the card
+    card_bytes: int | None = None  # that the run may fill of the card, were it empty
+    free_bytes: int | None = None  # that nobody has of it now
+    advice: str = ""  # what to change where it does not fit an empty card
 
 
 class Planning:
@@ -56,8 +52,7 @@ class Planning:
 
 
 def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job], reserved: float) -> str:
-    """Return why a job cannot start now, in words; "" where it can. `reserved` is the share of the card that the
-    server's own model has."""
+    """Return why a job cannot start now; "" where it can. `reserved` is the card's share of the server's own model."""
     names = [f"job {other.id}" for other in live] + (["the model that is served"] if reserved else [])
     free = 1.0 - reserved - sum(other.share for other in live)
     if job.share > free + TINY:
@@ -82,8 +77,7 @@ def too_large(plan: JobPlan, job: Job) -> str:
 
 
 def plan_recipe(recipe: str, arguments: list[str]) -> JobPlan:
-    """Return the plan of a recipe on this machine's card. Nothing is known without a card, and of a recipe without
-    presets."""
+    """Return a recipe's plan on this card; an empty one without a card, and for a recipe without presets."""
     import torch
 
     from lowmem_grpo.memory.peaks import keep_to, this_card

@@ -87,8 +87,7 @@ class Dispatcher:
                                         "says more", code)
 
     def record_loss(self, job: Job) -> None:
-        """Record a job whose run and keeper are gone: the run's summary, if it is of this go, says whether it was over.
-        Otherwise the job waits for its next go."""
+        """Record a job whose run and keeper are gone by what its summary says; without one it waits for its next go."""
         summary = self.queue.run_of(job) / SUMMARY
         said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
         if said.get("status") == "finished":

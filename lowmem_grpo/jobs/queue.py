@@ -32,25 +32,16 @@ class Job:
 
     id: int
     recipe: str
-    options: list[str]
-    """`key=value`, as `lowmem-grpo run` takes them."""
-    owner: str
-    """The name of the key that asked for it."""
-    priority: int = 0
-    """Higher ones start first; equal ones in the order in which they came."""
-    time_limit: float | None = None
-    """Seconds of one go; the run is then stopped after its step, and saved."""
-    share: float = 1.0
-    """The part of the card's memory that the run may fill. Jobs run together where their shares do."""
+    options: list[str]  # `key=value`, as `lowmem-grpo run` takes them
+    owner: str  # the name of the key that asked for it
+    priority: int = 0  # higher ones start first; equal ones in the order in which they came
+    time_limit: float | None = None  # seconds of one go; the run is then stopped after its step, and saved
+    share: float = 1.0  # the part of the card's memory that it may fill; jobs run together where their shares do
     state: str = WAITING
-    why: str = ""
-    """Why it waits, or what ended it, in words."""
-    goes: int = 0
-    """How often a process was started for it."""
-    resume: bool = False
-    """Whether the next start goes on from the last checkpoint."""
-    peak_bytes: int | None = None
-    """The memory that it needs by its plan; None where no plan was made."""
+    why: str = ""  # why it waits, or what ended it, in words
+    goes: int = 0  # how often a process was started for it
+    resume: bool = False  # whether the next start goes on from the last checkpoint
+    peak_bytes: int | None = None  # the memory that it needs by its plan; None where no plan was made
     came: float = 0.0
     began: float | None = None
     ended: float | None = None
@@ -98,9 +89,9 @@ class JobRequest:
     def from_json(cls, body: Any) -> "JobRequest":
         if not isinstance(body, dict) or "recipe" not in body:
             raise ValueError("send a JSON object with recipe, and if you like options, priority, time_limit and share")
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(body) - known):
-            raise ValueError(f"a job has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        known = sorted(field.name for field in fields(cls))
+        if unknown := sorted(set(body) - set(known)):
+            raise ValueError(f"a job has no {', '.join(unknown)}; it has {', '.join(known)}")
         return cls(**body)
 
 

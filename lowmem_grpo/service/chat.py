@@ -55,10 +55,6 @@ class Chat(Completer):
         """A turn by its name, as the engine returned it; None where it is not held (any more)."""
         return self.histories.turn(name)
 
-    def parent(self, name: str) -> str | None:
-        """The name of the turn that a turn continues."""
-        return self.histories.parent(name)
-
     def begin(self, body: Mapping[str, Any], session: str) -> "PendingChat":
         asked = ChatRequest.of(body)
         adapter = self.adapter(asked.model)
@@ -178,6 +174,11 @@ class PendingTexts(PendingCompletions):
         return {"tokens": tokens, "token_logprobs": [place["logprob"] for place in places],
                 "top_logprobs": others if self.asked.likeliest else None,
                 "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
+
+
+def model_entry(name: str, created: int = 0) -> dict[str, Any]:
+    """Return a model as a list of models in OpenAI's form has it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "lowmem-grpo"}
 
 
 def told(reading: Reading) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.chat import Chat, model_entry
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.pending import DONE, event
 from lowmem_grpo.service.sessions import RECORDER, SESSION
@@ -51,9 +51,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
         """Return the reply of the model. ChatError where it is asked for something else."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
-            models = [{"id": name, "object": "model", "created": 0, "owned_by": "lowmem-grpo"}
-                      for name in self.chat.models()]
-            return as_json({"object": "list", "data": models})
+            return as_json({"object": "list", "data": list(map(model_entry, self.chat.models()))})
         if place != "POST /v1/chat/completions":
             raise ChatError(404, f"there is no {place}: the model in training answers chat completions only: "
                                  "client.chat.completions.create(...)", None, "unknown_route")
@@ -61,24 +59,20 @@ class ChatTransport(httpx.AsyncBaseTransport):
 
         async def record(choices: list[dict[str, Any]]) -> None:
             if recorder is not None:
-                recorder.record(body, choices, self.chat.parent)
+                recorder.record(body, choices, self.chat.histories.parent)
 
         if not body.get("stream"):
             return as_json(await self.chat.create(body, session, record))
-        chunks = Chunks(self.chat.stream(body, session, record), seconds)
-        await chunks.begin()
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=chunks)
+        stream = self.chat.stream(body, session, record)
+        first = await anext(stream)  # here, so that a request that is refused raises at once
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Chunks(first, stream, seconds))
 
 
 class Chunks(httpx.AsyncByteStream):
     """The chunks of a reply as server-sent events."""
 
-    def __init__(self, chunks: Any, seconds: float | None) -> None:
-        self.chunks, self.seconds, self.first = chunks, seconds, dict[str, Any]()
-
-    async def begin(self) -> None:
-        """Wait for the first chunk, so that a request that is refused raises at once."""
-        self.first = await anext(self.chunks)
+    def __init__(self, first: dict[str, Any], chunks: Any, seconds: float | None) -> None:
+        self.first, self.chunks, self.seconds = first, chunks, seconds
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         chunk: dict[str, Any] | None = self.first

@@ -12,11 +12,8 @@ Row = dict[str, Any]
 
 
 class Database:
-    """A file with a write-ahead log. What `write` has left behind is there, whatever becomes of the process.
-
-    Any thread may use it; one at a time does. Whoever needs tables names them in `tables`, as statements that may be
-    run again (`CREATE TABLE IF NOT EXISTS`).
-    """
+    """A file with a write-ahead log: what `write` has left behind outlives the process. One thread at a time uses it.
+    `tables` are statements that may be run again (`CREATE TABLE IF NOT EXISTS`)."""
 
     def __init__(self, path: Path, tables: Sequence[str] = ()) -> None:
         """Open or make the file, which only its owner may read. OSError where that is refused, or it is no database."""

@@ -65,10 +65,8 @@ class Desk:
     # For any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """The turn of a call, as soon as it is drawn. A call that cannot be decoded fails with ValueError.
-
-        The future can be cancelled until then: a call in the engine is drawn to its end all the same, and dropped.
-        """
+        """Return the turn of a call, as soon as it is drawn; ValueError for a call that cannot be decoded. Where the
+        future is cancelled, a call in the engine is drawn to its end all the same, and dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         future: Future[Turn] = Future()
         own, number = call.params.seed, next(self.numbers)
@@ -81,12 +79,9 @@ class Desk:
         return future
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
-        """Run a function in the owner's thread while no call is in the engine (training, saving), and return its
-        result.
-
-        The engine sleeps first, which frees its memory; `sleep=False` leaves it as it is. RuntimeError in a function
-        that runs there itself, since it would wait for its own end; the same holds for `submit`.
-        """
+        """Run a function in the owner's thread while no call is in the engine (training, saving); return its result.
+        The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError where that thread itself
+        asks, since it would wait for its own end; the same holds for `submit`."""
         self.check_elsewhere("call the function itself")
         future: Future[T] = Future()
         try:

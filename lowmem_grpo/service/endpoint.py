@@ -47,13 +47,11 @@ class Endpoint:
                    "/s/{session}/v1": openai_router(self.completions, texts=False)}
         self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits, routes=ROUTES))
         self.lock, self.closed = threading.Lock(), False
-        self.thread = threading.Thread(target=self.run, name="lowmem-grpo endpoint", daemon=True)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), name="lowmem-grpo endpoint",
+                                       daemon=True)
         self.thread.start()
         self.wait_until_it_answers()
         atexit.register(self.close)
-
-    def run(self) -> None:
-        asyncio.run(self.serve())
 
     async def serve(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -68,8 +66,8 @@ class Endpoint:
             time.sleep(0.005)
 
     def session(self) -> Session:
-        """An address of its own, whose calls are recorded: one for each rollout. Raises RuntimeError where too many are
-        open, or the endpoint is closed."""
+        """Return an address whose calls are recorded, one for each rollout. RuntimeError for too many, or when
+        closed."""
         return self.begin(Session)
 
     def begin(self, kind: type[S]) -> S:

@@ -61,17 +61,14 @@ class Dialects:
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.made:
-            self.made[key] = self.make(key, tools, kwargs)
+            parser: Any = self.parse if tools and callable(self.parse) else None
+            if tools and parser is None:
+                parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
+            self.made[key] = Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
         self.made.move_to_end(key)
         while len(self.made) > DIALECTS:
             self.made.popitem(last=False)
         return self.made[key]
-
-    def make(self, key: bytes, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> Dialect:
-        parser: Any = self.parse if tools and callable(self.parse) else None
-        if tools and parser is None:
-            parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
-        return Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
 
 
 @dataclass(eq=False)

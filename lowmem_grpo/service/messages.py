@@ -93,8 +93,7 @@ def read_arguments(arguments: Any) -> Any:
 
 
 def in_order(messages: list[Message]) -> Iterator[Message]:
-    """The messages without ids of calls; the results behind an answer in the order of its calls, with the names of
-    their tools."""
+    """Yield messages without ids of calls; results in the order of the calls before them, with their tools' names."""
     at = 0
     while at < len(messages):
         message = messages[at]
@@ -115,8 +114,7 @@ def in_order(messages: list[Message]) -> Iterator[Message]:
 
 
 def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest for each number of messages, from none to all, that tells this beginning of a conversation from
-    others."""
+    """Return a digest of each beginning of a conversation, from none of its messages to all."""
     chain = [hashlib.blake2b(canonical(root), digest_size=16).digest()]
     for message in messages:
         chain.append(longer(chain[-1], message))

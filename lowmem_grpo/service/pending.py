@@ -77,8 +77,7 @@ class PendingCompletions:
         self, desk: Desk, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
         adapter: Path | str | None, most: int | None, key: Callable[[int], int | None] = lambda place: None,
     ) -> None:
-        """`most` bounds every completion; `key` is of the conversation of each. ChatError where a prompt leaves no
-        room."""
+        """`most` bounds every completion; `key` returns that of a conversation. ChatError without room to answer."""
         step = asked.model.rpartition("@")[2]  # the version of the policy, as in RUN@12
         version = int(step) if step.isdecimal() else None
         self.desk, self.texts, self.asked, self.turns = desk, texts, asked, list[Turn]()
@@ -88,8 +87,8 @@ class PendingCompletions:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
-        """Return the turn of a call, as soon as it is drawn, and the likeliest tokens at each of its places, if any are
-        asked for. ChatError says why there is none."""
+        """Return a call's turn, once it is drawn, and the likeliest tokens at its places, if asked for; else
+        ChatError."""
         call, count = self.calls[place], self.asked.likeliest
         try:
             turn = await asyncio.wrap_future(self.futures[place])
@@ -191,8 +190,7 @@ class Completer:
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:
-    """Return how completion number `place` is drawn behind a prompt of so many tokens. ChatError with the code
-    context_length_exceeded where there is no room."""
+    """Return the sampling of completion number `place` behind a prompt of so many tokens; ChatError without room."""
     room, field = context - prompt, asked.field
     if room < 1:
         raise ChatError(

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from lowmem_grpo.service.bodies import json_of
-from lowmem_grpo.service.chat import Chat, TextCompletions
+from lowmem_grpo.service.chat import Chat, TextCompletions, model_entry
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.gate import CLOSED, NO_RETRY
 from lowmem_grpo.service.pending import DONE, Choice, event
@@ -21,6 +21,7 @@ from lowmem_grpo.service.waiting import LIVE
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
+SINCE = int(time.time())  # this program's start
 Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
 Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
 
@@ -47,7 +48,7 @@ class Completions:
                 await anyio.sleep(0)  # in which a connection that was closed is read once more
                 if await request.is_disconnected():
                     raise client_left()
-                session.record(body, choices, chat.parent)
+                session.record(body, choices, chat.histories.parent)
 
         asked = (body, session.name if session else "", record)
         if body.get("stream") is True:
@@ -99,17 +100,14 @@ class Completions:
 
     async def models(self, request: Request) -> dict[str, Any]:
         return {"object": "list", "data": [
-            {"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
-            for name in self.chats(request.scope["holder"]).models()]}
+            model_entry(name, SINCE) for name in self.chats(request.scope["holder"]).models()]}
 
     async def model(self, name: str, request: Request) -> dict[str, Any]:
-        models: dict[str, dict[str, Any]] = {model["id"]: model for model in (await self.models(request))["data"]}
-        if name not in models:
-            raise ChatError(404, f"there is no model {name!r}; there are {', '.join(models)}", "model",
+        names = self.chats(request.scope["holder"]).models()
+        if name not in names:
+            raise ChatError(404, f"there is no model {name!r}; there are {', '.join(names)}", "model",
                             "model_not_found")
-        return models[name]
-
-    since = int(time.time())  # this program's start
+        return model_entry(name, SINCE)
 
 
 class Events(Response):

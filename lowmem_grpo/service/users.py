@@ -44,8 +44,7 @@ class Allowance:
         check_ranges(self)
 
     def but(self, words: Iterable[str]) -> "Allowance":
-        """Return this allowance with what words such as `storage=50GiB` say. ValueError names the word that is
-        wrong."""
+        """Return this allowance with words such as `storage=50GiB` applied. ValueError names the word that is wrong."""
         changes: dict[str, int] = {}
         for word in words:
             name, _, value = word.partition("=")
@@ -65,8 +64,7 @@ class User:
 
     name: str
     rights: tuple[str, ...] = ()
-    allowance: Allowance | None = None
-    """What the key file says of it; None where it says nothing."""
+    allowance: Allowance | None = None  # what the key file says of it; None where it says nothing
 
     @property
     def is_owner(self) -> bool:

@@ -163,8 +163,8 @@ class Keys:
         return next(self.numbers)
 
     def of(self, call: Call, sitting: int) -> int:
-        """Return the number of a call's conversation. That of a saved adapter has another one in each sitting, since
-        its folder may be written anew in between."""
+        """Return the number of a call's conversation; of a saved adapter, whose folder may change, one for each
+        sitting."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else sitting)
@@ -237,8 +237,8 @@ class Sitting:
 
     @property
     def expected(self) -> tuple[Round, Round]:
-        """Rounds that may come again, which an engine that decodes in rounds should wait a moment for: of the callers
-        that may be back at once, and the widest one that was seen."""
+        """The rounds that may come next, for an engine that decodes in rounds: the last one, and the widest one so
+        far."""
         if self.engine is None or self.engine.name == "vllm":
             return NO_ROUND, NO_ROUND
         return self.last, max(self.before, self.widest)
@@ -254,8 +254,8 @@ class Sitting:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """A completion as the turn of its call. The version is the live policy's, that of the call's adapter, or -1 for the
-    base model, which is no policy of the run."""
+    """Return a completion as a turn. Its version is the live policy's, that of the adapter, or -1 for the base
+    model."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,

@@ -56,8 +56,7 @@ def levels(summary: Record, lines: list[Line]) -> list[Line]:
 
 
 def baselines(summary: Record) -> dict[str, float]:
-    """Return what others get right, by their names: `baselines` of the summary, each a share or a record with a
-    `share`."""
+    """Return what others get right, by name: `baselines` of the summary, each a share or a record with a `share`."""
     held = summary.get("baselines")
     shares = {str(name): value.get("share") if isinstance(value, dict) else value
               for name, value in (held.items() if isinstance(held, dict) else ())}

@@ -30,8 +30,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def episode_lines(turns: Sequence[dict[str, Any]], most: int) -> list[Text]:
-    """The records of an episode's turns, a line for each message, at most `most` of them: the first and the last. What
-    was sampled and what was not have their own signs."""
+    """Return at most `most` lines of an episode, the first and the last, one a message; signs tell what was sampled."""
     lines = [line for number, turn in enumerate(turns, start=1) for line in turn_lines(number, turn)]
     half = most // 2
     return lines if len(lines) <= most else [*lines[: most - half - 1], Text("..."), *lines[-half:]]
@@ -60,8 +59,7 @@ def verdict(right: bool | None) -> Text:
 def answers_table(
     names: Sequence[str], rows: Iterable[tuple[str, Any, Sequence[tuple[str, bool | None]]]], longest: int = 10**6
 ) -> Table:
-    """Return prompts with what was expected, if anything was, and beside each the (answer, right) of each model. Texts
-    are cut to about `longest` characters."""
+    """Return prompts, what was expected, and each model's (answer, right), cut to about `longest` characters."""
     table = Table(box=SIMPLE, show_lines=True, expand=True)
     for name in names:
         table.add_column(name, ratio=1, overflow="fold")
@@ -83,8 +81,7 @@ def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
 def print_accuracy(
     console: Console, before: float, after: float, problems: int, change: tuple[float, float] | None = None
 ) -> None:
-    """Accuracy (0 to 1) before and after training on the same problems, with 95% intervals: Wilson's, and the one of
-    the `change`, which is paired."""
+    """Print the accuracy before and after training (0 to 1) with Wilson's intervals, and the `change` with its own."""
     for label, accuracy in (("before", before), ("after", after)):
         low, high = wilson_interval(accuracy, problems)
         interval = f"95% interval {low:.1%} to {high:.1%}"

@@ -55,8 +55,6 @@ CHARTS = (
     Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
     Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
 )
-
-
 OF_TAUGHT = (  # in place of those above, where the rows hold the answers
     Chart("Loss", "mean of -log p over the trained tokens", "nats per token",
           {"loss": "train", "eval_loss": "evaluation"}),
@@ -64,8 +62,6 @@ OF_TAUGHT = (  # in place of those above, where the rows hold the answers
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
-
-
 DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # by other charts and by tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # at 0 too
@@ -99,8 +95,7 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
 
 
 def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
-    """Return the charts without those that are at 0 in every step, and these in words: they say no more than that. What
-    a run is about is drawn all the same."""
+    """Return the charts that are not at 0 in every step, or are what a run is about; and the others in words."""
     flat = [chart for chart in charts if chart.title not in ALWAYS
             and not any(value for line in chart.lines for _, value in line.points)]
     words = f"At 0 in every step: {', '.join(chart.title.lower() for chart in flat)}." if flat else ""

@@ -1,5 +1,4 @@
-"""What our views write to: a terminal or a notebook's cell. Text that the terminal's encoding lacks is shown as `?`,
-and ends no run."""
+"""What our views write to: a terminal or a notebook's cell. Text that an encoding lacks is shown as `?`."""
 
 import io
 import sys

@@ -40,8 +40,7 @@ def headline(name: str, rows: list[Record], summary: Record, missing: list[str],
 
 
 def ending(status: str, rows: list[Record], summary: Record, missing: list[str]) -> Record | None:
-    """Return why a run is not finished and what to do, and what this page lacks; None for a finished run with
-    everything."""
+    """Return why a run ended early, what to do, and what its page lacks; None for a finished run with everything."""
     step, steps = reached(rows, summary)
     place = f"after step {step:,} of {steps:,}" if steps else f"after step {step:,}"
     said = ENDED.get(status, "The status of this run is {status}, {place}.").format(status=status, place=place)
@@ -61,8 +60,7 @@ def reached(rows: list[Record], summary: Record) -> tuple[int, int | None]:
 
 
 def accuracy(summary: Record) -> list[str]:
-    """Return right answers before and after training, then lines about their intervals and the difference; nothing
-    where they were not measured."""
+    """Return the right answers before and after training, their intervals and the difference; [] if not measured."""
     before, after = before_and_after(summary)
     if before is None and after is None:
         return []

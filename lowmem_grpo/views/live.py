@@ -246,9 +246,8 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Return the lines in words of a log: where the time of a step and of its sampling went, its measured and estimated
-    seconds, how episodes ended and used tools, and how many groups' completions differ in reward; without what was not
-    measured."""
+    """Return the lines in words of a log, by their labels: times, ends of episodes, tools, ranks, groups with
+    signal."""
     lines = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         lines["time"] = " ".join(times)

@@ -1,5 +1,4 @@
-"""The HTML around what a page shows: its script draws everything from one JSON value, and puts text into the page as
-text only."""
+"""The HTML around what a page shows: its script draws all of it from one JSON value, and text stays text."""
 
 from collections.abc import Mapping
 from html import escape

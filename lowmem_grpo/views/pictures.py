@@ -111,8 +111,7 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
-    """Draw a bar for each value of each group, with the value as `form` writes it; values of the same name have one
-    colour."""
+    """Draw a bar for each value of each group, written by `form`; values of the same name have one colour."""
     longest = max((value for values in groups.values() for value in values.values()), default=0.0)
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}

@@ -33,19 +33,13 @@ class RunSnapshot:
     """A run beside its summary: all of it, or as much as a page that follows it keeps."""
 
     name: str
-    rows: list[Record]
-    """One for each step, or two for each stretch of steps."""
-    samples: list[Record]
-    """As `shown_sample` makes them."""
-    judged: list[Record]
-    """Samples whose rewards are drawn as the curve of the accuracy."""
-    logged: int
-    """How many completions the run has logged."""
+    rows: list[Record]  # one for each step, or two for each stretch of steps
+    samples: list[Record]  # as `shown_sample` makes them
+    judged: list[Record]  # samples whose rewards are drawn as the curve of the accuracy
+    logged: int  # how many completions the run has logged
     alarms: dict[str, Warned]
-    note: str = ""
-    """What is said above its curves."""
-    state: str = ""
-    """What is known now in place of the summary's status: running, killed or silent."""
+    note: str = ""  # what is said above its curves
+    state: str = ""  # what is known now in place of the summary's status: running, killed or silent
 
 
 def write_report(run_dir: Path) -> Path:

@@ -28,8 +28,7 @@ OF_TURN: dict[str, Any] = {
 
 
 def shown_sample(record: Record) -> Record:
-    """Return what a page shows of a line of completions.jsonl. Of an episode that are its turns; the line's
-    `completion` is the last one's text."""
+    """Return what a page shows of a completion's line; of an episode its turns, the last one's text among them."""
     sample = fields_of(record, OF_SAMPLE, LONGEST)
     if not isinstance(record.get("prompt"), str | None):
         sample["prompt"] = clipped(json.dumps(record["prompt"], ensure_ascii=False), LONGEST)
@@ -129,8 +128,7 @@ def json_size(value: Any) -> int:
 
 
 class Reservoir:
-    """Samples of a run that goes on: of whole steps that are evenly spread over it, at most `limit`, and the `newest`
-    besides."""
+    """Samples of a growing run: at most `limit`, of whole steps spread evenly over it, and the `newest` besides."""
 
     def __init__(self, limit: int, newest: int = 0) -> None:
         self.limit, self.every = limit, 1

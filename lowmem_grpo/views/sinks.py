@@ -8,8 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_sinks(names: list[str]) -> list[Any]:
-    """Return listeners for `report_to`, where "all" means every library that is installed; ImportError as in
-    `refuse_absent_sinks`."""
+    """Return listeners for `report_to`, where "all" is every installed library; see `refuse_absent_sinks`."""
     refuse_absent_sinks(names)
     wanted = [name for name in names if name not in ("none", "all")]
     if "all" in names:

@@ -94,8 +94,7 @@ def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> lis
 
 
 def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None) -> None:
-    """Print rows, choices, a step's time and the verdict; `longest` is the longest context that fits, if it was asked
-    for."""
+    """Print rows, choices, a step's time, the verdict, and the `longest` context that fits, if it was asked for."""
     console = any_console(width=width, highlight=False)
     console.print(rows_table(plan))
     if plan.choices:

@@ -89,8 +89,7 @@ class Watching:
         return (*(run.version() for run in runs), *runs_now), any(run.reading for run in runs)
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return what a page shows: the list, and one run, or several on the same charts. Without a name that is the
-        first run of the list."""
+        """Return what a page shows: the list, and its first run, the named one, or several on the same charts."""
         runs = self.source.all(user)
         names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
         data = {"title": self.source.title, "query": query_of(*names) if names else "", "list": {

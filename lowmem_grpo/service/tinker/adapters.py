@@ -34,8 +34,6 @@ from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 ALPHA = 32  # as the protocol's own service has it, for every rank: learning rates of its programs fit
 MOST_RANK = 512
-
-
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
 AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]

@@ -57,8 +57,7 @@ def cells_of(targets: Any, weights: Any, where: str, length: int) -> Cells:
 
 
 def listed(tensor: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cells (E,) int64 in ascending order, their values (E,)) of a matrix of `length` rows, whose cell (t, k) is
-    t * K + k."""
+    """Return a matrix of `length` rows as cells (E,) int64, t * K + k in ascending order, and their values (E,)."""
     shape = list(tensor.shape)
     if len(shape) != 2 or shape[0] != length or not 1 <= shape[1] <= MOST_WIDTH:
         raise ValueError(f"{where} has the shape {shape}; it must be [{length}, K], a row for each token of "

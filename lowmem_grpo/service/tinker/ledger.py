@@ -166,8 +166,7 @@ class Ledger:
                                                      (owner, owner))))
 
     def ask(self, asked: Asked) -> Asked | None:
-        """Keep a request, unless one of its number is there, which is returned. ValueError for a number that is too far
-        ahead, or done and forgotten."""
+        """Keep a request, or return the one of its number. ValueError for a number too far ahead, or forgotten."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
@@ -210,8 +209,8 @@ class Ledger:
         return [Asked(**row) for row in rows]
 
     def keep(self, asked: Asked, answer: Answer, state: str | None = None) -> None:
-        """The answer of a request, and with it the file of the state that it left, where it is a step or put other
-        weights in. Its body stays where gradients are made of it."""
+        """Write the answer of a request, and the file of the state that it left. Its body stays where it added
+        gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -229,8 +228,7 @@ class Ledger:
                                    (asked.model, asked.seq - KEPT))
 
     def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
-        """Record where samples come from: the folder of a snapshot, or None for the base model. One that is there
-        stays."""
+        """Record a sampler's source: a snapshot's folder, or None for the base model. An earlier record stays."""
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
@@ -250,8 +248,7 @@ class Ledger:
         return snapshot
 
     def answer(self, promise: str, owner: str) -> Answer | None:
-        """Return the reply that fulfils a promise; None while there is none. UnknownError for one that is not this
-        user's."""
+        """Return the reply that fulfils a promise; None before it. UnknownError for a promise of another user."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")
@@ -271,8 +268,7 @@ def with_settings(row: Row) -> Row:
 
 
 def same(earlier: Asked, other: Asked) -> bool:
-    """Return whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one
-    that came too late, whose promise says so."""
+    """Return whether two requests of a number agree. A body that is no longer needed, or that came too late, does."""
     if earlier.kind in (MISSING, REFUSED):
         return True
     if earlier.kind != other.kind or not earlier.body or earlier.body == other.body:

@@ -214,8 +214,8 @@ class PromiseRoutes:
         return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
 
     async def waited(self, promise: str, owner: str) -> Answer | None:
-        """Return the answer of a promise that was not kept a moment ago; the poll is short where it waits for a request
-        that has not come."""
+        """Return the answer of a promise after a poll, which is short where a request is missing that has to come
+        first."""
         kept = self.training.kept(promise)
         answer = await checked(lambda: self.ledger.answer(promise, owner))
         if answer is not None:
@@ -226,8 +226,7 @@ class PromiseRoutes:
         return await checked(lambda: self.ledger.answer(promise, owner))
 
     async def sampled(self, name: str, owner: str) -> Answer | None:
-        """Return the answer of a sample. A client that is told 410 asks for the sample again: it was an earlier
-        server's."""
+        """Return the answer of a sample. 410, for one of an earlier server, makes a client ask for it again."""
         try:
             promise = self.sampling.find(name, owner)
         except UnknownError as error:

@@ -97,8 +97,7 @@ class Sampling:
         self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
-        """The promise of a sample from a snapshot's folder, or from the base model. The same number of the same sampler
-        has the same one."""
+        """Return the promise of a sample from a snapshot's folder, or the base model. A number has only one promise."""
         name = f"{asked.sampling_session_id}:{asked.seq_id}"
         with self.lock:
             if name not in self.promises:
@@ -107,8 +106,7 @@ class Sampling:
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
 
     def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
-        """Remember the adapter that a user's sampling session samples from, so that it is not looked up for each
-        request."""
+        """Remember the adapter of a user's sampling session, so that it is not looked up for each request."""
         self.adapters[sampler, owner] = adapter
         for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
             self.adapters.pop(oldest, None)
@@ -141,8 +139,7 @@ class Sampling:
 
 
 def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
-    """Return how completions of a prompt are drawn; without `max_tokens` up to the end of the context. ValueError names
-    the field that does not fit the model."""
+    """Return how a prompt's completions are drawn, by default to the context's end. ValueError names a wrong field."""
     if not 0 < len(asked.ids) < bounds.context:
         raise ValueError(f"prompt has {len(asked.ids)} tokens; it must have 1 to {bounds.context - 1}")
     check_ids(torch.tensor(asked.ids), "prompt", bounds)
@@ -159,8 +156,7 @@ def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
 
 
 def stop_of(stop: Any) -> dict[str, Any]:
-    """Return where completions end beside the end token: at texts or at token ids. An empty list takes the end token
-    away."""
+    """Return where completions end beside the end token: texts or token ids. An empty list drops the end token."""
     if stop is None:
         return {}
     if stop == []:

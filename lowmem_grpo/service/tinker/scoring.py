@@ -14,7 +14,6 @@ from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
-from lowmem_grpo.models.policy import OutputHead
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker.adapters import group_of
 from lowmem_grpo.types import MicroBatch
@@ -27,8 +26,7 @@ NONE = -99999.0  # in place of a log-probability that was not computed, as the p
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities and likely tokens of a prompt of P tokens. What was not computed is NaN, or the token 0 with
-    NONE."""
+    """Log-probabilities and likely tokens of P prompt tokens; NaN, or the token 0 with NONE, where not computed."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order
@@ -46,8 +44,7 @@ class Prompt:
     future: "Future[Scored]" = field(default_factory=Future)
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
-        """Return log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of every token but the first, with the first
-        one's place filled."""
+        """Add the first token's place to log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of the others."""
         scored = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
                         torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
                         torch.cat([torch.full((1, self.top), NONE), values]))
@@ -129,11 +126,7 @@ class Scoring:
         if count == 0:
             return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
         hidden = batch.at_trained(self.desk.policy.hidden(batch)).to(head.weight.dtype)
-        parts = [top_of(head, rows, count) for rows in hidden.split(ROWS)]
-        return torch.cat([ids for ids, _ in parts]), torch.cat([values for _, values in parts])
-
-
-def top_of(head: OutputHead, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
-    top = shape.apply_(matmul_fp32(hidden, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
-    return top.indices, top.values.float()
+        shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
+        tops = [shape.apply_(matmul_fp32(rows, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
+                for rows in hidden.split(ROWS)]
+        return torch.cat([top.indices for top in tops]), torch.cat([top.values.float() for top in tops])

@@ -24,13 +24,11 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 class Saved:
     """Weights under a name. Times are seconds since 1970."""
 
-    path: str
-    """tinker://MODEL/weights/NAME, or tinker://MODEL/sampler_weights/NAME."""
+    path: str  # tinker://MODEL/weights/NAME, or tinker://MODEL/sampler_weights/NAME
     owner: str
     model: str
     settings: LoraSettings
-    file: str
-    """Below the folder of the shelf: a safetensors file with moments, or a PEFT folder to sample with."""
+    file: str  # below the folder of the shelf: a safetensors file with moments, or a PEFT folder to sample with
     size: int
     made: float
     expires: float | None = None
@@ -81,8 +79,8 @@ class Shelf:
         return [saved for saved in map(Saved.of, rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the file where a request puts its weights. No two requests have the same place, so that an older file
-        of the name stays until the newer one is on the shelf."""
+        """Return the file for a request's weights, no other's: an older file of the name stays until this one is
+        whole."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 

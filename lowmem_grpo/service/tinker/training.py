@@ -55,8 +55,7 @@ class Training:
         self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: Bounds,
         allowances: Allowances | None = None,
     ) -> None:
-        """`folder` gets a file for each model's state. What an earlier server left is taken up. `allowances` are what
-        users may have of it."""
+        """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
         self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
@@ -74,8 +73,8 @@ class Training:
     # For any thread
 
     def ask(self, asked: Asked) -> str:
-        """Keep a request and return the id of its promise. ValueError where its number was used for another one,
-        BusyError where it is to come again."""
+        """Keep a request; return its promise's id. ValueError for a number of another request, BusyError to come
+        again."""
         earlier = self.ledger.asked(asked.model, asked.seq)
         if earlier is None:
             earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
@@ -87,16 +86,14 @@ class Training:
         return asked.id
 
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
-        """Make a model by a request, its first one, and return the id of its promise. ValueError where its user may
-        have no more."""
+        """Make a model by its first request; return its promise's id. ValueError where its user may have no more."""
         self.make_room(model, owner)
         self.ledger.add_model(model, owner, settings, kind, body)
         self.pump(model)
         return f"{model}:0"
 
     def make_room(self, model: str, owner: str) -> None:
-        """Room for one more model of a user: where they have as many as they may, one goes whose client has left.
-        ValueError where there is none."""
+        """Unload a model whose client left, where a user has as many as they may. ValueError where there is none."""
         try:
             self.usage.check_model(model, owner)
         except ValueError:
@@ -159,8 +156,8 @@ class Training:
     # In the desk's thread
 
     def do(self, asked: Asked) -> None:
-        """Do a request and keep its answer. An OSError of the disk leaves the model as the disk has it, and the
-        request unanswered."""
+        """Do a request and keep its answer. After an OSError the model is as the disk has it, and nothing is
+        answered."""
         state = None
         try:
             answer = self.answer(asked)

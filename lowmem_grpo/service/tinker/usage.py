@@ -26,8 +26,8 @@ class Usage:
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: Asked, model: Model) -> Asked:
-        """A request as it is kept: in its turn one above a limit fails, with a message that says so. BusyError where
-        there is room as soon as others are answered."""
+        """Return a request as it is kept; above a limit as one that fails in its turn, or BusyError if room is to
+        come."""
         (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:

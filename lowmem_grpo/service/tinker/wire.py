@@ -55,10 +55,9 @@ def file_of(table: str) -> FileDescriptorProto:
         name, fields = line.split(": ")
         message = file.message_type.add(name=name)
         for number, field, is_map, kind, mark in FIELD.findall(fields):
-            if is_map:
-                add_map(message, int(number), field, kind)
-            else:
-                add_field(message, int(number), field, kind, mark)
+            if is_map:  # on the wire a list of entries
+                kind, mark = f"{name}.{add_entry(message, field, kind)}", "*"
+            add_field(message, int(number), field, kind, mark)
     return file
 
 
@@ -76,14 +75,13 @@ def add_field(message: DescriptorProto, number: int, name: str, kind: str, mark:
         field.oneof_index = 0
 
 
-def add_map(message: DescriptorProto, number: int, name: str, kind: str) -> None:
-    """A map from text, which on the wire is a list of entries."""
+def add_entry(message: DescriptorProto, name: str, kind: str) -> str:
+    """Add the message of a map's entries, from text to `kind`, and return its name."""
     entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
     entry.options.map_entry = True
     add_field(entry, 1, "key", "string")
     add_field(entry, 2, "value", kind)
-    field = message.field.add(name=name, number=number, label=FieldDescriptorProto.LABEL_REPEATED)
-    field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{PACKAGE}.{message.name}.{entry.name}"
+    return entry.name
 
 
 POOL = DescriptorPool()

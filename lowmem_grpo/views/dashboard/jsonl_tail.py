@@ -65,8 +65,8 @@ class JsonlTail:
             return b""
 
     def checked_records(self, line: bytes) -> list[Record]:
-        """Return a line's record, its step a whole number and without infinities; nothing for an empty line, or for a
-        damaged one, which is counted."""
+        """Return a line's record, finite, its step a whole number; nothing if it is empty, or damaged, which is
+        counted."""
         try:
             record = step_record(line) if line.strip() else None
         except ValueError:

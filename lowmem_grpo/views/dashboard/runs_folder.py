@@ -121,8 +121,7 @@ def newest(path: Path) -> float:
 
 
 def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
-    """Return whether the process that a lock's file names does hold the lock, by the system's own list: the number of a
-    process that ended may be another one's by now."""
+    """Return whether the named process holds the lock, as the system lists it: a number may be another one's by now."""
     if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
         return False
     try:
