@@ -15,12 +15,7 @@ if TYPE_CHECKING:
         capture_yielded_trajectory,
         yield_trajectory,
     )
-    from lowmem_grpo.agents.gather import (
-        gather_trajectories,
-        gather_trajectory_groups,
-        limit_concurrency,
-        retry,
-    )
+    from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups, limit_concurrency, retry
     from lowmem_grpo.agents.model import Model, TrainableModel
     from lowmem_grpo.agents.train_config import TrainConfig
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup

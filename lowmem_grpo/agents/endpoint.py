@@ -11,7 +11,7 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo.agents.trajectories import History, Metadata, Metrics, Trajectory
 from lowmem_grpo.service.endpoint import Endpoint
 from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.sessions import RECORDER, SESSION, Conversation, Session
+from lowmem_grpo.service.sessions import RECORDER, SESSION, RecordedConversation, Session
 
 
 class RolloutSession(Session):
@@ -40,10 +40,10 @@ class AgentEndpoint(Endpoint):
 
     def session(self) -> RolloutSession:
         """Return an address for one rollout: a context manager with `base_url`, `api_key` and `trajectory`."""
-        return self.begin(RolloutSession)
+        return self.start_session(RolloutSession)
 
 
-def history_of(conversation: Conversation) -> History:
+def history_of(conversation: RecordedConversation) -> History:
     said = [Choice.model_validate(entry) if "turn" in entry else entry for entry in conversation.messages_and_choices]
     return History(messages_and_choices=said, tools=conversation.tools)
 

@@ -62,7 +62,7 @@ class LocalRun:
             adapted = await asyncio.to_thread(self.loaded, model)
             self.desk = Desk(adapted, seed=self.own_seed())
             try:
-                await self.at_desk(partial(self.begin, adapted), sleep=False)
+                await self.at_desk(partial(self.start_run, adapted), sleep=False)
             except BaseException:
                 self.desk.close()
                 raise
@@ -82,13 +82,13 @@ class LocalRun:
         seed = self.options.settings(self.folder).seed
         return seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
 
-    def begin(self, model: Any) -> None:
+    def start_run(self, model: Any) -> None:
         self.trainer = TrajectoryTrainer(model, self.options.settings(self.folder), model.loaded.tokenizer)
         self.desk.policy, self.desk.memory = self.trainer.policy, self.trainer.memory
         self.session = self.trainer.running()
         self.session.__enter__()
         self.desk.on_policy_update(self.trainer.state.policy_version)
-        self.look()
+        self.read_checkpoints()
 
     async def close(self, error: BaseException | None = None) -> None:
         """End the run; what is going on is finished first. With an error, it has failed."""
@@ -126,7 +126,7 @@ class LocalRun:
     def step(self) -> int:
         return int(self.trainer.state.global_step)
 
-    def look(self) -> None:
+    def read_checkpoints(self) -> None:
         """See which checkpoints there are; the first rank, which writes them, tells the others."""
         checkpoints = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
         self.saved = {int(path.name.rpartition("-")[2]): path for path in checkpoints}
@@ -182,7 +182,7 @@ class LocalRun:
         finally:
             self.training = False
             self.desk.on_policy_update(self.trainer.state.policy_version)
-            self.look()
+            self.read_checkpoints()
         self.error = None
         return line
 
@@ -227,4 +227,4 @@ class LocalRun:
     def prune(self, keep: set[int]) -> None:
         if self.ranks.leads:
             prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
-        self.look()
+        self.read_checkpoints()

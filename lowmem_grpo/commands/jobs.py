@@ -11,7 +11,7 @@ import click
 from lowmem_grpo.views.terminal import plain_errors
 
 if TYPE_CHECKING:
-    from lowmem_grpo.service.home import Remote
+    from lowmem_grpo.service.home import ServerClient
 
 EVERY = 1.0  # seconds between looks at a log
 SERVER = click.option(
@@ -106,7 +106,7 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
         click.echo(f"job {number}: {job['state']}")
 
 
-def remote(server: Path) -> "Remote":
-    from lowmem_grpo.service.home import Remote, read_address
+def remote(server: Path) -> "ServerClient":
+    from lowmem_grpo.service.home import ServerClient, read_address
 
-    return Remote(read_address(server))
+    return ServerClient(read_address(server))

@@ -77,27 +77,26 @@ class Dispatcher:
     def record_end(self, job: Job, code: int, why: str | None) -> None:
         if why is not None:
             limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
-            self.queue.end(job, STOPPED, f"{limit if why == keeper.BY_TIME else 'stopped as asked'}; "
-                                         f"`lowmem-grpo resume {job.id}` goes on", code)
+            cause = limit if why == keeper.BY_TIME else "stopped as asked"
+            self.queue.end_job(job, STOPPED, f"{cause}; `lowmem-grpo resume {job.id}` goes on", code)
         elif code == 0:
-            self.queue.end(job, DONE, "", code)
+            self.queue.end_job(job, DONE, "", code)
         else:
-            cause = f"signal {-code}" if code < 0 else f"exit status {code}"
-            self.queue.end(job, FAILED, f"{self.last_line(job) or 'it ended'} ({cause}); `lowmem-grpo logs {job.id}` "
-                                        "says more", code)
+            cause = f"{self.last_line(job) or 'it ended'} ({f'signal {-code}' if code < 0 else f'exit status {code}'})"
+            self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
 
     def record_loss(self, job: Job) -> None:
         """Record a job whose run and keeper are gone by what its summary says; without one it waits for its next go."""
         summary = self.queue.run_of(job) / SUMMARY
         said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
         if said.get("status") == "finished":
-            self.queue.end(job, DONE, "", None)
+            self.queue.end_job(job, DONE, "", None)
         elif said.get("status") == "failed":
-            self.queue.end(job, FAILED, str(said.get("error"))[:300], None)
+            self.queue.end_job(job, FAILED, str(said.get("error"))[:300], None)
         elif job.state == STOPPING:
-            self.queue.end(job, STOPPED, f"{LOST}; `lowmem-grpo resume {job.id}` goes on", None)
+            self.queue.end_job(job, STOPPED, f"{LOST}; `lowmem-grpo resume {job.id}` goes on", None)
         elif job.goes >= MOST_GOES:
-            self.queue.end(job, FAILED, f"{LOST}, {job.goes} times", None)
+            self.queue.end_job(job, FAILED, f"{LOST}, {job.goes} times", None)
         else:
             self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
@@ -114,7 +113,7 @@ class Dispatcher:
         if plan is None:
             self.make_plan(job)
         elif words := too_large(plan, job):
-            self.queue.end(job, FAILED, words, None)
+            self.queue.end_job(job, FAILED, words, None)
             return words
         elif why and time.time() - made > AGAIN:  # another program may have ended meanwhile
             self.plans.pop(job.id, None)
@@ -140,7 +139,7 @@ class Dispatcher:
 
     def start_run(self, job: Job) -> None:
         """Start a job. That it begins is written first: one that is started twice finds its folder taken."""
-        job = self.queue.begin(job)
+        job = self.queue.start_job(job)
         self.plans.pop(job.id, None)
         command = [sys.executable, "-m", "lowmem_grpo", "run", *self.arguments_of(job)]
         keeper.start_keeper(self.queue.folder_of(job), command, job.time_limit)

@@ -161,7 +161,7 @@ class JobQueue:
             if job.state != WAITING:
                 return self.change(job, state=STOPPING, why="asked to stop: it finishes its step, and saves")
             # one that ran before has something to go on with
-            return self.end(job, STOPPED if job.goes else CANCELLED, "taken back before it began", None)
+            return self.end_job(job, STOPPED if job.goes else CANCELLED, "taken back before it began", None)
 
     def resume(self, number: int, options: list[str], owner: str | None = None) -> Job:
         """Let a job that is over wait again, to go on from its last checkpoint with further options."""
@@ -173,11 +173,11 @@ class JobQueue:
             return self.change(job, state=WAITING, why=NOT_YET, resume=job.goes > 0, ended=None, exit_code=None,
                                peak_bytes=None, options=json.dumps(job.options + options))
 
-    def begin(self, job: Job) -> Job:
+    def start_job(self, job: Job) -> Job:
         """Record that a process is about to be started for a job."""
         return self.change(job, state=RUNNING, why="", goes=job.goes + 1, began=time.time(), ended=None)
 
-    def end(self, job: Job, state: str, why: str, exit_code: int | None) -> Job:
+    def end_job(self, job: Job, state: str, why: str, exit_code: int | None) -> Job:
         return self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
 
     def change(self, job: Job, **values: Any) -> Job:

@@ -31,7 +31,7 @@ class FirstSteps:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen = 0
-        self.step_times.begin(state.global_step)
+        self.step_times.start_at(state.global_step)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any

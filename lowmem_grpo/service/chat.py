@@ -55,18 +55,18 @@ class Chat(Completer):
         """A turn by its name, as the engine returned it; None where it is not held (any more)."""
         return self.histories.turn(name)
 
-    def begin(self, body: Mapping[str, Any], session: str) -> "PendingChat":
-        asked = ChatRequest.of(body)
+    def start_request(self, body: Mapping[str, Any], session: str) -> "PendingChat":
+        asked = ChatRequest.from_body(body)
         adapter = self.adapter(asked.model)
         try:
-            opening = self.histories.begin(asked.messages, asked.tools, session, asked.model,
+            opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
                                            asked.chat_template_kwargs, turn_named(body["messages"]))
         except (RendererError, ToolFormError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
         try:
             return PendingChat(self, asked, opening, adapter)
         except ChatError:
-            self.histories.end(opening, kept=False)
+            self.histories.close_prompt(opening, kept=False)
             raise
 
     def adapter(self, model: str) -> Path | str | None:
@@ -129,9 +129,9 @@ class PendingChat(PendingCompletions):
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
         return super().reply(choices) | ({"prompt_token_ids": self.opening.ids} if self.asked.return_token_ids else {})
 
-    def end(self) -> None:
-        super().end()
-        self.histories.end(self.opening, self.kept)
+    def finish_request(self) -> None:
+        super().finish_request()
+        self.histories.close_prompt(self.opening, self.kept)
 
 
 class TextCompletions(Completer):
@@ -142,8 +142,8 @@ class TextCompletions(Completer):
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
 
-    def begin(self, body: Mapping[str, Any], session: str) -> "PendingTexts":
-        asked = TextRequest.of(body)
+    def start_request(self, body: Mapping[str, Any], session: str) -> "PendingTexts":
+        asked = TextRequest.from_body(body)
         chat, adapter = self.chat, self.chat.adapter(asked.model)
         prompts = [chat.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
         if empty := [place for place, ids in enumerate(prompts) if not ids]:

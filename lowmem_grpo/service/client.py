@@ -65,10 +65,11 @@ class ChatTransport(httpx.AsyncBaseTransport):
             return as_json(await self.chat.create(body, session, record))
         stream = self.chat.stream(body, session, record)
         first = await anext(stream)  # here, so that a request that is refused raises at once
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Chunks(first, stream, seconds))
+        events = EventStream(first, stream, seconds)
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=events)
 
 
-class Chunks(httpx.AsyncByteStream):
+class EventStream(httpx.AsyncByteStream):
     """The chunks of a reply as server-sent events."""
 
     def __init__(self, first: dict[str, Any], chunks: Any, seconds: float | None) -> None:

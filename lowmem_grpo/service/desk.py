@@ -26,7 +26,17 @@ from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.waiting import LIVE, NO_ROUND, Asked, Call, DeskClosedError, Job, Keys, Round, Sitting, Waiting
+from lowmem_grpo.service.waiting import (
+    LIVE,
+    NO_ROUND,
+    Call,
+    DeskClosedError,
+    DeskJob,
+    Keys,
+    Sitting,
+    Waiting,
+    WaitingCall,
+)
 from lowmem_grpo.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)
@@ -57,7 +67,7 @@ class Desk:
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
-        self.rounds: deque[Round] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
+        self.rounds = deque([NO_ROUND], maxlen=REMEMBERED)  # the last conversations' calls and seconds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
@@ -73,7 +83,7 @@ class Desk:
         seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:
             self.check(call)
-            self.waiting.add(call.flavour, Asked(call, seed, future))
+            self.waiting.add(call.flavour, WaitingCall(call, seed, future))
         except (ValueError, DeskClosedError) as error:
             future.set_exception(error)
         return future
@@ -85,7 +95,7 @@ class Desk:
         self.check_elsewhere("call the function itself")
         future: Future[T] = Future()
         try:
-            self.waiting.add(None, Job(function, sleep, future))
+            self.waiting.add(None, DeskJob(function, sleep, future))
         except DeskClosedError as error:
             future.set_exception(error)
         return future
@@ -118,14 +128,14 @@ class Desk:
 
     def work(self) -> None:
         while (item := self.waiting.next()) is not None:
-            if isinstance(item, Job):
+            if isinstance(item, DeskJob):
                 self.do(item)
             else:
                 self.serve(item)
         if self.engine is not None:
             self.engine.sleep()
 
-    def do(self, job: Job) -> None:
+    def do(self, job: DeskJob) -> None:
         """Run a function; its error is told to whom asked for it."""
         if not job.future.set_running_or_notify_cancel():
             return
@@ -138,7 +148,7 @@ class Desk:
 
     def serve(self, call: Call) -> None:
         """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
-        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
+        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds))
         try:
             engine = self.awake()
             sitting.meet(engine)

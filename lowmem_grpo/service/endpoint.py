@@ -13,7 +13,7 @@ from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.gate import HOSTS, LOOPBACK
 from lowmem_grpo.service.routes import ROUTES, Completions, openai_router
 from lowmem_grpo.service.server import CLOSE, made_for, make_server_app, open_socket
-from lowmem_grpo.service.sessions import Session, Sessions
+from lowmem_grpo.service.sessions import OpenSessions, Session
 from lowmem_grpo.service.users import Users
 
 START = 30.0  # seconds in which the server comes up
@@ -41,7 +41,7 @@ class Endpoint:
         self.api_key = secrets.token_urlsafe(32)
         self.address = f"http://{LOOPBACK}:{self.socket.getsockname()[1]}"
         self.base_url = f"{self.address}/v1"
-        self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
+        self.closing, self.sessions, self.owned = asyncio.Event(), OpenSessions(self.limits), owned
         self.completions = Completions(lambda holder: chat, self.sessions, self.limits, self.closing)
         routers = {"/v1": openai_router(self.completions),
                    "/s/{session}/v1": openai_router(self.completions, texts=False)}
@@ -68,9 +68,9 @@ class Endpoint:
     def session(self) -> Session:
         """Return an address whose calls are recorded, one for each rollout. RuntimeError for too many, or when
         closed."""
-        return self.begin(Session)
+        return self.start_session(Session)
 
-    def begin(self, kind: type[S]) -> S:
+    def start_session(self, kind: type[S]) -> S:
         """A session of this class, whose address answers from now on."""
         if self.closed:
             raise RuntimeError("the endpoint is closed; begin a session before it is")

@@ -56,7 +56,9 @@ class Dialects:
         self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
         self.made: OrderedDict[bytes, Dialect] = OrderedDict()
 
-    def of(self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None) -> Dialect:
+    def dialect_for(
+        self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> Dialect:
         """The dialect of some tools. RendererError without a chat template, ToolFormError where that has no calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
@@ -72,7 +74,7 @@ class Dialects:
 
 
 @dataclass(eq=False)
-class Held:
+class HeldTurn:
     """A turn, with only what is new beside the turn that it continues."""
 
     name: str
@@ -80,7 +82,7 @@ class Held:
     key: int  # the conversation's, for the engine
     session: str
     digest: bytes  # covers all messages, this turn's among them
-    parent: "Held | None"
+    parent: "HeldTurn | None"
     context: array  # (B,) tokens of the prompt behind the parent's
     completion: array  # (C,)
     logprobs: array  # (C,) float64
@@ -91,9 +93,9 @@ class Held:
     def tokens(self) -> int:
         return len(self.context) + len(self.completion)
 
-    def line(self) -> "Iterator[Held]":
+    def line(self) -> "Iterator[HeldTurn]":
         """This turn, the one that it continues, and so on."""
-        held: Held | None = self
+        held: HeldTurn | None = self
         while held is not None:
             yield held
             held = held.parent
@@ -119,8 +121,8 @@ class Opening:
     session: str
     digest: bytes
     dialect: Dialect
-    parent: Held | None  # whose tokens begin these
-    open: bool = field(default=True, repr=False)  # until `Histories.end`
+    parent: HeldTurn | None  # whose tokens begin these
+    open: bool = field(default=True, repr=False)  # until `Histories.close_prompt`
 
 
 class Histories:
@@ -142,23 +144,23 @@ class Histories:
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
         self.mark = secrets.token_hex(3)  # so that names of another process are not found here
-        self.held: OrderedDict[str, Held] = OrderedDict()  # used longest ago first; a turn before the one it continues
-        self.ends: dict[bytes, list[Held]] = {}  # by digest
+        self.held: OrderedDict[str, HeldTurn] = OrderedDict()  # used longest ago first; a turn before its parent
+        self.ends: dict[bytes, list[HeldTurn]] = {}  # by digest
         self.tokens = 0
         self.said: set[str] = set()  # what one warning is enough for
 
-    def begin(
+    def open_prompt(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
     ) -> Opening:
-        """The prompt of messages in plain form (see messages.py); `end` must follow.
+        """The prompt of messages in plain form (see messages.py); `close_prompt` must follow.
 
         It goes on from the held turn of this `model` that the last answer is, where it is one. Of several with the same
         text it is the one called `turn`, one of the same session, one that nobody has continued, or the newest.
         RendererError where the chat template refuses the messages.
         """
         with self.lock:
-            dialect = self.dialects.of(tools, template_kwargs)
+            dialect = self.dialects.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)
             parent, ids = self.prompt(dialect, messages, said, session, turn)
             fresh = parent is None or parent.continued > 0
@@ -167,7 +169,7 @@ class Histories:
                 parent.continued += 1
             return Opening(ids, key, session, said[-1], dialect, parent)
 
-    def end(self, opening: Opening, kept: bool) -> None:
+    def close_prompt(self, opening: Opening, kept: bool) -> None:
         """All turns of an opening are kept, or there are none."""
         with self.lock:
             if opening.open and not kept and opening.parent is not None:
@@ -179,7 +181,7 @@ class Histories:
         with self.lock:
             number = next(self.numbers)
             before = 0 if opening.parent is None else len(opening.parent.ids())
-            held = Held(
+            held = HeldTurn(
                 f"turn-{self.mark}-{number}", number, opening.key if key is None else key, opening.session,
                 longer(opening.digest, message), opening.parent, array("i", turn.prompt_ids[before:]),
                 array("i", turn.completion_ids), array("d", turn.logprobs),
@@ -218,7 +220,7 @@ class Histories:
         """For each message in plain form: the held turn that it is, by name, or None. `models` are names that may have
         been asked. Of several turns with the same text it is one that is not `taken`, or the newest."""
         with self.lock:
-            key = self.dialects.of(tools).key.decode()
+            key = self.dialects.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
             candidates = [[turn for chain in chains for turn in self.ends.get(chain[at + 1], [])]
                           if message["role"] == "assistant" else [] for at, message in enumerate(messages)]
@@ -232,7 +234,7 @@ class Histories:
 
     def prompt(
         self, dialect: Dialect, messages: Sequence[Message], said: list[bytes], session: str, turn: str
-    ) -> tuple[Held | None, list[int]]:
+    ) -> tuple[HeldTurn | None, list[int]]:
         """The turn that messages go on from, and their tokens."""
         last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
         candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
@@ -262,7 +264,7 @@ class Histories:
 
     # What is held
 
-    def use(self, held: Held) -> None:
+    def use(self, held: HeldTurn) -> None:
         """This turn and those that it continues were used now, in this order: so none goes before one that needs it."""
         for turn in held.line():
             if turn.name not in self.held:
@@ -271,7 +273,7 @@ class Histories:
                 self.tokens += turn.tokens
             self.held.move_to_end(turn.name)
 
-    def shrink(self, newest: Held) -> None:
+    def shrink(self, newest: HeldTurn) -> None:
         """Let go of what was unused for the longest time, until the rest fits."""
         while self.held and (len(self.held) > self.max_turns or self.tokens > self.max_tokens):
             name, gone = self.held.popitem(last=False)

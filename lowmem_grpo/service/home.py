@@ -1,4 +1,4 @@
-"""The folder of a server: its database, what it saves, and where it is reached; `Remote`: requests to it."""
+"""The folder of a server: its database, what it saves, and where it is reached; `ServerClient`: requests to it."""
 
 import contextlib
 import fcntl
@@ -98,7 +98,7 @@ class RemoteError(RuntimeError):
         self.status = status
 
 
-class Remote:
+class ServerClient:
     """A server at an address."""
 
     def __init__(self, address: Address) -> None:

@@ -136,7 +136,7 @@ class PendingCompletions:
     def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
-    def end(self) -> None:
+    def finish_request(self) -> None:
         """The request is answered, or nobody waits for the answer any more."""
         for future in self.futures:
             future.cancel()
@@ -151,7 +151,7 @@ class Completer:
 
     Where the caller goes away (the coroutine is cancelled), nothing is kept."""
 
-    def begin(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
+    def start_request(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
         """Read a request, and let its calls wait at the desk. ChatError in OpenAI's form."""
         raise NotImplementedError
 
@@ -161,21 +161,21 @@ class Completer:
         """Return the JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
-        pending = self.begin(body, session)
+        pending = self.start_request(body, session)
         try:
             answers = await asyncio.gather(*map(pending.answer, range(len(pending.calls))))
             choices = [pending.keep(*answer) for answer in answers]
             await record(choices)
             return pending.reply(choices)
         finally:
-            pending.end()
+            pending.finish_request()
 
     async def stream(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a reply. The text of a choice comes in one, as soon as its turn is drawn. A request that
         is refused raises ChatError before the first chunk."""
-        pending = self.begin({**body, "stream": True}, session)
+        pending = self.start_request({**body, "stream": True}, session)
         try:
             for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
                 choice = pending.keep(*await answer)
@@ -186,7 +186,7 @@ class Completer:
             if pending.asked.stream_options.get("include_usage"):
                 yield pending.chunk([], pending.usage())
         finally:
-            pending.end()
+            pending.finish_request()
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:

@@ -80,7 +80,7 @@ class CompletionRequest(Body, extra="forbid"):
     return_token_ids: bool = False
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
+    def from_body(cls, body: Mapping[str, Any]) -> Self:
         """Read a body. ChatError for a field that is unknown, missing, refused or not within its range."""
         if not isinstance(body, Mapping):
             raise ChatError(400, f"the body is {shown(body)}; it must be a JSON object with model and {cls.field}")

@@ -16,7 +16,7 @@ from lowmem_grpo.service.chat import Chat, TextCompletions, model_entry
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.gate import CLOSED, NO_RETRY
 from lowmem_grpo.service.pending import DONE, Choice, event
-from lowmem_grpo.service.sessions import Sessions
+from lowmem_grpo.service.sessions import OpenSessions
 from lowmem_grpo.service.waiting import LIVE
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
@@ -30,7 +30,8 @@ class Completions:
     """Answers requests by the Chat of whoever asks."""
 
     def __init__(
-        self, chats: Chats, sessions: Sessions, limits: Limits, closing: asyncio.Event, counted: Counted | None = None,
+        self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
+        counted: Counted | None = None,
     ) -> None:
         """`counted` raises ChatError where a key has as many requests as it may; None takes any number."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing

@@ -12,7 +12,7 @@ from lowmem_grpo.service.gate import NO_RETRY
 
 
 @dataclass
-class Conversation:
+class RecordedConversation:
     """All messages from the first one to a reply that nobody continued."""
 
     messages_and_choices: list[dict[str, Any]]  # a reply of the policy as the choice of OpenAI's form, with its `turn`
@@ -20,27 +20,27 @@ class Conversation:
 
 
 @dataclass(eq=False)
-class Reply:
+class RecordedReply:
     """A choice that a client got, and what was said since the one that it continues."""
 
     choice: dict[str, Any]
     said: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    before: "Reply | None" = None
+    before: "RecordedReply | None" = None
     continued: bool = False
     length: int = field(init=False)  # messages of the conversation up to here
     first: int = field(init=False)  # the number of the conversation's first reply in its session
 
-    def path(self) -> "list[Reply]":
+    def path(self) -> "list[RecordedReply]":
         replies, reply = [self], self
         while reply.before is not None:
             reply = reply.before
             replies.append(reply)
         return replies[::-1]
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> RecordedConversation:
         path = self.path()
-        return Conversation([entry for reply in path for entry in (*reply.said, reply.choice)], path[0].tools)
+        return RecordedConversation([entry for reply in path for entry in (*reply.said, reply.choice)], path[0].tools)
 
 
 class Session:
@@ -54,7 +54,7 @@ class Session:
         self.name = secrets.token_urlsafe(16)
         self.base_url, self.api_key = f"{base_url}/s/{self.name}/v1", api_key
         self.limits, self.forget, self.closed = limits, forget, False
-        self.replies: dict[str, Reply] = {}  # by the name of the turn, in the order in which they were given
+        self.replies: dict[str, RecordedReply] = {}  # by the name of the turn, in the order in which they were given
         self.lock = threading.Lock()
 
     def check(self) -> None:
@@ -76,13 +76,13 @@ class Session:
         before: str | None,
     ) -> None:
         parent = self.replies.get(before or "")
-        reply = Reply(choice, messages[0 if parent is None else parent.length:], tools or None, parent)
+        reply = RecordedReply(choice, messages[0 if parent is None else parent.length:], tools or None, parent)
         reply.length, reply.first = len(messages) + 1, len(self.replies) if parent is None else parent.first
         if parent is not None:
             parent.continued = True
         self.replies[choice["turn"]] = reply
 
-    def conversations(self) -> list[Conversation]:
+    def conversations(self) -> list[RecordedConversation]:
         """All that was said, a conversation for each reply that nobody continued; that of the first call is first."""
         with self.lock:
             last = [reply for reply in self.replies.values() if not reply.continued]
@@ -112,7 +112,7 @@ SESSION: ContextVar[str] = ContextVar("lowmem_grpo_session", default="")  # its 
 RECORDER: ContextVar[Session | None] = ContextVar("lowmem_grpo_recorder", default=None)
 
 
-class Sessions:
+class OpenSessions:
     """The sessions that are open. Safe between threads."""
 
     def __init__(self, limits: Limits) -> None:

@@ -50,7 +50,7 @@ class DeskClosedError(RuntimeError):
 
 
 @dataclass(eq=False)
-class Asked:
+class WaitingCall:
     """A call that waits, or is in the engine."""
 
     call: Call
@@ -59,7 +59,7 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Job:
+class DeskJob:
     """A function that is to run in the owner's thread."""
 
     function: Callable[[], Any]
@@ -75,7 +75,7 @@ class Waiting:
         self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # none is empty; the next one to be served first
         self.closed = False
 
-    def add(self, line: tuple[object, ...] | None, item: Asked | Job) -> None:
+    def add(self, line: tuple[object, ...] | None, item: WaitingCall | DeskJob) -> None:
         """Let somebody wait. DeskClosedError after `close`."""
         with self.changed:
             if self.closed:
@@ -84,7 +84,7 @@ class Waiting:
             self.lines.setdefault(line, deque()).append(item)
             self.changed.notify_all()
 
-    def next(self) -> Job | Call | None:
+    def next(self) -> DeskJob | Call | None:
         """A job to run, or one of the calls of the flavour to serve, as soon as there is one; None after `close`."""
         with self.changed:
             self.changed.wait_for(lambda: self.lines or self.closed)
@@ -95,15 +95,15 @@ class Waiting:
                 call: Call = self.lines[line][0].call
                 return call
             jobs = self.lines.pop(None)
-            job: Job = jobs.popleft()
+            job: DeskJob = jobs.popleft()
             if jobs:
                 self.lines[None] = jobs  # behind the others
             return job
 
-    def take(
+    def take_calls(
         self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
         widest: Round = NO_ROUND,
-    ) -> list[Asked]:
+    ) -> list[WaitingCall]:
         """Calls of a flavour, at most so many. None where something else waits, but for the first ones of a
         conversation.
 
@@ -137,11 +137,11 @@ class Waiting:
             if 1 == count >= back or not self.changed.wait(quiet if count < back else LEAST):
                 return
 
-    def drain(self, flavour: tuple[object, ...]) -> list[Asked]:
+    def drain(self, flavour: tuple[object, ...]) -> list[WaitingCall]:
         with self.changed:
             return list(self.lines.pop(flavour, ()))
 
-    def close(self) -> list[Asked | Job]:
+    def close(self) -> list[WaitingCall | DeskJob]:
         """Let nobody in any more; returns who waited."""
         with self.changed:
             self.closed = True
@@ -162,7 +162,7 @@ class Keys:
     def new(self) -> int:
         return next(self.numbers)
 
-    def of(self, call: Call, sitting: int) -> int:
+    def number_of(self, call: Call, sitting: int) -> int:
         """Return the number of a call's conversation; of a saved adapter, whose folder may change, one for each
         sitting."""
         if call.key is None:
@@ -185,7 +185,7 @@ class Sitting:
         """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
         self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls
-        self.open: dict[int, Asked] = {}
+        self.open: dict[int, WaitingCall] = {}
         self.engine: Engine | None = None
         self.begun = False
         self.back, self.since = 0, time.monotonic()  # callers that were served since the engine took calls, and when
@@ -196,7 +196,7 @@ class Sitting:
     def take(self, busy: bool) -> list[Request]:
         """See `Conversation`. Calls that were cancelled meanwhile are left out."""
         self.widest = max(self.widest, self.last)
-        while taken := self.waiting.take(self.flavour, self.room, not busy, not self.begun, *self.expected):
+        while taken := self.waiting.take_calls(self.flavour, self.room, not busy, not self.begun, *self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
             if requests := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
                 return requests
@@ -243,10 +243,10 @@ class Sitting:
             return NO_ROUND, NO_ROUND
         return self.last, max(self.before, self.widest)
 
-    def enter(self, asked: Asked) -> Request:
+    def enter(self, asked: WaitingCall) -> Request:
         """A call as the engine takes it; of each key one at a time."""
         call = asked.call
-        key = self.keys.of(call, self.number)
+        key = self.keys.number_of(call, self.number)
         if key in self.open:
             key = self.keys.new()
         self.open[key] = asked

@@ -47,9 +47,9 @@ class StepTimes:
     """When steps were made. The first step warms up, so it counts only until there is a second one."""
 
     def __init__(self) -> None:
-        self.begin(0)
+        self.start_at(0)
 
-    def begin(self, step: int) -> None:
+    def start_at(self, step: int) -> None:
         """The run goes on from here."""
         self.marks = [(step, time.monotonic())]
 
@@ -92,7 +92,7 @@ class LiveView:
         self.close()
         self.history = {}
         self.step, self.max_steps = state.global_step, state.max_steps
-        self.step_times.begin(self.step)
+        self.step_times.start_at(self.step)
         if self.draws:
             self.live = Cell(MAX_WIDTH) if self.console.is_jupyter else Live(console=self.console, auto_refresh=False)
             self.live.start()

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.sign_in import LASTS, SignIn
-from lowmem_grpo.service.page.sources import Source, zipped_adapter
+from lowmem_grpo.service.page.sources import RunSource, zipped_adapter
 from lowmem_grpo.service.page.watching import MOST_COMPARED, CardUse, Watching, query_of
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.users import User
@@ -47,7 +47,7 @@ KINDS = {"js": "text/javascript", "css": "text/css"}
 class Page:
     """Shows the runs of a source."""
 
-    def __init__(self, source: Source, sign_in: SignIn, card: CardUse) -> None:
+    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse) -> None:
         self.source, self.sign_in, self.card = source, sign_in, card
         self.watching = Watching(source, card)
         self.closing: Callable[[], bool] = lambda: False  # whether the server ends

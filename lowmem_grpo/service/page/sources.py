@@ -40,7 +40,7 @@ class Listed:
     can_show: bool = True  # whether it has begun to write
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Finds runs for a user. What is another user's is not there."""
 
     title: str

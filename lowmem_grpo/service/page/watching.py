@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlencode
 
-from lowmem_grpo.service.page.sources import Listed, Source
+from lowmem_grpo.service.page.sources import Listed, RunSource
 from lowmem_grpo.service.users import User
 from lowmem_grpo.units import MIB, size_text
 from lowmem_grpo.views.charts import comparison
@@ -59,7 +59,7 @@ def card_text(line: str) -> str:
 class Watching:
     """Follows runs for all browsers together; the one that was not asked for longest makes room."""
 
-    def __init__(self, source: Source, card: CardUse) -> None:
+    def __init__(self, source: RunSource, card: CardUse) -> None:
         self.source, self.card, self.lock = source, card, Lock()
         self.followers: dict[tuple[Path, Path | None], RunFollower] = {}
 

@@ -73,7 +73,7 @@ class DroppedError(ValueError):
 
 
 @dataclass
-class Held:
+class ClientModel:
     """A model of a client."""
 
     adapter: str  # PEFT's name of it
@@ -92,7 +92,7 @@ class Adapters:
         self.model: Any = policy.model
         self.own: str = self.model.active_adapter
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, ClientModel] = {}
         self.numbers = itertools.count()
         for parameter in policy.trainable:
             parameter.requires_grad_(False)
@@ -111,7 +111,7 @@ class Adapters:
         mark = f".{name}."
         parameters = {key.replace(mark, "."): parameter for key, parameter in self.model.named_parameters()
                       if mark in key}
-        self.held[model_id] = Held(name, parameters, torch.optim.AdamW(parameters.values()))
+        self.held[model_id] = ClientModel(name, parameters, torch.optim.AdamW(parameters.values()))
         self.rest()
 
     def delete(self, model_id: str) -> None:
@@ -127,7 +127,7 @@ class Adapters:
             parameter.requires_grad_(False)
 
     @contextmanager
-    def active(self, model_id: str) -> Iterator[Held]:
+    def active(self, model_id: str) -> Iterator[ClientModel]:
         """Inside, this model computes and gets gradients; the others do not."""
         held = self.held[model_id]
         self.model.set_adapter(held.adapter)

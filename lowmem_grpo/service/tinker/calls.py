@@ -118,7 +118,7 @@ class KeepFor(Body):
     ttl_seconds: Positive | None  # None is for ever
 
 
-class Page(Body):
+class ListPage(Body):
     """The part of a list that is asked for."""
 
     offset: Natural = 0

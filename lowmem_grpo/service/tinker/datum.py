@@ -118,7 +118,7 @@ class Datum:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ModelBounds:
     """The limits of a model."""
 
     vocabulary: int  # ids are below it
@@ -135,7 +135,7 @@ class Pass:
     forward_only: bool
 
 
-def pass_of(request: Any, bounds: Bounds) -> Pass:
+def pass_of(request: Any, bounds: ModelBounds) -> Pass:
     """A ForwardBackwardRequest, checked. ValueError names the field that is wrong."""
     newer = {key: getattr(value, value.WhichOneof("kind") or "text")
              for key, value in request.loss_fn_config_v2.items()}
@@ -151,7 +151,7 @@ def pass_of(request: Any, bounds: Bounds) -> Pass:
     return Pass(data, request.loss_fn, settings, request.forward_only)
 
 
-def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: Bounds, loss: str) -> Datum:
+def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds, loss: str) -> Datum:
     """A Datum message, checked. What another loss would need may be there, and is left out."""
     ids = ids_of(datum.model_input, f"{where}.model_input", bounds)
     if len(ids) > bounds.context:
@@ -171,7 +171,7 @@ def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: Bounds, los
     return Datum(ids, targets, values)
 
 
-def wide_datum(inputs: Any, where: str, ids: list[int], bounds: Bounds, loss: str) -> Datum:
+def wide_datum(inputs: Any, where: str, ids: list[int], bounds: ModelBounds, loss: str) -> Datum:
     if loss != "cross_entropy":
         raise ValueError(f"{where}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
                          "cross_entropy does")
@@ -181,7 +181,7 @@ def wide_datum(inputs: Any, where: str, ids: list[int], bounds: Bounds, loss: st
     return Datum(ids, firsts, {}, cells)
 
 
-def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
+def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
     tokens: list[int] = []
     for place, chunk in enumerate(chunks):
         kind, here = chunk.WhichOneof("kind"), f"{where}.chunks[{place}]"
@@ -196,7 +196,7 @@ def ids_of(chunks: Any, where: str, bounds: Bounds) -> list[int]:
     return tokens
 
 
-def check_ids(ids: Tensor, where: str, bounds: Bounds) -> None:
+def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])

@@ -55,7 +55,7 @@ class FinishedError(LookupError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelRequest:
     """A request for a model. They are done in the order of `seq`, from 1 on without a gap."""
 
     model: str
@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromiseReply:
     """The reply that fulfils a promise."""
 
     body: bytes
@@ -79,17 +79,17 @@ class Answer:
     also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
 
     @classmethod
-    def of(cls, value: dict[str, Any], effect: str = "") -> "Answer":
+    def from_json(cls, value: dict[str, Any], effect: str = "") -> "PromiseReply":
         return cls(json.dumps(value).encode(), JSON, effect)
 
     @classmethod
-    def failed(cls, message: str, category: str = "user", effect: str = "") -> "Answer":
+    def failed(cls, message: str, category: str = "user", effect: str = "") -> "PromiseReply":
         """The reply to a request that failed; `category` says by whom: user or server."""
-        return cls.of({"error": message, "category": category}, effect)
+        return cls.from_json({"error": message, "category": category}, effect)
 
 
 @dataclass(frozen=True)
-class Model:
+class StoredModel:
     """A model as the database has it."""
 
     id: str
@@ -101,7 +101,7 @@ class Model:
     asked: float  # when something was asked of it last, in seconds since 1970; 0 where nothing was
 
     @classmethod
-    def of(cls, row: Row) -> "Model":
+    def from_row(cls, row: Row) -> "StoredModel":
         return cls(**with_settings(row))
 
 
@@ -121,10 +121,10 @@ class Ledger:
             "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
-    def asked(self, model: str, seq: int) -> Asked | None:
+    def asked(self, model: str, seq: int) -> ModelRequest | None:
         """The request of a number, without its body, once that is no longer needed; None where there is none."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
-        return None if row is None else Asked(model, seq, row["kind"], row["body"] or b"")
+        return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
     def open_session(self, session: str, owner: str) -> None:
         self.database.change("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
@@ -153,19 +153,19 @@ class Ledger:
             connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, 0, ?, ?)",
                                (model, kind, body))
 
-    def model(self, model: Any, owner: str | None = None) -> Model:
+    def model(self, model: Any, owner: str | None = None) -> StoredModel:
         """A model; with `owner`, only one of theirs, else UnknownError."""
         row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
-        return Model.of(row)
+        return StoredModel.from_row(row)
 
-    def models(self, owner: str | None = None) -> list[Model]:
+    def models(self, owner: str | None = None) -> list[StoredModel]:
         """All models, or a user's, the oldest first."""
-        return list(map(Model.of, self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid",
-                                                     (owner, owner))))
+        rows = self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid", (owner, owner))
+        return list(map(StoredModel.from_row, rows))
 
-    def ask(self, asked: Asked) -> Asked | None:
+    def ask(self, asked: ModelRequest) -> ModelRequest | None:
         """Keep a request, or return the one of its number. ValueError for a number too far ahead, or forgotten."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
@@ -184,7 +184,7 @@ class Ledger:
             "seq = done + 1)", (model,))
         return None if row is None else int(row["seq"])
 
-    def step_over(self, model: str, seq: int, answer: Answer) -> None:
+    def step_over(self, model: str, seq: int, answer: PromiseReply) -> None:
         """Answer a request that never came, unless it has come meanwhile."""
         with self.database.write() as connection:
             made = connection.execute(
@@ -193,22 +193,22 @@ class Ledger:
             if made.rowcount:
                 connection.execute("UPDATE tinker_models SET done = ? WHERE id = ? AND done = ?", (seq, model, seq - 1))
 
-    def next(self, model: str) -> Asked | None:
+    def next(self, model: str) -> ModelRequest | None:
         """The request to do next; None where it has not come."""
         row = self.database.row(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq = "
             "(SELECT done + 1 FROM tinker_models WHERE id = ?)", (model, model))
-        return None if row is None else Asked(row["model"], row["seq"], row["kind"], row["body"] or b"")
+        return None if row is None else ModelRequest(row["model"], row["seq"], row["kind"], row["body"] or b"")
 
-    def since_step(self, model: Model) -> list[Asked]:
+    def since_step(self, model: StoredModel) -> list[ModelRequest]:
         """The requests that were answered after the last optimizer step, in order: gradients are made of them. One that
         failed added nothing then, and may not now; its answer is JSON."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
-        return [Asked(**row) for row in rows]
+        return [ModelRequest(**row) for row in rows]
 
-    def keep(self, asked: Asked, answer: Answer, state: str | None = None) -> None:
+    def keep(self, asked: ModelRequest, answer: PromiseReply, state: str | None = None) -> None:
         """Write the answer of a request, and the file of the state that it left. Its body stays where it added
         gradients."""
         with self.database.write() as connection:
@@ -247,7 +247,7 @@ class Ledger:
         snapshot: str | None = row["snapshot"]
         return snapshot
 
-    def answer(self, promise: str, owner: str) -> Answer | None:
+    def answer(self, promise: str, owner: str) -> PromiseReply | None:
         """Return the reply that fulfils a promise; None before it. UnknownError for a promise of another user."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
@@ -260,14 +260,14 @@ class Ledger:
                                 (model, number))
         if row is None:
             raise unknown
-        return None if row["answer"] is None else Answer(row["answer"], row["media"])
+        return None if row["answer"] is None else PromiseReply(row["answer"], row["media"])
 
 
 def with_settings(row: Row) -> Row:
     return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
 
 
-def same(earlier: Asked, other: Asked) -> bool:
+def same(earlier: ModelRequest, other: ModelRequest) -> bool:
     """Return whether two requests of a number agree. A body that is no longer needed, or that came too late, does."""
     if earlier.kind in (MISSING, REFUSED):
         return True

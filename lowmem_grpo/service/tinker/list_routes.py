@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from lowmem_grpo.service.tinker.calls import KeepFor, Page, read
-from lowmem_grpo.service.tinker.ledger import Model, UnknownError
+from lowmem_grpo.service.tinker.calls import KeepFor, ListPage, read
+from lowmem_grpo.service.tinker.ledger import StoredModel, UnknownError
 from lowmem_grpo.service.tinker.route_utils import Answers, ApiRequest, Json, Served
 from lowmem_grpo.service.tinker.runs import UNLOAD
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved
@@ -55,7 +55,7 @@ class ListRoutes:
         self.shelf.keep_for(path_in(asked), asked.owner, read(KeepFor, asked.body).ttl_seconds)
 
     def training_runs(self, asked: ApiRequest) -> Json:
-        page, models = read(Page, asked.query), self.training.ledger.models(asked.owner)[::-1]
+        page, models = read(ListPage, asked.query), self.training.ledger.models(asked.owner)[::-1]
         most = min(page.limit, MOST)
         return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
                 "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
@@ -63,7 +63,7 @@ class ListRoutes:
     def training_run(self, asked: ApiRequest) -> Json:
         return self.run(self.training.ledger.model(asked.path["model"], asked.owner))
 
-    def run(self, model: Model) -> Json:
+    def run(self, model: StoredModel) -> Json:
         saved = self.shelf.all(model.owner, model.id)
         newest = {kind: next((listed(entry) for entry in saved if entry.kind == kind), None) for kind in TYPES}
         return {"training_run_id": model.id, "base_model": self.served.name, "model_owner": model.owner,

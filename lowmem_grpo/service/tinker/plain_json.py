@@ -11,7 +11,7 @@ from lowmem_grpo.service.bodies import Body, Positive
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import Tokens, read
 from lowmem_grpo.service.tinker.datum import as_bytes, from_bytes
-from lowmem_grpo.service.tinker.ledger import JSON, Answer
+from lowmem_grpo.service.tinker.ledger import JSON, PromiseReply
 
 MOST = torch.finfo(torch.float32).max
 REASONS = {wire.STOP: "stop", wire.LENGTH: "length"}
@@ -62,11 +62,11 @@ def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch
         tensor.dtype, tensor.dense = kind, as_bytes(torch.tensor(values, dtype=dtype))
 
 
-def in_json(answer: Answer, sampled: bool) -> Answer:
+def in_json(answer: PromiseReply, sampled: bool) -> PromiseReply:
     """An answer in protobuf, of a sample or of a forward_backward; others are in JSON already."""
     if answer.media != wire.PROTOBUF:
         return answer
-    return Answer(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
+    return PromiseReply(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
 
 
 def sample_of(body: bytes) -> dict[str, Any]:

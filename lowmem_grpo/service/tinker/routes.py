@@ -12,19 +12,12 @@ from starlette.responses import JSONResponse
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import plain_json, wire
-from lowmem_grpo.service.tinker.calls import (
-    CreateModel,
-    CreateSampler,
-    LoadIntoNew,
-    ModelCall,
-    SampleRequest,
-    read,
-)
-from lowmem_grpo.service.tinker.ledger import JSON, PASS, Answer, Asked, UnknownError
+from lowmem_grpo.service.tinker.calls import CreateModel, CreateSampler, LoadIntoNew, ModelCall, SampleRequest, read
+from lowmem_grpo.service.tinker.ledger import JSON, PASS, ModelRequest, PromiseReply, UnknownError
 from lowmem_grpo.service.tinker.list_routes import ListRoutes
 from lowmem_grpo.service.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
 from lowmem_grpo.service.tinker.runs import SOON, UNLOAD
-from lowmem_grpo.service.tinker.sampling import Sampling
+from lowmem_grpo.service.tinker.sampling import SampleService
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING
 from lowmem_grpo.service.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
 
@@ -36,7 +29,7 @@ HEAD = ("train_unembed is on by default, and this server trains no output head: 
         "Pass train_unembed=False to say so yourself.")
 
 
-def tinker_router(training: Training, sampling: Sampling, served: Served) -> APIRouter:
+def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
     """Return the routes. Those that are not here are answered as unknown, with the list of what there is."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
@@ -118,7 +111,8 @@ class ModelRoutes:
         """Return the promise of a request whose body is JSON."""
         call = read(ModelCall, asked.body)
         model = self.ledger.model(call.model_id, asked.owner)
-        return {"request_id": self.training.ask(Asked(model.id, call.seq_id, kind, asked.body)), "model_id": model.id}
+        promise = self.training.ask(ModelRequest(model.id, call.seq_id, kind, asked.body))
+        return {"request_id": promise, "model_id": model.id}
 
     def forward_backward(self, asked: ApiRequest) -> Json:
         """Return the promise of a pass; what is wrong in its data is told by the promise."""
@@ -129,7 +123,8 @@ class ModelRoutes:
         model = self.ledger.model(request.model_id, asked.owner)
         if request.seq_id < 1:
             raise ValueError(f"seq_id is {request.seq_id}; it must be a whole number, at least 1")
-        return {"request_id": self.training.ask(Asked(model.id, request.seq_id, PASS, body)), "model_id": model.id}
+        promise = self.training.ask(ModelRequest(model.id, request.seq_id, PASS, body))
+        return {"request_id": promise, "model_id": model.id}
 
     def load_weights(self, asked: ApiRequest) -> Json:
         """Return the promise of a load into a model that is there, or of a new model of saved weights."""
@@ -148,7 +143,7 @@ class ModelRoutes:
 class PromiseRoutes:
     """Sampling sessions, samples of them, and the answers of promises."""
 
-    def __init__(self, training: Training, sampling: Sampling, served: Served) -> None:
+    def __init__(self, training: Training, sampling: SampleService, served: Served) -> None:
         self.training, self.ledger, self.sampling, self.served = training, training.ledger, sampling, served
 
     def create_sampler(self, asked: ApiRequest) -> Json:
@@ -205,7 +200,7 @@ class PromiseRoutes:
             answer = plain_json.in_json(answer, ":sample:" in promise)
         return Response(answer.body, media_type=answer.media)
 
-    async def answer(self, promise: str, owner: str) -> Answer | None:
+    async def answer(self, promise: str, owner: str) -> PromiseReply | None:
         """Return what a promise was kept with; None where it is not kept in the time of a poll."""
         if promise.endswith(f":{UNLOAD}"):
             return await checked(lambda: self.training.runs.gone(promise.rpartition(":")[0], owner))
@@ -213,7 +208,7 @@ class PromiseRoutes:
             return await self.sampled(promise, owner)
         return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
 
-    async def waited(self, promise: str, owner: str) -> Answer | None:
+    async def waited(self, promise: str, owner: str) -> PromiseReply | None:
         """Return the answer of a promise after a poll, which is short where a request is missing that has to come
         first."""
         kept = self.training.kept(promise)
@@ -225,7 +220,7 @@ class PromiseRoutes:
         await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
         return await checked(lambda: self.ledger.answer(promise, owner))
 
-    async def sampled(self, name: str, owner: str) -> Answer | None:
+    async def sampled(self, name: str, owner: str) -> PromiseReply | None:
         """Return the answer of a sample. 410, for one of an earlier server, makes a client ask for it again."""
         try:
             promise = self.sampling.find(name, owner)

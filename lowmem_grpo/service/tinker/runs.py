@@ -4,7 +4,7 @@ import threading
 import time
 
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.tinker.ledger import Answer, Ledger, Model, UnknownError
+from lowmem_grpo.service.tinker.ledger import Ledger, PromiseReply, StoredModel, UnknownError
 
 TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)"
 UNLOAD = "unload_model"
@@ -27,7 +27,7 @@ class Runs:
     def touch(self, model: str) -> None:
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
-    def left(self, owner: str) -> list[Model]:
+    def left(self, owner: str) -> list[StoredModel]:
         """This user's models whose client ended its session, or gave no sign for an hour; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
         now, left = time.time(), []
@@ -38,7 +38,7 @@ class Runs:
                 left.append(model)
         return left
 
-    def remove(self, model: Model) -> None:
+    def remove(self, model: StoredModel) -> None:
         """Forget a model, with what was asked of it and its snapshots. What was saved of it under a name stays."""
         between = (f"{model.id}:sample:", f"{model.id}:sample;")  # the ids of its snapshots
         with self.database.write() as connection:
@@ -47,12 +47,12 @@ class Runs:
             for table, column in (("tinker_promises", "model"), ("tinker_times", "model"), ("tinker_models", "id")):
                 connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (model.id,))
 
-    def gone(self, model: str, owner: str) -> Answer:
+    def gone(self, model: str, owner: str) -> PromiseReply:
         """The answer to whom asked for a model to be unloaded. UnknownError where it was none of theirs."""
         row = self.database.row("SELECT owner FROM tinker_gone WHERE id = ?", (model,))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
-        return Answer.of({"type": UNLOAD, "model_id": model})
+        return PromiseReply.from_json({"type": UNLOAD, "model_id": model})
 
     def older_snapshots(self, model: str, kept: int) -> list[str]:
         """Forget the snapshots of a model but so many newest ones; their folders."""

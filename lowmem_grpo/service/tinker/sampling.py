@@ -1,4 +1,4 @@
-"""`Sampling`: completions and log-probabilities of prompts, from the base model or a snapshot of a client's adapter."""
+"""`SampleService`: completions and log-probabilities of prompts, from the base model or a snapshot of an adapter."""
 
 import itertools
 import logging
@@ -16,9 +16,9 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import SampleRequest
-from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, check_ids
-from lowmem_grpo.service.tinker.ledger import Answer, UnknownError
-from lowmem_grpo.service.tinker.scoring import Scored, Scoring
+from lowmem_grpo.service.tinker.datum import ModelBounds, as_bytes, check_ids
+from lowmem_grpo.service.tinker.ledger import PromiseReply, UnknownError
+from lowmem_grpo.service.tinker.scoring import PromptScoring, Scored
 from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.waiting import Call, DeskClosedError
 from lowmem_grpo.types import Turn
@@ -47,7 +47,7 @@ class Promise:
         for part in self.parts:
             part.add_done_callback(lambda _: told() if next(left) == 0 else None)
 
-    def answer(self) -> Answer:
+    def answer(self) -> PromiseReply:
         for part in self.parts:
             if (error := part.exception()) is not None:
                 return failed(error, self.adapter)
@@ -58,7 +58,7 @@ class Promise:
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
             add_scores(response, self.prompt.result(), self.asked)
-        return Answer(response.SerializeToString(), wire.PROTOBUF)
+        return PromiseReply(response.SerializeToString(), wire.PROTOBUF)
 
 
 def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
@@ -70,28 +70,28 @@ def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
         top.length, top.k = scored.ids.shape
 
 
-def failed(error: BaseException, adapter: Path | None) -> Answer:
+def failed(error: BaseException, adapter: Path | None) -> PromiseReply:
     """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
     if isinstance(error, DeskClosedError):
-        return Answer.failed("the server ends; ask the next one", "server")
+        return PromiseReply.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
         if isinstance(error, ValueError):
-            return Answer.failed(str(error))
+            return PromiseReply.failed(str(error))
     else:
-        return Answer.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
+        return PromiseReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
     logger.error("a sample failed", exc_info=error)
-    return Answer.failed("the sample failed in the server, whose log says more", "server")
+    return PromiseReply.failed("the sample failed in the server, whose log says more", "server")
 
 
 def int32(ids: list[int]) -> bytes:
     return as_bytes(torch.tensor(ids, dtype=torch.int32))
 
 
-class Sampling:
+class SampleService:
     """Answers samples by the desk, which decodes calls from one snapshot together."""
 
-    def __init__(self, desk: Desk, bounds: Bounds, usage: Usage) -> None:
-        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, Scoring(desk)
+    def __init__(self, desk: Desk, bounds: ModelBounds, usage: Usage) -> None:
+        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, PromptScoring(desk)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
         self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
@@ -138,7 +138,7 @@ class Sampling:
         return promise
 
 
-def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
+def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
     """Return how a prompt's completions are drawn, by default to the context's end. ValueError names a wrong field."""
     if not 0 < len(asked.ids) < bounds.context:
         raise ValueError(f"prompt has {len(asked.ids)} tokens; it must have 1 to {bounds.context - 1}")

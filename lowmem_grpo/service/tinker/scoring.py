@@ -1,4 +1,4 @@
-"""`Scoring`: log-probabilities of prompts. Those that wait for one adapter are computed together, packed."""
+"""`PromptScoring`: log-probabilities of prompts. Those that wait for one adapter are computed together, packed."""
 
 import threading
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Scored:
 
 
 @dataclass(eq=False)
-class Prompt:
+class WaitingPrompt:
     """A prompt that waits."""
 
     ids: list[int]  # (P,)
@@ -53,22 +53,22 @@ class Prompt:
         return scored
 
 
-class Scoring:
+class PromptScoring:
     """Any thread may ask it; the desk's computes."""
 
     def __init__(self, desk: Desk) -> None:
-        self.desk, self.lock, self.waiting = desk, threading.Lock(), list[Prompt]()
+        self.desk, self.lock, self.waiting = desk, threading.Lock(), list[WaitingPrompt]()
         self.packer = Packer(desk.policy.device, desk.memory.train)
 
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
         """Ask for the log-probabilities of a prompt by the base model, or by a saved adapter."""
-        prompt = Prompt(ids, adapter, top, len(ids) if last is None else last)
+        prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
         with self.lock:
             self.waiting.append(prompt)
         self.desk.run(self.work, sleep=False).add_done_callback(lambda done: self.tell(prompt, done))
         return prompt.future
 
-    def tell(self, prompt: Prompt, done: "Future[None]") -> None:
+    def tell(self, prompt: WaitingPrompt, done: "Future[None]") -> None:
         """A prompt whose job was not run, as the desk was closed, fails."""
         error = done.exception()
         if error is not None and not prompt.future.done():
@@ -76,17 +76,17 @@ class Scoring:
 
     def work(self) -> None:
         """Score all that wait for the adapter of the first one; there is nothing to do where an earlier job did it."""
-        taken = self.take()
+        taken = self.next_prompts()
         try:
             self.score(taken)
         except Exception as error:  # noqa: BLE001, told to whom asked for it
             for prompt in taken:
                 prompt.future.set_exception(error)
 
-    def take(self) -> list[Prompt]:
+    def next_prompts(self) -> list[WaitingPrompt]:
         """Those that wait for the adapter of the first one, up to AT_ONCE tokens."""
         with self.lock:
-            taken, left, tokens = list[Prompt](), list[Prompt](), 0
+            taken, left, tokens = list[WaitingPrompt](), list[WaitingPrompt](), 0
             for prompt in self.waiting:
                 fits = prompt.adapter == self.waiting[0].adapter and (not taken or tokens + len(prompt.ids) <= AT_ONCE)
                 (taken if fits else left).append(prompt)
@@ -95,7 +95,7 @@ class Scoring:
         return taken
 
     @torch.no_grad()
-    def score(self, prompts: list[Prompt]) -> None:
+    def score(self, prompts: list[WaitingPrompt]) -> None:
         long = [prompt for prompt in prompts if len(prompt.ids) > 1]
         groups = [group_of(prompt.ids) for prompt in long]
         asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, long, strict=True)}
@@ -108,7 +108,9 @@ class Scoring:
         for prompt, scored in results:
             prompt.future.set_result(scored)
 
-    def passes(self, batches: Iterator[MicroBatch], asked: dict[int, Prompt]) -> list[tuple[Prompt, Scored]]:
+    def passes(
+        self, batches: Iterator[MicroBatch], asked: dict[int, WaitingPrompt]
+    ) -> list[tuple[WaitingPrompt, Scored]]:
         results = []
         for batch in batches:
             prompts = [asked[id(rollout)] for rollout in batch.rollouts]

@@ -23,13 +23,13 @@ from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.histories import Histories
 from lowmem_grpo.service.routes import Completions, openai_router
-from lowmem_grpo.service.sessions import Sessions
+from lowmem_grpo.service.sessions import OpenSessions
 from lowmem_grpo.service.tinker.adapters import Adapters
-from lowmem_grpo.service.tinker.datum import Bounds
+from lowmem_grpo.service.tinker.datum import ModelBounds
 from lowmem_grpo.service.tinker.ledger import Ledger, UnknownError
 from lowmem_grpo.service.tinker.route_utils import Served, client_errors
 from lowmem_grpo.service.tinker.routes import tinker_router
-from lowmem_grpo.service.tinker.sampling import Sampling
+from lowmem_grpo.service.tinker.sampling import SampleService
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Shelf
 from lowmem_grpo.service.tinker.training import Training
 from lowmem_grpo.service.tinker.usage import Usage
@@ -130,12 +130,12 @@ def serve_model(
     cut = Cut(MICRO_BATCH)
     adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
     config = policy.base.config
-    bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
+    bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(desk, adapters, Ledger(database), folder, bounds, allowances)
     served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
-    router = tinker_router(training, Sampling(desk, bounds, training.usage), served)
+    router = tinker_router(training, SampleService(desk, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
-    completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event(),
+    completions = Completions(Chats(desk, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
                               partial(counted, training.usage))
     return ServedModel(desk, training, router, completions)
 

@@ -34,7 +34,7 @@ class Saved:
     expires: float | None = None
 
     @classmethod
-    def of(cls, row: Row) -> "Saved":
+    def from_row(cls, row: Row) -> "Saved":
         return cls(**with_settings(row))
 
     @property
@@ -64,7 +64,7 @@ class Shelf:
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"path is {path!r}; there are no such weights of yours")
-        saved = Saved.of(row)
+        saved = Saved.from_row(row)
         if kind == TRAINING != saved.kind:
             raise ValueError(f"path is {path!r}, which was saved to sample with; save_state saves what to train on")
         if kind == SAMPLING != saved.kind:
@@ -76,7 +76,7 @@ class Shelf:
         """This user's weights, the newest first; of one model, or of all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
                                   "ORDER BY made DESC, path", (owner, time.time()))
-        return [saved for saved in map(Saved.of, rows) if model in (None, saved.model)]
+        return [saved for saved in map(Saved.from_row, rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
         """Return the file for a request's weights, no other's: an older file of the name stays until this one is

@@ -21,16 +21,16 @@ from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError, LoraSettings
 from lowmem_grpo.service.tinker.calls import LoadWeights, OptimStep, SaveWeights, read
-from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
+from lowmem_grpo.service.tinker.datum import ModelBounds, output_of, pass_of
 from lowmem_grpo.service.tinker.ledger import (
     ADDED,
     CHANGED,
     PASS,
     REFUSED,
-    Answer,
-    Asked,
     Ledger,
-    Model,
+    ModelRequest,
+    PromiseReply,
+    StoredModel,
     UnknownError,
     same,
 )
@@ -52,7 +52,7 @@ class Training:
     """One queue for each model, ordered by `seq_id`; models take turns request by request."""
 
     def __init__(
-        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: Bounds,
+        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
         """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
@@ -72,7 +72,7 @@ class Training:
 
     # For any thread
 
-    def ask(self, asked: Asked) -> str:
+    def ask(self, asked: ModelRequest) -> str:
         """Keep a request; return its promise's id. ValueError for a number of another request, BusyError to come
         again."""
         earlier = self.ledger.asked(asked.model, asked.seq)
@@ -102,7 +102,7 @@ class Training:
                 raise
             self.unload(left[0])
 
-    def unload(self, model: Model) -> None:
+    def unload(self, model: StoredModel) -> None:
         """Forget a model: at once in the database, in the memory and on the disk as soon as the desk is free."""
         self.runs.remove(model)
         self.desk.run(lambda: self.clear(model.id), sleep=False)
@@ -111,14 +111,14 @@ class Training:
         if self.shelf.expired():
             self.desk.run(self.shelf.sweep, sleep=False)
 
-    def look_for_gap(self, model: Model) -> bool:
+    def look_for_gap(self, model: StoredModel) -> bool:
         """Return whether others wait for a request that has not come. It has some time to come, and is then answered,
         so that the others are done: it was refused before it had a promise, or lost."""
         missing = self.ledger.gap(model.id)
         if not self.gaps.is_over(model.id, model.owner, missing):
             return missing is not None
         assert missing is not None
-        self.ledger.step_over(model.id, missing, Answer.failed(
+        self.ledger.step_over(model.id, missing, PromiseReply.failed(
             f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
             "number of its own"))
         self.pump(model.id)
@@ -131,7 +131,7 @@ class Training:
             self.busy.add(model)
         self.desk.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
-    def done(self, asked: Asked, done: "Future[Any]") -> None:
+    def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
         """A request left the desk, with or without its answer."""
         with self.lock:
             self.busy.discard(asked.model)
@@ -155,7 +155,7 @@ class Training:
 
     # In the desk's thread
 
-    def do(self, asked: Asked) -> None:
+    def do(self, asked: ModelRequest) -> None:
         """Do a request and keep its answer. After an OSError the model is as the disk has it, and nothing is
         answered."""
         state = None
@@ -182,15 +182,15 @@ class Training:
         for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
             remove(path)
 
-    def answer(self, asked: Asked) -> Answer:
+    def answer(self, asked: ModelRequest) -> PromiseReply:
         """Return the reply to a request; a failure names the field that is wrong, and nothing of what is inside."""
         try:
             if asked.kind == REFUSED:
-                return Answer.failed(asked.body.decode())
+                return PromiseReply.failed(asked.body.decode())
             self.hold(asked)
             if asked.kind == CREATE:
                 self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
-                return Answer.of({"model_id": asked.model, "type": CREATE})
+                return PromiseReply.from_json({"model_id": asked.model, "type": CREATE})
             if asked.kind == OPTIM_STEP:
                 return self.optim_step(asked)
             if asked.kind in (SNAPSHOT, SAVE):
@@ -199,27 +199,27 @@ class Training:
                 return self.load_saved(asked)
             return self.forward_backward(asked)
         except DroppedError as error:
-            return Answer.failed(str(error), effect=CHANGED)
+            return PromiseReply.failed(str(error), effect=CHANGED)
         except (ValueError, UnknownError, MemoryExhaustedError) as error:
-            return Answer.failed(str(error))
+            return PromiseReply.failed(str(error))
         except OSError:
             raise
         except Exception:
             logger.exception("%s failed", asked.id)
-            return Answer.failed("the request failed in the server, whose log says more", "server")
+            return PromiseReply.failed("the request failed in the server, whose log says more", "server")
 
-    def forward_backward(self, asked: Asked) -> Answer:
+    def forward_backward(self, asked: ModelRequest) -> PromiseReply:
         work = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
         done = output_of(*self.adapters.run(asked.model, work))
-        return Answer(done, wire.PROTOBUF, "" if work.forward_only else ADDED)
+        return PromiseReply(done, wire.PROTOBUF, "" if work.forward_only else ADDED)
 
-    def optim_step(self, asked: Asked) -> Answer:
+    def optim_step(self, asked: ModelRequest) -> PromiseReply:
         adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
         if model.state is None:
             self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
-        return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
+        return PromiseReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
 
-    def save(self, asked: Asked) -> Answer:
+    def save(self, asked: ModelRequest) -> PromiseReply:
         """A copy of a model under a name; or without one, and a sampling session that samples from it."""
         call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
         if call.path is None:
@@ -237,18 +237,18 @@ class Training:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
         saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
-        return replace(Answer.of({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
+        return replace(PromiseReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
 
-    def save_snapshot(self, number: int, model: Model) -> Answer:
+    def save_snapshot(self, number: int, model: StoredModel) -> PromiseReply:
         """A copy of a model without a name, and the sampling session of this number, which samples from it."""
         sampler = f"{model.id}:sample:{number}"
         folder = self.snapshots / sampler.replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))
         self.adapters.snapshot(model.id, folder)
         self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
-        return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
+        return PromiseReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
 
-    def load_saved(self, asked: Asked) -> Answer:
+    def load_saved(self, asked: ModelRequest) -> PromiseReply:
         """Put saved weights into a model, which is made where this is its first request."""
         call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
         saved = self.shelf.find(call.path, model.owner, TRAINING)
@@ -259,7 +259,7 @@ class Training:
         state = load_file(self.shelf.folder / saved.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
-        return Answer.of({"type": LOAD, "path": saved.path, "model_id": model.id}, CHANGED)
+        return PromiseReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, CHANGED)
 
     def write_state(self, model: str, path: Path) -> None:
         """A model's factors and moments, which are on the disk when this returns."""
@@ -272,7 +272,7 @@ class Training:
             if path.name != state:
                 path.unlink(missing_ok=True)
 
-    def hold(self, asked: Asked) -> None:
+    def hold(self, asked: ModelRequest) -> None:
         """Have the model of a request in memory, and at most HELD."""
         held = self.adapters.held
         if asked.model in held:
@@ -282,7 +282,7 @@ class Training:
         while len(held) > HELD:
             self.adapters.delete(next(iter(held)))
 
-    def load(self, model: Model) -> None:
+    def load(self, model: StoredModel) -> None:
         """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
         self.adapters.create(model.id, model.settings)
         if model.state is not None:

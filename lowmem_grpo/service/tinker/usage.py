@@ -4,7 +4,7 @@ import threading
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Asked, Ledger, Model
+from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Ledger, ModelRequest, StoredModel
 from lowmem_grpo.service.tinker.shelf import Shelf, size_of
 from lowmem_grpo.service.users import Allowance, Allowances
 from lowmem_grpo.units import size_text
@@ -25,7 +25,7 @@ class Usage:
         self.allowances = defaultdict(Allowance) if allowances is None else allowances
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
-    def taken(self, asked: Asked, model: Model) -> Asked:
+    def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
         """Return a request as it is kept; above a limit as one that fails in its turn, or BusyError if room is to
         come."""
         (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
@@ -40,7 +40,7 @@ class Usage:
             return asked
         if is_next:
             raise BusyError(told)
-        return Asked(asked.model, asked.seq, REFUSED, told.encode())
+        return ModelRequest(asked.model, asked.seq, REFUSED, told.encode())
 
     def begin_sample(self, owner: str) -> None:
         """BusyError where no more may wait. Each is to be ended."""
