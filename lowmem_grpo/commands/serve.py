@@ -169,10 +169,10 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
     with plain_errors():
         try:
             from lowmem_grpo.service.page.page import Page, page_app
-            from lowmem_grpo.service.page.sign_in import SignIn
             from lowmem_grpo.service.page.sources import RunsSource
             from lowmem_grpo.service.page.watching import CardUse
             from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
+            from lowmem_grpo.service.users import SignIn
         except ImportError as error:
             raise ImportError(f"{LACKING.format('watch')} ({error})") from error
         from lowmem_grpo.service.users import OWNER, User, Users, new_key, read_users

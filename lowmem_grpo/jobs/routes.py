@@ -13,11 +13,10 @@ from lowmem_grpo.jobs.keeper import LOG
 from lowmem_grpo.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.service.errors import ChatError, Limits
 from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.page.sources import Listed, has_adapter
 from lowmem_grpo.service.page.watching import CardUse
 from lowmem_grpo.service.server import make_server_app
-from lowmem_grpo.service.users import JOBS, User, Users
+from lowmem_grpo.service.users import JOBS, SignIn, User, Users
 from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run, so_far
 
 PIECE = 256 * 1024  # bytes of a log that are sent at a time

@@ -4,7 +4,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from lowmem_grpo.service.errors import ChatError, Limits
@@ -21,26 +21,11 @@ class RecordedConversation:
 
 @dataclass(eq=False)
 class RecordedReply:
-    """A choice that a client got, and what was said since the one that it continues."""
+    """A choice that a client got, at the end of its conversation."""
 
-    choice: dict[str, Any]
-    said: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    before: "RecordedReply | None" = None
+    conversation: RecordedConversation
+    first: int  # the number of the conversation's first reply in its session
     continued: bool = False
-    length: int = field(init=False)  # messages of the conversation up to here
-    first: int = field(init=False)  # the number of the conversation's first reply in its session
-
-    def path(self) -> "list[RecordedReply]":
-        replies, reply = [self], self
-        while reply.before is not None:
-            reply = reply.before
-            replies.append(reply)
-        return replies[::-1]
-
-    def conversation(self) -> RecordedConversation:
-        path = self.path()
-        return RecordedConversation([entry for reply in path for entry in (*reply.said, reply.choice)], path[0].tools)
 
 
 class Session:
@@ -76,17 +61,19 @@ class Session:
         before: str | None,
     ) -> None:
         parent = self.replies.get(before or "")
-        reply = RecordedReply(choice, messages[0 if parent is None else parent.length:], tools or None, parent)
-        reply.length, reply.first = len(messages) + 1, len(self.replies) if parent is None else parent.first
-        if parent is not None:
-            parent.continued = True
-        self.replies[choice["turn"]] = reply
+        if parent is None:
+            conversation, first = RecordedConversation([*messages, choice], tools or None), len(self.replies)
+        else:  # what the client sends again of it stands there already, replies as choices
+            earlier, first, parent.continued = parent.conversation, parent.first, True
+            said = messages[len(earlier.messages_and_choices):]
+            conversation = RecordedConversation([*earlier.messages_and_choices, *said, choice], earlier.tools)
+        self.replies[choice["turn"]] = RecordedReply(conversation, first)
 
     def conversations(self) -> list[RecordedConversation]:
         """All that was said, a conversation for each reply that nobody continued; that of the first call is first."""
         with self.lock:
             last = [reply for reply in self.replies.values() if not reply.continued]
-            return [reply.conversation() for reply in sorted(last, key=lambda reply: reply.first)]
+            return [reply.conversation for reply in sorted(last, key=lambda reply: reply.first)]
 
     def close(self) -> None:
         """From now on the session's address answers no more, and nothing is recorded."""

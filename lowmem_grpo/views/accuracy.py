@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.views.chart import Chart, Line
-
-Record = dict[str, Any]
+from lowmem_grpo.views.samples import Record
 
 
 @dataclass(frozen=True)

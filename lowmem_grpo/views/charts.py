@@ -2,14 +2,12 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import GIB
 from lowmem_grpo.views.accuracy import accuracy_chart
 from lowmem_grpo.views.chart import Chart, Line
-
-Record = dict[str, Any]
+from lowmem_grpo.views.samples import Record
 
 OF_EPISODES = (
     Chart("Turns", "of the policy in an episode", "turns",

@@ -15,12 +15,11 @@ from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import count_text
 from lowmem_grpo.views.accuracy import deciding, threshold
-from lowmem_grpo.views.alarm_list import Warned, alarms_in_words, count_alarms
 from lowmem_grpo.views.chart import how_smoothed
-from lowmem_grpo.views.charts import Record, figures, split_flat, taught
-from lowmem_grpo.views.headline import headline
+from lowmem_grpo.views.charts import figures, split_flat, taught
+from lowmem_grpo.views.headline import Warned, alarms_in_words, count_alarms, headline
 from lowmem_grpo.views.page_file import one_file
-from lowmem_grpo.views.samples import clipped, fitting, shown_sample
+from lowmem_grpo.views.samples import Record, clipped, fitting, shown_sample
 
 MOST_BYTES = 500_000
 MOST_POINTS, ALL_POINTS = 600, 6000  # points of a line, and of all lines together

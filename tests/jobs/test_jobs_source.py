@@ -13,8 +13,7 @@ from lowmem_grpo.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQue
 from lowmem_grpo.jobs.routes import JobsSource, make_jobs_app
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.page.page import Beside, Page, page_app
-from lowmem_grpo.service.page.sign_in import SignIn
-from lowmem_grpo.service.users import JOBS, OWNER, User, Users
+from lowmem_grpo.service.users import JOBS, OWNER, SignIn, User, Users
 from tests.support.page_server import page_of
 from tests.support.written_runs import write_run
 

@@ -13,11 +13,10 @@ from starlette.responses import HTMLResponse, RedirectResponse, StreamingRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.page.sign_in import LASTS, SignIn
 from lowmem_grpo.service.page.sources import RunSource, zipped_adapter
 from lowmem_grpo.service.page.watching import MOST_COMPARED, CardUse, Watching, query_of
 from lowmem_grpo.service.server import make_server_app
-from lowmem_grpo.service.users import User
+from lowmem_grpo.service.users import LASTS, SignIn, User
 from lowmem_grpo.units import MIB
 from lowmem_grpo.views.page_file import asset, drawing_script, plain_page, served_page, style
 

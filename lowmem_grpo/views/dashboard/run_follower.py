@@ -8,15 +8,12 @@ from typing import Any, TypeVar
 
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, SUMMARY
 from lowmem_grpo.units import count_text, size_text
-from lowmem_grpo.views.alarm_list import PREFIX, Warned, count_alarms
 from lowmem_grpo.views.chart import Chart
 from lowmem_grpo.views.charts import figures, is_drawn
-from lowmem_grpo.views.dashboard.jsonl_tail import JsonlTail
-from lowmem_grpo.views.dashboard.plain_file import json_file, log_tail
+from lowmem_grpo.views.dashboard.plain_file import JsonlTail, json_file, log_tail
+from lowmem_grpo.views.headline import PREFIX, Warned, count_alarms
 from lowmem_grpo.views.report import RunSnapshot, content
-from lowmem_grpo.views.samples import LARGEST, Reservoir, shown_sample
-
-Record = dict[str, Any]
+from lowmem_grpo.views.samples import LARGEST, Record, Reservoir, shown_sample
 
 MOST_ROWS = 1600
 MOST_NAMES = 500  # metrics of a run that are kept

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowmem_grpo.views.alarm_list import Warned
 from lowmem_grpo.views.dashboard import run_follower as dashboard_series
 from lowmem_grpo.views.dashboard.run_follower import MOST_ROWS, Series
+from lowmem_grpo.views.headline import Warned
 from tests.support.written_runs import metric
 
 
