@@ -21,10 +21,8 @@ class RolloutSession(Session):
         self, reward: float = 0.0, metrics: Metrics | None = None, metadata: dict[str, Metadata] | None = None,
         logs: list[str] | None = None,
     ) -> Trajectory:
-        """Return all that the policy said in this session, its conversations as histories of one trajectory.
-
-        Raises ValueError where it said nothing.
-        """
+        """Return what the policy said in this session, its conversations as histories of one trajectory. ValueError
+        where it said nothing."""
         histories = list(map(history_of, self.conversations()))
         if not histories:
             raise ValueError("nothing was said in this session, so that there is nothing to train on: the agent must "
@@ -79,8 +77,8 @@ async def run_with(coroutine: Awaitable[Any], values: dict[ContextVar[Any], Any]
 
 
 def auto_trajectory(*, required: bool = False) -> Trajectory | None:
-    """The trajectory of the coroutine that `capture_auto_trajectory` runs, with all calls so far; to set its reward.
-    Outside of one None, or RuntimeError if it is required."""
+    """Return the trajectory so far of the coroutine that `capture_auto_trajectory` runs, to set its reward. Outside of
+    one None, or RuntimeError if it is required."""
     capture = CAPTURE.get()
     if capture is not None:
         return capture.refresh()
@@ -90,11 +88,8 @@ def auto_trajectory(*, required: bool = False) -> Trajectory | None:
 
 
 async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
-    """The trajectory of all calls that a coroutine makes through `model.openai_client()` of a model in training; a new
-    conversation becomes a further history. Other clients are not seen: for these, see `model.serve()`.
-
-    Raises ValueError if it made no call.
-    """
+    """Return the trajectory of all calls that a coroutine makes through `model.openai_client()`, each new conversation
+    as a further history; other clients are seen by `model.serve()` only. ValueError if it made no call."""
     capture = Capture()
     await run_with(coroutine, {CAPTURE: capture, RECORDER: capture.session, SESSION: uuid4().hex})
     if not capture.session.replies:

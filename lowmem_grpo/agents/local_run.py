@@ -38,11 +38,8 @@ TRAIN = "train"  # the split whose numbers the step itself writes
 
 
 class LocalRun:
-    """All of it but the loading happens in the desk's thread, which owns the model.
-
-    Of several ranks each plays rollouts of its own, and all of them open, train, log, delete and close: what one has is
-    put together with what the others have. The first one writes.
-    """
+    """A model's run. All but the loading happens in the desk's thread, which owns the model. Of several ranks each
+    plays its own rollouts, and all of them open, train, log, delete and close together; the first one writes."""
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options

@@ -1,8 +1,6 @@
-"""What the policy drew of trajectories: the turns that their choices name, as groups that are trained on.
-
-A choice that names no turn is another model's, and context like any message. A trajectory without a choice may hold
-plain messages: those that the policy is known to have said are its turns. What no held turn explains is never trained.
-"""
+"""What the policy drew of trajectories: the turns that their choices name, as groups that are trained on. A choice that
+names no turn is context like any message. Without choices, plain messages that the policy is known to have said are its
+turns. What no held turn explains is never trained."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence

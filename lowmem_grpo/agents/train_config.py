@@ -106,11 +106,9 @@ HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # in this order: a
 
 
 def settings_of(options: Mapping[str, Any], usual: str, known: tuple[str, ...]) -> Settings:
-    """Return the settings of a step. `usual` is the loss type of the run, and `known` are settings that may be given by
-    their own names. Where `loss_type` is given, `epsilon` and `epsilon_high` mean what they mean there.
-
-    TypeError for an option that nobody knows; ValueError, with the fix, for one that is not supported.
-    """
+    """Return the settings of a step. `usual` is the run's loss type, and `known` are settings by their own names;
+    beside a given `loss_type`, `epsilon` and `epsilon_high` keep their own meaning. TypeError for an option that nobody
+    knows; ValueError, with the fix, for one that is not supported."""
     others = {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}
     refuse(others, FATES, {*HONOURED, *known}, "train")
     settings: Settings = {"loss_type": options.get("loss_type", usual)}

@@ -1,8 +1,5 @@
-"""What a rollout in plain Python returns: the messages of an agent, and what the whole was worth.
-
-The tokens are not here. A `Choice` that came from `model.openai_client()` names the turn that it was made of (`turn`),
-and the turn holds the ids as the engine returned them.
-"""
+"""What a rollout in plain Python returns: the messages of an agent, and what the whole was worth. The tokens are with
+the turn that a `Choice` of `model.openai_client()` names (`turn`), as the engine returned them."""
 
 import copy
 import time

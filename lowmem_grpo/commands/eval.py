@@ -132,10 +132,8 @@ def refuse_beside_recipe() -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and the adapter that TARGET and --adapter mean, held as asked, else as the record says.
-
-    A model that is named has the record's revision only where the record is of this very model.
-    """
+    """Return the model and adapter that TARGET and --adapter mean, held as asked, else as the record says, with the
+    record's revision where it is of this very model."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)

@@ -33,11 +33,9 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Refuse what `fill`, the recipe and its trainer would refuse, as the recipe's file says it: the file is read, and
-    not run. Returns the settings of the run, as far as the file writes them out.
-
-    Raises ValueError, OSError or click.UsageError. What the file does not say in so many words is left to the recipe.
-    """
+    """Refuse what `fill`, the recipe and its trainer would refuse, and return the run's settings, as far as the
+    recipe's file writes them out: it is read, and not run. ValueError, OSError or click.UsageError. The rest is left to
+    the recipe."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
@@ -136,10 +134,11 @@ def recipe_help(path: Path) -> str:
     own = list(options_of(tree, named(tree, "OPTIONS")))
     names = {option[0] for option in own}
     shared = [option for option in options_of(common, "RecipeOptions") if option[0] not in {*names, "config"}]
+    presets = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
     parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own),
              listed("Options of every recipe:", shared),
-             presets_of(tree), FOOT]
-    return "\n\n".join(part for part in parts if part)
+             "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *presets]) if presets else "", FOOT]
+    return "\n\n".join(filter(None, parts))
 
 
 def parsed(path: Path) -> ast.Module:
@@ -209,12 +208,6 @@ def listed(title: str, options: list[Option]) -> str:
         for name, kind, default, text in options
     ]
     return "\n".join([title, *paragraphs]) if paragraphs else ""
-
-
-def presets_of(tree: ast.Module) -> str:
-    """A line for each preset that the file defines."""
-    lines = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
-    return "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *lines]) if lines else ""
 
 
 def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:

@@ -4,9 +4,7 @@ import json
 import random
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +72,13 @@ def against(played: Play, recipe: str) -> Play:
     if not callable(factory) or not hasattr(factory(), "opponent"):
         raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "
                          "(a function of what the opponent sees, which returns a reply). Use --you beside")
-    return replace(played, environment=partial(seated, factory))
 
+    def seated() -> Any:
+        environment = factory()
+        environment.opponent = answer_to
+        return environment
 
-def seated(factory: Callable[[], Any]) -> Any:
-    """An environment whose opponent is asked on the terminal."""
-    made = factory()
-    made.opponent = answer_to
-    return made
+    return replace(played, environment=seated)
 
 
 def answer_to(told: str) -> str:

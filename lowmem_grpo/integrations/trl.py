@@ -106,10 +106,8 @@ def base_of(model: Any) -> Any:
 
 
 def linear_of(head: Any) -> nn.Linear:
-    """The output head that computes now: under modules_to_save the adapter's own, or with the adapter off, the model's.
-
-    Raises ValueError where it is no plain torch.nn.Linear.
-    """
+    """Return the output head that computes now: under modules_to_save the adapter's own, unless that is off. ValueError
+    where it is no plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters
         head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]

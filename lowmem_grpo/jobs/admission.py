@@ -1,9 +1,5 @@
-"""The room for a job: alone on the card, or beside others that share it.
-
-    python -m lowmem_grpo.jobs.admission RECIPE [key=value ...]
-
-prints what the plan of a recipe says for this machine's card, as one line of JSON.
-"""
+"""The room for a job: alone on the card, or beside others that share it. `python -m lowmem_grpo.jobs.admission RECIPE
+[key=value ...]` prints what the plan of a recipe says for this card, as one line of JSON."""
 
 import json
 import subprocess

@@ -21,8 +21,7 @@ LOST = "its process ended without a word (was the machine started again?)"
 
 
 class Dispatcher:
-    """One thread beside the server. What it knows is in the queue and in the jobs' folders, so another server's
-    dispatcher goes on where this one ended."""
+    """One thread beside the server. What it knows is on the disk, so that another server goes on where it ended."""
 
     def __init__(
         self, queue: JobQueue, recipes: Path | None = None, reserved: float = 0.0, has_card: bool = False

@@ -26,11 +26,9 @@ Names = Callable[[], Mapping[str, Path | str | None]]  # returns the adapter of 
 
 
 class Chat(Completer):
-    """Answers requests for chats. Each answer names its turn, which `turn` looks up.
-
-    What a request leaves out is sampled as in training: temperature 1, nothing cut off, as many tokens as there is room
-    for. max_tokens is an upper bound: where less room is left, the answer ends there, with the reason "length".
-    """
+    """Answers requests for chats. Each answer names its turn, which `turn` looks up. What a request leaves out is
+    sampled as in training: temperature 1, nothing cut off. max_tokens is an upper bound: with less room, an answer ends
+    there ("length")."""
 
     def __init__(
         self, desk: Desk, tokenizer: PreTrainedTokenizerBase, names: Names, *, histories: Histories | None = None,
@@ -135,9 +133,8 @@ class PendingChat(PendingCompletions):
 
 
 class TextCompletions(Completer):
-    """Answers requests for plain prompts in the shape of OpenAI's older interface, with the desk and the models of a
-    Chat. A prompt is continued as it is: no template is put around it, and its tokens are those of the tokenizer, or
-    the request's own."""
+    """Answers requests for plain prompts, as OpenAI's older interface does, with the desk and models of a Chat. A
+    prompt is continued as it is, without a template: its tokens are the tokenizer's, or the request's own."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat

@@ -18,11 +18,9 @@ httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.
 
 
 def client_of(chat: Chat, session: str = "", timeout: float | None = None) -> openai.AsyncOpenAI:
-    """Return a client whose `chat.completions` are the model's own. Each `choices[i].turn` names the turn that the
-    choice was made of. Other parts of it are answered with 404.
-
-    Turns of one `session` belong together; without one it is that of the rollout in whose task a call is made.
-    `timeout` is in seconds, for each call."""
+    """Return a client whose `chat.completions` are the model's own; each `choices[i].turn` names its turn. All else is
+    404. `session` joins turns, by default the rollout's in whose task a call is made; `timeout` is in seconds for each
+    call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
                               http_client=OpenClient(transport=ChatTransport(chat, session), trust_env=False))
 

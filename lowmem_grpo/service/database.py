@@ -47,11 +47,8 @@ class Database:
 
     @contextmanager
     def write(self, waits: bool = True) -> Iterator[sqlite3.Connection]:
-        """Inside is one transaction: all of it, or nothing after an error. OSError where the disk refuses it.
-
-        One that does not wait for the disk outlives a kill of the process, but not the end of the machine's power; then
-        those that came last are gone, and no other. The next one that waits puts it on the disk too.
-        """
+        """Run a transaction inside: all of it, or nothing after an error. OSError where the disk refuses it. Without
+        `waits` it outlives a kill, but not the end of power, until the next one that waits for the disk."""
         with self.lock:
             try:
                 self.wait_for_disk(waits)

@@ -21,20 +21,15 @@ S = TypeVar("S", bound=Session)
 
 
 class Endpoint:
-    """Serves a Chat at `base_url`, in a thread of this process, to whoever has `api_key`.
-
-    Only programs on this machine reach it. It ends with `close`, which answers the requests that wait with 503, and
-    with the program; Ctrl-C stays with the main thread.
-    """
+    """Serves a Chat at `base_url`, in a thread of this process, to whoever on this machine has `api_key`. It ends with
+    the program, or with `close`, which answers what waits with 503; Ctrl-C stays with the main thread."""
 
     def __init__(
         self, chat: Chat, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
-        """`port` 0 takes a free one. `owned` is called when it closes, such as the `close` of what `chat` works with.
-
-        Raises ValueError for another host and for what is no port, OSError for a port that cannot be had.
-        """
+        """`port` 0 takes a free one. `owned` is called at `close`, such as that of what `chat` works with. ValueError
+        for another host or what is no port, OSError for a port that cannot be had."""
         self.chat, self.limits = chat, Limits() if limits is None else limits
         check_address(host, port)
         self.socket = open_socket(LOOPBACK, port)

@@ -29,11 +29,9 @@ class RecordedReply:
 
 
 class Session:
-    """The calls of one rollout. Whoever has `base_url` and `api_key` can make them: any client, in any process.
-
-    A context manager; once it is left, its address answers no more and its records can still be read. A reply that its
-    client did not get, because it left or the endpoint closed, is not among them. Safe between threads.
-    """
+    """The calls of one rollout, by whoever has `base_url` and `api_key`: any client, in any process. Safe between
+    threads. Once it is left, its address answers no more, and its records can still be read. What its client did not
+    get, because it left or the endpoint closed, is not among them."""
 
     def __init__(self, base_url: str, api_key: str, limits: Limits, forget: Callable[[str], None]) -> None:
         self.name = secrets.token_urlsafe(16)

@@ -129,8 +129,8 @@ class Waiting:
             return taken
 
     def gather(self, flavour: tuple[object, ...], back: float, took: float, most: float) -> None:
-        """Wait a moment, until as many calls are there and the next one does not follow at once, none came for at most
-        so many seconds, or something else waits. A call that comes alone is not held up."""
+        """Wait a moment: until so many calls are there and no more follow, none came for `most` seconds, or something
+        else waits. A call alone is not held up."""
         quiet, end = min(max(LEAST, QUIET * took), most), time.monotonic() + max(LEAST, PATIENCE * took)
         while not self.closed and list(self.lines) == [flavour] and time.monotonic() < end:
             count = len(self.lines[flavour])
@@ -152,8 +152,7 @@ class Waiting:
 
 
 class Keys:
-    """Numbers that never stand for two conversations, nor for two sets of weights, so that what an engine computed for
-    one is never taken for another's."""
+    """Numbers of conversations and sets of weights, never one for two, so that an engine confuses no caches."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()

@@ -30,11 +30,9 @@ def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]
 
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
-    """Return the share of right answers: of what was sampled for training, and of held-out problems before and after.
-
-    Right is what the function that the summary names pays more than 0 for, or than `right_above` of the summary.
-    Without such a name, each function that paid nothing but 0 or 1 has a line.
-    """
+    """Return the share of right answers in training, and of held-out problems before and after it. Right is what the
+    function that the summary names pays more than `right_above` for; unnamed, each function of 0 and 1 alone has a
+    line."""
     sampled = [line for line in completions if "replayed_from" not in line]
     lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
              for name in deciding(sampled, summary)]

@@ -1,9 +1,6 @@
-"""A run in the terminal: progress, rewards over time, where time and memory go.
-
-If the output is piped, each log is one plain line instead. The panel is redrawn at each log and never by a thread: a
-reward function that forks could inherit its lock. Text of the model is shown as text; it can neither style the terminal
-nor send it control characters.
-"""
+"""A run in the terminal: progress, rewards over time, where time and memory go; one plain line a log where it is piped.
+The panel is redrawn at each log and never by a thread, whose lock a forked reward function could inherit. Text of the
+model is shown as text: it neither styles the terminal nor sends it control characters."""
 
 import math
 import re
@@ -31,6 +28,11 @@ OF_EPISODES = (  # label, metric, and its words
     ("tools", "tools/call_frequency", "{:.2f} calls an episode"),
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
     ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
+)
+CURVES = (  # metric, its label on the panel, and in a plain line
+    ("eval_reward", "evaluation reward", "eval_reward"), ("turns/mean", "turns", "turns"),
+    ("completions/mean_length", "completion length", "length"), ("entropy", "entropy", "entropy"), ("kl", "KL", "kl"),
+    ("tokens_per_second", "tokens/s", "tokens/s"), ("memory/peak_bytes", "peak memory", "memory"),
 )
 OF_RANKS = {"generate_s": "sampling", "train_s": "training", "waiting_s": "waiting for others"}
 OF_SAMPLING = {
@@ -183,12 +185,7 @@ class LiveView:
     def curves(self) -> list[tuple[str, str]]:
         """(key, label) of the sparklines, the most interesting first; the caller skips what was never logged."""
         functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
-        return [
-            ("reward", "reward"), *functions, ("eval_reward", "evaluation reward"),
-            ("turns/mean", "turns"), ("completions/mean_length", "completion length"),
-            ("entropy", "entropy"), ("kl", "KL"), ("tokens_per_second", "tokens/s"),
-            ("memory/peak_bytes", "peak memory"),
-        ]
+        return [("reward", "reward"), *functions, *((key, label) for key, label, _ in CURVES)]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
         """The standard deviation of the rewards beside their mean; empty beside anything else."""
@@ -197,10 +194,8 @@ class LiveView:
 
     def line(self, logs: dict[str, float]) -> str:
         parts = [f"step {self.step}/{self.max_steps}"]
-        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key)))]
-        names += [("eval_reward", "eval_reward"), ("turns/mean", "turns"), ("completions/mean_length", "length"),
-                  ("entropy", "entropy")]
-        names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
+        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key))),
+                 *((key, name) for key, _, name in CURVES)]
         parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
                   for key, name in names if key in logs]
         parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]

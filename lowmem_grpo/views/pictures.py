@@ -1,8 +1,5 @@
-"""Pictures for a notebook: a run's curves, accuracies with their intervals, answers side by side, bars of memory.
-
-Curves are the page's own, in a frame of which no script reaches the notebook. What a model wrote gets into a page as
-escaped text only.
-"""
+"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, bars of memory. Curves are
+the page's own, in a frame whose scripts do not reach the notebook; what a model wrote is escaped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,11 +46,8 @@ class Picture:
 
 
 def curves(run_dir: str | Path, *titles: str) -> Picture:
-    """Draw the curves of a run's report over its steps: those with these titles, or all of them.
-
-    It also works while the run goes on. FileNotFoundError if the folder holds no metrics.jsonl; ValueError for an
-    unknown title, with the titles that this run has.
-    """
+    """Draw the curves of a run's report, which may go on: those with these titles, or all. FileNotFoundError without a
+    metrics.jsonl; ValueError for an unknown title, with those that there are."""
     folder = Path(run_dir)
     charts = {chart.title: chart for chart in
               figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))}
@@ -92,10 +86,8 @@ def accuracies(models: Mapping[str, Answers]) -> Picture:
 
 
 def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
-    """Draw a bar for each plan, its components one behind the other, in GiB; `phase` is "train" or "rollout".
-
-    ValueError for another phase, or without a plan.
-    """
+    """Draw a bar for each plan, by components in GiB, of the `phase` "train" or "rollout". ValueError for another
+    phase, or without a plan."""
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")
     if not plans:

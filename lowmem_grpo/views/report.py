@@ -1,8 +1,5 @@
-"""The report of a run: one HTML file that opens offline, with its curves, samples and settings.
-
-It contains everything that it needs in at most `MOST_BYTES`. What a model wrote reaches the page only as JSON, which
-the page's script puts into it as text.
-"""
+"""The report of a run: one HTML file of at most `MOST_BYTES` that opens offline, with its curves, samples and settings.
+What a model wrote reaches the page only as JSON, which its script puts there as text."""
 
 import json
 import os
@@ -42,10 +39,8 @@ class RunSnapshot:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into the folder of a run, which may still be going on, and return its path.
-
-    Raises FileNotFoundError without a `metrics.jsonl`, and ValueError for a line in it that is not JSON.
-    """
+    """Write `report.html` into the folder of a run, which may still go on, and return its path. FileNotFoundError
+    without a `metrics.jsonl`, ValueError for a line in it that is not JSON."""
     rows = rows_of_run(run_dir)
     completions, summary = completions_of_run(run_dir), summary_of_run(run_dir)
     snapshot = RunSnapshot(run_dir.resolve().name, rows, [shown_sample(line) for line in completions], completions,
@@ -57,9 +52,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def rows_of_run(run_dir: Path) -> list[Record]:
-    """Return one row per step, in order; errors as in `write_report`.
-
-    Evaluation lines join their step; a step repeated after a resume keeps the later."""
+    """Return a row per step, in order, evaluations joined, the later of a repeated one; errors as in `write_report`."""
     path = run_dir / METRICS
     if not path.exists() and (run_dir / SUMMARY).is_file():
         return []  # it failed in its first step

@@ -1,7 +1,5 @@
-"""The samples of a run that a page shows: their texts cut, in a bounded number that is spread over the steps.
-
-A line of completions.jsonl may be anything, so what has another type than a run writes is left out.
-"""
+"""The samples of a run that a page shows: texts cut, a bounded number, spread over the steps. A line of
+completions.jsonl may be anything: what has another type than a run writes is left out."""
 
 import json
 from collections import defaultdict, deque
@@ -111,7 +109,7 @@ def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
     """Return at most `limit` samples over all of the run that take at most `room` bytes of a page."""
     while limit > 0:
         kept = spread(samples, limit)
-        taken = json_size(kept)
+        taken = len(json_text(kept).encode("utf-8", errors="replace"))
         if taken <= room:
             return kept
         limit = min(len(kept) - 1, int(0.95 * len(kept) * room / taken))
@@ -121,10 +119,6 @@ def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
 def json_text(value: Any) -> str:
     """Return a value as JSON that may stand in a page: nothing in it ends a script."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def json_size(value: Any) -> int:
-    return len(json_text(value).encode("utf-8", errors="replace"))
 
 
 class Reservoir:

@@ -82,10 +82,7 @@ class TensorboardSink(Sink):
 
 
 class TrackioSink(Sink):
-    """A run of trackio, on this machine or in the space `trackio_space_id`; `trackio show` draws it.
-
-    A resumed run goes on under its name, if `run_name` gives it one.
-    """
+    """A run of trackio, here or in the space `trackio_space_id`. A resumed one goes on under its `run_name`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         import trackio

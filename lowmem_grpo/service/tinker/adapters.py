@@ -137,9 +137,8 @@ class Adapters:
             self.rest()
 
     def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
-        """(log-probabilities (T,) of each datum's targets, metrics). Unless it is a forward pass only, the gradient of
-        the loss, a sum over tokens, is added to the model's. ValueError, with the gradient as it was, where a
-        log-probability or the gradient is not finite."""
+        """Return the log-probabilities (T,) of each datum's targets, and metrics. Unless it is forward only, the
+        gradient of the loss, a sum over tokens, is added. ValueError, without a trace, where either is not finite."""
         # the targets need not be the next tokens, and are put in afterwards
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
@@ -203,8 +202,8 @@ class Adapters:
         return None
 
     def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
-        """One step of AdamW with the gradients that were added since the last one, which are then cleared. ValueError
-        where there are none, DroppedError where their norm is not finite."""
+        """Make a step of AdamW with the gradients since the last one, and clear them. ValueError without any,
+        DroppedError where their norm is not finite."""
         held = self.held[model_id]
         with_gradient = [parameter for parameter in held.parameters.values() if parameter.grad is not None]
         if not with_gradient:
@@ -249,8 +248,8 @@ class Adapters:
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
-        """Set factors and moments as `state` returned them; without moments, the optimizer begins anew. Gradients are
-        dropped. ValueError where the state is that of another kind of model."""
+        """Set factors and moments as `state` returned them, new moments without any, and drop gradients. ValueError
+        where the state is that of another kind of model."""
         held = self.held[model_id]
         shapes = {name: parameter.shape for name, parameter in held.parameters.items()}
         if {name: factor.shape for name, factor in state.items() if "/" not in name} != shapes:

@@ -113,8 +113,8 @@ class Ledger:
         database.add(TABLES)
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
-        """Return how many of this user's requests are not answered, the bytes that are kept of their requests, and
-        whether one of them is the next of its model, and so will be answered."""
+        """Return a user's number of unanswered requests, the bytes kept of them, and whether one is the next of its
+        model, and so will be answered."""
         totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "

@@ -41,11 +41,8 @@ AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; t
 
 
 class SavedModels(Mapping[str, Path | str | None]):
-    """The models of a user by their names: that of the base model, and RUN@NAME of what was saved to sample with.
-
-    What the protocol calls such weights, tinker://RUN/sampler_weights/NAME, is another name of the same. It reads what
-    is on the shelf at each call.
-    """
+    """The models of a user by name: the base model, and RUN@NAME, or tinker://RUN/sampler_weights/NAME, of what was
+    saved to sample with. The shelf is read at each call."""
 
     def __init__(self, base: str, shelf: Shelf, owner: str) -> None:
         self.base, self.shelf, self.owner = base, shelf, owner

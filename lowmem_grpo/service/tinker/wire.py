@@ -1,8 +1,5 @@
-"""The protobuf messages of the Tinker protocol, by the numbers of their fields, and the bodies that carry them.
-
-Fields that are not named here are skipped, so that a newer client can be read. The classes are made from the table
-when this file is imported: there is no generated code.
-"""
+"""The protobuf messages of the Tinker protocol by the numbers of their fields, as classes that are made from a table,
+and the bodies that carry them. Fields that are not named are skipped, so that a newer client can be read."""
 
 import io
 import re

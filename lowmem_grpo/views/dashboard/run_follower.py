@@ -93,11 +93,8 @@ class RunFollower:
         self.path, self.log_path, self.lock = path, log, Lock()
         self.metrics = JsonlTail(path / METRICS)
         self.completions = JsonlTail(path / COMPLETIONS, LAST_BYTES)
-        self.forget_steps()
-        self.forget_samples()
-
-    def forget_steps(self) -> None:
         self.series = Series()
+        self.forget_samples()
 
     def forget_samples(self) -> None:
         self.samples, self.judged, self.logged = Reservoir(SAMPLES, NEWEST), Reservoir(JUDGED), 0
@@ -106,7 +103,7 @@ class RunFollower:
         """Read what is new, of each file at most one piece. `reading` says whether there is more."""
         with self.lock:
             if self.metrics.is_new_file():
-                self.forget_steps()
+                self.series = Series()
             for record in self.metrics.read_records():
                 self.series.add_record(record)
             if self.completions.is_new_file():
