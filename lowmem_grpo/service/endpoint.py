@@ -10,9 +10,8 @@ from typing import Self, TypeVar
 
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.gate import HOSTS, LOOPBACK
 from lowmem_grpo.service.routes import ROUTES, Completions, openai_router
-from lowmem_grpo.service.server import CLOSE, made_for, make_server_app, open_socket
+from lowmem_grpo.service.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
 from lowmem_grpo.service.sessions import OpenSessions, Session
 from lowmem_grpo.service.users import Users
 

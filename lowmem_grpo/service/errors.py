@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges
 from lowmem_grpo.units import MIB
 
+NO_RETRY = {"x-should-retry": "false"}  # which OpenAI's clients obey
+CLOSED = 503  # the status of an endpoint that ends
 KINDS = {429: "rate_limit_error"}  # by status; others: the caller's below 500, the server's above
 
 

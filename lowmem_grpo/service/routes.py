@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.chat import Chat, TextCompletions, model_entry
-from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.gate import CLOSED, NO_RETRY
+from lowmem_grpo.service.errors import CLOSED, NO_RETRY, ChatError, Limits
 from lowmem_grpo.service.pending import DONE, Choice, event
 from lowmem_grpo.service.sessions import OpenSessions
 from lowmem_grpo.service.waiting import LIVE

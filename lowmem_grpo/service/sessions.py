@@ -7,8 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
-from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.gate import NO_RETRY
+from lowmem_grpo.service.errors import NO_RETRY, ChatError, Limits
 
 
 @dataclass

@@ -27,10 +27,11 @@ class ListRoutes:
             "POST /weights_info": self.weights_info,
             "GET /checkpoints": self.checkpoints,
             f"GET {run}/checkpoints": self.checkpoints_of_run,
-            f"DELETE {weights}": self.delete_weights,
-            f"PUT {weights}/ttl": self.keep_weights,
+            f"DELETE {weights}": lambda asked: self.shelf.delete(path_in(asked), asked.owner),
+            f"PUT {weights}/ttl": lambda asked: self.shelf.keep_for(path_in(asked), asked.owner,
+                                                                    read(KeepFor, asked.body).ttl_seconds),
             "GET /training_runs": self.training_runs,
-            f"GET {run}": self.training_run,
+            f"GET {run}": lambda asked: self.run(self.training.ledger.model(asked.path["model"], asked.owner)),
             f"POST /{UNLOAD}": self.unload_model,
         }
 
@@ -48,20 +49,11 @@ class ListRoutes:
         model = self.training.ledger.model(asked.path["model"], asked.owner)
         return {"checkpoints": list(map(listed, self.shelf.all(asked.owner, model.id)))}
 
-    def delete_weights(self, asked: ApiRequest) -> None:
-        self.shelf.delete(path_in(asked), asked.owner)
-
-    def keep_weights(self, asked: ApiRequest) -> None:
-        self.shelf.keep_for(path_in(asked), asked.owner, read(KeepFor, asked.body).ttl_seconds)
-
     def training_runs(self, asked: ApiRequest) -> Json:
         page, models = read(ListPage, asked.query), self.training.ledger.models(asked.owner)[::-1]
         most = min(page.limit, MOST)
         return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
                 "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
-
-    def training_run(self, asked: ApiRequest) -> Json:
-        return self.run(self.training.ledger.model(asked.path["model"], asked.owner))
 
     def run(self, model: StoredModel) -> Json:
         saved = self.shelf.all(model.owner, model.id)

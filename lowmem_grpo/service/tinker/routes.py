@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse
 
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.tinker import plain_json, wire
-from lowmem_grpo.service.tinker.calls import CreateModel, CreateSampler, LoadIntoNew, ModelCall, SampleRequest, read
+from lowmem_grpo.service.tinker import calls, wire
 from lowmem_grpo.service.tinker.ledger import JSON, PASS, ModelRequest, PromiseReply, UnknownError
 from lowmem_grpo.service.tinker.list_routes import ListRoutes
 from lowmem_grpo.service.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
@@ -96,7 +95,7 @@ class ModelRoutes:
         session, body = asked.json.get("session_id"), asked.json
         self.ledger.check_session(session, asked.owner)
         self.served.check_base(body.get("base_model"))
-        made = read(CreateModel, asked.body)
+        made = calls.read(calls.CreateModel, asked.body)
         model = f"{session}:train:{made.model_seq_id}"
         promise = self.training.add_model(model, asked.owner, made.lora_config, CREATE)
         return {"request_id": promise, "model_id": model, "type": CREATE}
@@ -109,7 +108,7 @@ class ModelRoutes:
 
     def promise(self, kind: str, asked: ApiRequest) -> Json:
         """Return the promise of a request whose body is JSON."""
-        call = read(ModelCall, asked.body)
+        call = calls.read(calls.ModelCall, asked.body)
         model = self.ledger.model(call.model_id, asked.owner)
         promise = self.training.ask(ModelRequest(model.id, call.seq_id, kind, asked.body))
         return {"request_id": promise, "model_id": model.id}
@@ -118,7 +117,7 @@ class ModelRoutes:
         """Return the promise of a pass; what is wrong in its data is told by the promise."""
         body = wire.plain(asked.body, asked.headers.get("content-encoding", ""))
         if asked.headers.get("content-type", "").partition(";")[0].strip() == JSON:
-            body = plain_json.request_of(body)
+            body = calls.request_of(body)
         request = wire.parsed(wire.ForwardBackwardRequest, body)
         model = self.ledger.model(request.model_id, asked.owner)
         if request.seq_id < 1:
@@ -132,7 +131,7 @@ class ModelRoutes:
         if session is None:
             return self.promise(LOAD, asked)
         self.ledger.check_session(session, asked.owner)
-        load = read(LoadIntoNew, asked.body)
+        load = calls.read(calls.LoadIntoNew, asked.body)
         self.served.check_base(load.base_model or self.served.name)
         saved = self.training.shelf.find(load.path, asked.owner, TRAINING)
         model = f"{session}:train:{load.model_seq_id}"
@@ -150,7 +149,7 @@ class PromiseRoutes:
         """Make a sampling session of the base model, or of weights under a name."""
         session, snapshot, training = asked.json.get("session_id"), None, self.training
         self.ledger.check_session(session, asked.owner)
-        made = read(CreateSampler, asked.body)
+        made = calls.read(calls.CreateSampler, asked.body)
         if made.base_model is not None or not made.model_path:
             self.served.check_base(made.base_model)
         if made.model_path is not None:
@@ -168,7 +167,7 @@ class PromiseRoutes:
         """Answer with the promise of a sample. Thousands come at once, so that a small body is read here."""
         asked = await ApiRequest.read(request)
         here = len(asked.body) <= SMALL
-        sample = await checked(lambda: read(SampleRequest, asked.body), here)
+        sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
         adapter = await self.adapter_of(sample.sampling_session_id, asked.owner)
         return JSONResponse(await checked(lambda: self.sampling.ask(sample, adapter, asked.owner), here))
 
@@ -196,8 +195,8 @@ class PromiseRoutes:
         if answer is None:
             return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
                             media_type=JSON)
-        if plain_json.wants_json(asked.headers.get("accept", "")):
-            answer = plain_json.in_json(answer, ":sample:" in promise)
+        if calls.wants_json(asked.headers.get("accept", "")):
+            answer = calls.in_json(answer, ":sample:" in promise)
         return Response(answer.body, media_type=answer.media)
 
     async def answer(self, promise: str, owner: str) -> PromiseReply | None:

@@ -191,13 +191,8 @@ class Training:
             if asked.kind == CREATE:
                 self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
                 return PromiseReply.from_json({"model_id": asked.model, "type": CREATE})
-            if asked.kind == OPTIM_STEP:
-                return self.optim_step(asked)
-            if asked.kind in (SNAPSHOT, SAVE):
-                return self.save(asked)
-            if asked.kind == LOAD:
-                return self.load_saved(asked)
-            return self.forward_backward(asked)
+            kinds = {OPTIM_STEP: self.optim_step, SNAPSHOT: self.save, SAVE: self.save, LOAD: self.load_saved}
+            return kinds.get(asked.kind, self.forward_backward)(asked)
         except DroppedError as error:
             return PromiseReply.failed(str(error), effect=CHANGED)
         except (ValueError, UnknownError, MemoryExhaustedError) as error:
