@@ -53,6 +53,10 @@ class Chat(Completer):
         """A turn by its name, as the engine returned it; None where it is not held (any more)."""
         return self.histories.turn(name)
 
+    def parent(self, name: str) -> str | None:
+        """The name of the turn that a turn continues."""
+        return self.histories.parent(name)
+
     def start_request(self, body: Mapping[str, Any], session: str) -> "PendingChat":
         asked = ChatRequest.from_body(body)
         adapter = self.adapter(asked.model)

@@ -48,7 +48,7 @@ class Completions:
                 await anyio.sleep(0)  # in which a connection that was closed is read once more
                 if await request.is_disconnected():
                     raise client_left()
-                session.record(body, choices, chat.histories.parent)
+                session.record(body, choices, chat.parent)
 
         asked = (body, session.name if session else "", record)
         if body.get("stream") is True:

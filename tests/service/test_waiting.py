@@ -22,9 +22,7 @@ CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The only clock: it stands still unless a test moves it."""
     found = [100.0]
-    for name in ("waiting", "sitting"):
-        clock = SimpleNamespace(monotonic=lambda: found[0])
-        monkeypatch.setattr(f"lowmem_grpo.service.{name}.time", clock)
+    monkeypatch.setattr("lowmem_grpo.service.waiting.time", SimpleNamespace(monotonic=lambda: found[0]))
     return found
 
 
