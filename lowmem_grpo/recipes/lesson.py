@@ -23,8 +23,7 @@ from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.play import Play, episode_settings
 from lowmem_grpo.units import count_text
-from lowmem_grpo.views.answers import print_accuracy, print_samples
-from lowmem_grpo.views.console import any_console, print_line
+from lowmem_grpo.views.console import any_console, print_accuracy, print_line, print_samples
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from rich.text import Text
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.units import size_text, time_text
-from lowmem_grpo.views.answers import episode_lines, plain, shortened
-from lowmem_grpo.views.console import Cell, any_console, print_line
+from lowmem_grpo.views.console import Cell, any_console, episode_lines, plain, print_line, shortened
 from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -13,8 +13,7 @@ from lowmem_grpo.planning.time_plan import TimePlan
 from lowmem_grpo.runs.accuracy import changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.units import GIB, size_text, time_text
-from lowmem_grpo.views.answers import answers_table
-from lowmem_grpo.views.console import any_console, print_line
+from lowmem_grpo.views.console import answers_table, any_console, print_line
 
 MODELS = ("base", "adapter")
 OF_EPISODES = (  # metric, words, format

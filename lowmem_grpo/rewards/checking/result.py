@@ -11,8 +11,7 @@ from rich.text import Text
 
 from lowmem_grpo.rewards.checking.trials import Trial
 from lowmem_grpo.runs.findings import Finding, has_error
-from lowmem_grpo.views.answers import plain, shortened
-from lowmem_grpo.views.console import any_console, print_line
+from lowmem_grpo.views.console import any_console, plain, print_line, shortened
 
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # whose best and worst completions are shown

@@ -1,6 +1,5 @@
 """The runs below a folder, and what each is doing, from the files that it wrote."""
 
-import json
 import os
 import signal
 import socket
@@ -106,10 +105,9 @@ def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: fl
 
 def owner_of(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(end_of(path, OWNER_BYTES))
-    except (ValueError, RecursionError):
+        return json_object(end_of(path, OWNER_BYTES))
+    except ValueError:
         return {}
-    return owner if isinstance(owner, dict) else {}
 
 
 def newest(path: Path) -> float:
