@@ -13,9 +13,8 @@ from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.units import GIB
 from lowmem_grpo.views.chart import Chart, Line, how_smoothed
 from lowmem_grpo.views.charts import figures
-from lowmem_grpo.views.page_file import one_file
 from lowmem_grpo.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
-from lowmem_grpo.views.report import MOST_POINTS, completions_of_run, rows_of_run, summary_of_run
+from lowmem_grpo.views.report import MOST_POINTS, completions_of_run, one_file, rows_of_run, summary_of_run
 
 COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
 PHASES = ("train", "rollout")

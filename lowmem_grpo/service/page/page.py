@@ -18,7 +18,7 @@ from lowmem_grpo.service.page.watching import MOST_COMPARED, CardUse, Watching, 
 from lowmem_grpo.service.server import make_server_app
 from lowmem_grpo.service.users import LASTS, SignIn, User
 from lowmem_grpo.units import MIB
-from lowmem_grpo.views.page_file import asset, drawing_script, plain_page, served_page, style
+from lowmem_grpo.views.report import asset, drawing_script, plain_page, served_page, style
 
 LOOK = 0.5  # seconds between looks at what is watched
 QUIET = 15.0  # seconds after which a connection without news gets a sign of life

@@ -9,7 +9,7 @@ import pytest
 from lowmem_grpo.views.dashboard import plain_file, run_follower
 from lowmem_grpo.views.dashboard.plain_file import log_tail
 from lowmem_grpo.views.dashboard.run_follower import RunFollower
-from lowmem_grpo.views.page_file import one_file
+from lowmem_grpo.views.report import one_file
 from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
 
 
