@@ -132,9 +132,7 @@ def retry(
     return decorator
 
 
-def limit_concurrency(
-    n: int, derive_key: Callable[..., str] | None = None
-) -> Callable[[Function], Function]:
+def limit_concurrency(n: int, derive_key: Callable[..., str] | None = None) -> Callable[[Function], Function]:
     """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` of each key that
     `derive_key` makes of a call's arguments."""
     require("n", n, COUNT, ": write @limit_concurrency(8)")

@@ -155,9 +155,7 @@ class Completer:
         """Read a request, and let its calls wait at the desk. ChatError in OpenAI's form."""
         raise NotImplementedError
 
-    async def create(
-        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
-    ) -> dict[str, Any]:
+    async def create(self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded) -> dict[str, Any]:
         """Return the JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")

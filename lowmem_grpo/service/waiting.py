@@ -178,9 +178,7 @@ class Sitting:
 
     goes_on = True  # in a later sitting
 
-    def __init__(
-        self, waiting: Waiting, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND,
-    ) -> None:
+    def __init__(self, waiting: Waiting, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND) -> None:
         """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
         self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls

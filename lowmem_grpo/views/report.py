@@ -88,9 +88,7 @@ def summary_of_run(run_dir: Path) -> Record:
         return {}
 
 
-def content(
-    run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all_points: int = ALL_POINTS
-) -> Record:
+def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all_points: int = ALL_POINTS) -> Record:
     """Return what the report and the live page show of a run: in at most `most_bytes` as a page of one file, and with
     about `all_points` of all lines."""
     (charts, flat), right = split_flat(figures(run.rows, run.judged, summary)), deciding(run.judged, summary)
