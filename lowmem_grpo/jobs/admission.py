@@ -47,14 +47,13 @@ class Planning:
         self.process.communicate()
 
 
-def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job], reserved: float) -> str:
-    """Return why a job cannot start now; "" where it can. `reserved` is the card's share of the server's own model."""
-    names = [f"job {other.id}" for other in live] + (["the model that is served"] if reserved else [])
-    free = 1.0 - reserved - sum(other.share for other in live)
+def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job]) -> str:
+    """Return why a job cannot start now, in words; "" where it can."""
+    free = 1.0 - sum(other.share for other in live)
     if job.share > free + TINY:
-        have = "has" if len(names) == 1 else "have"
-        return (f"waits for {' and '.join(names)}, which {have} {1.0 - free:.0%} of the card; it asks for "
-                f"{job.share:.0%}")
+        names = " and ".join(f"job {other.id}" for other in live)
+        return (f"waits for {names}, which {'has' if len(live) == 1 else 'have'} {1.0 - free:.0%} of the card; it asks "
+                f"for {job.share:.0%}")
     if plan is None:
         return "its memory is being planned"
     if plan.peak_bytes is None or plan.free_bytes is None or plan.peak_bytes <= plan.free_bytes:

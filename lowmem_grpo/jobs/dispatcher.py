@@ -23,13 +23,10 @@ LOST = "its process ended without a word (was the machine started again?)"
 class Dispatcher:
     """One thread beside the server. What it knows is on the disk, so that another server goes on where it ended."""
 
-    def __init__(
-        self, queue: JobQueue, recipes: Path | None = None, reserved: float = 0.0, has_card: bool = False
-    ) -> None:
-        """`recipes` is the folder of recipe files that jobs may name; `reserved` is the share of the card that the
-        server's own model has. Without a card no plans are made, and shares are those of the processor."""
-        self.queue, self.reserved, self.has_card = queue, reserved, has_card
-        self.recipes = recipes and recipes.resolve()
+    def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
+        """`recipes` is the folder of recipe files that jobs may name. Without a card no plans are made, and shares are
+        those of the processor."""
+        self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
         self.planning: Planning | None = None
         self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when that was made
         self.closing = threading.Event()
@@ -108,7 +105,7 @@ class Dispatcher:
     def why_not(self, job: Job) -> str:
         """Return why the next job does not start; "" where it does. One that fits no card at all is ended here."""
         plan, made = self.plans.get(job.id, (None if self.has_card else JobPlan(), 0.0))
-        why = obstacle(job, plan, self.queue.live(), self.reserved)
+        why = obstacle(job, plan, self.queue.live())
         if plan is None:
             self.make_plan(job)
         elif words := too_large(plan, job):

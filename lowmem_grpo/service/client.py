@@ -17,12 +17,11 @@ from lowmem_grpo.service.sessions import RECORDER, SESSION
 httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
-def client_of(chat: Chat, session: str = "", timeout: float | None = None) -> openai.AsyncOpenAI:
+def client_of(chat: Chat, timeout: float | None = None) -> openai.AsyncOpenAI:
     """Return a client whose `chat.completions` are the model's own; each `choices[i].turn` names its turn. All else is
-    404. `session` joins turns, by default the rollout's in whose task a call is made; `timeout` is in seconds for each
-    call."""
+    404. Turns of the rollout in whose task a call is made belong together; `timeout` is in seconds, for each call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
-                              http_client=OpenClient(transport=ChatTransport(chat, session), trust_env=False))
+                              http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
 
 
 class OpenClient(openai.DefaultAsyncHttpxClient):
@@ -35,8 +34,8 @@ class OpenClient(openai.DefaultAsyncHttpxClient):
 class ChatTransport(httpx.AsyncBaseTransport):
     """Answers requests by a Chat."""
 
-    def __init__(self, chat: Chat, session: str) -> None:
-        self.chat, self.session = chat, session
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
 
     async def handle_async_request(self, request: Any) -> Any:
         seconds = request.extensions.get("timeout", {}).get("read")
@@ -53,7 +52,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
         if place != "POST /v1/chat/completions":
             raise ChatError(404, f"there is no {place}: the model in training answers chat completions only: "
                                  "client.chat.completions.create(...)", None, "unknown_route")
-        body, session, recorder = json.loads(request.content), self.session or SESSION.get(), RECORDER.get()
+        body, session, recorder = json.loads(request.content), SESSION.get(), RECORDER.get()
 
         async def record(choices: list[dict[str, Any]]) -> None:
             if recorder is not None:

@@ -57,12 +57,12 @@ class Desk:
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
-        policy: Policy | None = None, memory: RunMemory | None = None, engine: Engine | None = None,
+        policy: Policy | None = None, engine: Engine | None = None,
     ) -> None:
         """`model` is what FastLanguageModel returned; `tokenizer` the one that trainers give to its engine (None: the
         one loaded with it). `policy` says how a trainer computes with it. `engine` is a caller's own, which stays."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
-        self.policy, self.memory = policy or Policy(model.inner), memory or RunMemory()
+        self.policy, self.memory = policy or Policy(model.inner), RunMemory()
         self.engine, self.given = engine, engine is not None
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length

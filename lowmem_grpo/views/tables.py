@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -178,7 +177,7 @@ def gib(value: int) -> str:
     return f"{value / GIB:.2f}" if value else ""
 
 
-def show_jobs(jobs: list[dict[str, Any]], console: Console | None = None) -> None:
+def show_jobs(jobs: list[dict[str, Any]]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("job", "state", "recipe", "for", "needs", "why"):
         table.add_column(name, justify="right" if name == "job" else "left", overflow="fold")
@@ -187,7 +186,7 @@ def show_jobs(jobs: list[dict[str, Any]], console: Console | None = None) -> Non
         state = Text(job["state"], style=STYLES.get(job["state"], ""))
         # what others wrote is text, and not markup
         table.add_row(str(job["id"]), state, Text(recipe), time_text(lasted(job)), needs(job), Text(job["why"]))
-    (console or any_console()).print(table)
+    any_console().print(table)
 
 
 def lasted(job: dict[str, Any]) -> float:
