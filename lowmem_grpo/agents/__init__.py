@@ -1,7 +1,6 @@
 """Agents in plain Python, under ART's names: `from lowmem_grpo import agents as art`.
 
-Names load when they are first used.
-"""
+Names load when they are first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

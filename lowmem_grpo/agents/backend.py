@@ -33,8 +33,7 @@ class LocalBackend:
         await model.register(backend)
 
     A model that is registered goes on from its newest checkpoint. `async with` closes it, and so does the end of the
-    program.
-    """
+    program."""
 
     def __init__(
         self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
@@ -44,8 +43,7 @@ class LocalBackend:
         names; a model's `_internal_config` wins over them. `model` is one that is loaded already.
 
         `in_process` changes nothing: there is no other process. TypeError for an option that nobody knows, ValueError
-        for one that is not supported.
-        """
+        for one that is not supported."""
         if gpu_cost_per_hour_usd is not None:
             raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
                              "hours in summary.json (train_seconds), and leave it out")
@@ -100,8 +98,7 @@ class LocalBackend:
         from step to step; train_config.py says what becomes of them.
 
         Calls in the engine are finished first. Where nothing can be trained on, no step is made, and a warning says
-        why.
-        """
+        why."""
         run = self.run(model)
         groups = list(trajectory_groups)
         if wrong := [group for group in groups if not isinstance(group, TrajectoryGroup)]:

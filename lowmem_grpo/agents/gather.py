@@ -33,8 +33,7 @@ async def gather_trajectory_groups(
     place (None drops it). timeout: seconds that each rollout may take; one that takes longer is cancelled and counts as
     failed. A rollout that blocks (time.sleep, a loop without await) cannot be cancelled.
 
-    A group that is made by a function of your own may fail as one rollout may; it is left out.
-    """
+    A group that is made by a function of your own may fail as one rollout may; it is left out."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = list(groups)
     for group in chosen:
@@ -111,8 +110,7 @@ def retry(
     of `exceptions`; first `delay` seconds later, then `backoff_factor` times as long each time.
 
     Each time `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises ValueError
-    for settings that make no sense.
-    """
+    for settings that make no sense."""
     require("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
     require("delay", delay, NOT_NEGATIVE)
     require("backoff_factor", backoff_factor, NOT_NEGATIVE)

@@ -31,8 +31,7 @@ class Model(BaseModel, Generic[ConfigT]):
     under `inference_model_name` (its name, if that is None) at `inference_base_url` with `inference_api_key`.
 
     Without a URL it is OpenAI's, and without a URL and a key the key is OPENAI_API_KEY, as that client reads it.
-    `config` is the program's own.
-    """
+    `config` is the program's own."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -152,8 +151,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     `_internal_config` holds options of loading, LoRA and training (`art.dev.InternalModelConfig`); it may also be set
     afterwards, before `register`. `lora_config` has LoRA's own by ART's names (`art.LoRAConfig`), and `run_name` names
-    the run's folder, where it is not the model's name.
-    """
+    the run's folder, where it is not the model's name."""
 
     base_model: str
     trainable: bool = True
@@ -215,8 +213,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     ) -> Any:
         """One step on these groups, and a checkpoint. Returns a LocalTrainResult.
 
-        `config` is a TrainConfig; `_config` and `options` are options of `backend.train`.
-        """
+        `config` is a TrainConfig; `_config` and `options` are options of `backend.train`."""
         del verbose  # what a step says does not depend on it
         return await self.backend().train(self, groups_of(trajectory_groups), config=config, **(dict(_config or {})),
                                           **options)

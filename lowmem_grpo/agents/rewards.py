@@ -1,8 +1,7 @@
 """RULER: a judge sees the trajectories of a group side by side and scores them relative to each other.
 
 After ART's function of this name, on the judges of this package: one at a URL by its name, one that is given, or the
-base model of a run itself. See docs/judge.md.
-"""
+base model of a run itself. See docs/judge.md."""
 
 import asyncio
 import copy
@@ -71,8 +70,7 @@ async def ruler(
 
     What all began with is shown once, and trajectories that are alike are shown once. If there is nothing to compare,
     all get 0.5 and the judge is not asked. Raises JudgeError if it gives no scores, ValueError and TypeError for what
-    makes no sense.
-    """
+    makes no sense."""
     judge = judge_of(judge_model, extra_litellm_params)
     histories = [[History(messages_and_choices=list(map(message_of, messages)))] for messages in message_lists]
     return await scored(histories, judge, rubric, told(tools), debug)
@@ -88,8 +86,7 @@ async def ruler_score_group(
     The group itself stays as it is. In the new one `metrics["ruler_score"]` holds the score too,
     `metrics["independent_reward"]` the former reward, and `logs` the judge's reason. All conversations of a trajectory
     are judged. With `swallow_exceptions`, a judge that fails is logged and gives None: return it from `after_each`, and
-    the group is left out.
-    """
+    the group is left out."""
     if not isinstance(group, TrajectoryGroup):
         raise TypeError(f"ruler_score_group takes one TrajectoryGroup, and got a {type(group).__name__}; it fits "
                         "gather_trajectory_groups(..., after_each=lambda group: ruler_score_group(group, ...))")

@@ -117,8 +117,7 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
     """Rollouts of one task, which are compared with each other; and what those raised that failed.
 
     Members are trajectories, errors, or rollouts that have not ended: with one of these, `await TrajectoryGroup(...)`
-    gives the group. What is none of these counts as a rollout that failed. The order is the one given.
-    """
+    gives the group. What is none of these counts as a rollout that failed. The order is the one given."""
 
     model_config = ConfigDict(extra="forbid")
 

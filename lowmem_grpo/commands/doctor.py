@@ -22,8 +22,7 @@ UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes"
 def doctor(as_json: bool) -> None:
     """Check libraries, card, memory and disk. Say what a run will use, what is missing, and how to get it.
 
-    The exit status is 1 if training is not possible at all, else 0.
-    """
+    The exit status is 1 if training is not possible at all, else 0."""
     from lowmem_grpo.preflight.doctor import examine
 
     logging.disable(logging.WARNING)  # hides warnings of libraries that load: the report says what is wrong

@@ -73,8 +73,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     """Test TARGET on prompts with known answers. TARGET is a model (hub name or folder), a run, a checkpoint or an
     adapter.
 
-    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json.
-    """
+    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json."""
     check_source(chosen)
     with plain_errors():
         from lowmem_grpo.commands.options import check_data, check_model

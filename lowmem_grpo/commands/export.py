@@ -34,8 +34,7 @@ def export(
     """Export the adapter of RUN, which is the folder of a run, of a checkpoint, or of a saved adapter.
 
     The export is loaded back and compared before its folder gets its name. A model is merged one tensor at a time, so
-    this needs no card, and no memory for the whole model.
-    """
+    this needs no card, and no memory for the whole model."""
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     with plain_errors():

@@ -33,8 +33,7 @@ def generate(
 ) -> None:
     """Answer PROMPT as a chat message, with the base model or with a saved adapter.
 
-    With --recipe, an episode is played and shown turn by turn.
-    """
+    With --recipe, an episode is played and shown turn by turn."""
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
         from lowmem_grpo.commands.options import check_adapter, check_model

@@ -43,8 +43,7 @@ def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> No
     """Write NAME.py, a short commented recipe for your own data, ready for `lowmem-grpo run ./NAME.py`.
 
     It looks at the columns and the first rows of --data, and says what it takes for questions and answers. With --agent
-    there is an environment in the place of data, which you change into your own.
-    """
+    there is an environment in the place of data, which you change into your own."""
     with plain_errors():
         check_name(name, out)
         check_place(out / f"{name}.py", overwrite)

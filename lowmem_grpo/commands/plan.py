@@ -52,8 +52,7 @@ def plan(
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
     This needs no card and no weights. Prompts times generations is the number of completions in a step: all of them
-    are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time.
-    """
+    are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time."""
     with plain_errors():
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
         from lowmem_grpo.memory.families import planned_as

@@ -44,8 +44,7 @@ def serve(
     """Serve this card: recipes that are submitted wait here, and run when it is free.
 
     It prints its address, and keeps the key of whoever starts it in the folder, where `lowmem-grpo submit` finds both.
-    Jobs that run go on when the server ends, and the next one finds them.
-    """
+    Jobs that run go on when the server ends, and the next one finds them."""
     with plain_errors():
         one_process("the server")
         check_loading(load_in_4bit, load_in_fp8, engine, model)
@@ -164,8 +163,7 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
     """Serve a page of the runs in RUNS_DIR and below it, which moves while they write.
 
     It reads their files and nothing else, so they may run anywhere that writes there. The link that is printed works
-    once; the key signs further browsers in.
-    """
+    once; the key signs further browsers in."""
     with plain_errors():
         try:
             from lowmem_grpo.service.page.page import Page, page_app

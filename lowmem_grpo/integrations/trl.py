@@ -5,8 +5,7 @@
 All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
 `_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
 same padded batch, and the kernel takes those of the completions' tokens. As in TRL, places behind a completion's end
-give 0. The method's name is private, so `TRL` names the versions that it was checked on.
-"""
+give 0. The method's name is private, so `TRL` names the versions that it was checked on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,8 +31,7 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
 
     It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for what is no
     subclass of trl.GRPOTrainer, and ValueError for one with log-probabilities of its own. Its constructor raises
-    ValueError for what it cannot train, with what to do: see `refused`.
-    """
+    ValueError for what it cannot train, with what to do: see `refused`."""
     check_version(trl.__version__)
     trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):

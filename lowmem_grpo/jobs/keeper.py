@@ -5,8 +5,7 @@
 The keeper starts the run, enforces its time limit, and writes down how it ended; the server may be killed and started
 again meanwhile. Only the standard library is imported. FOLDER/keeper.lock is held by the keeper, FOLDER/run.lock by the
 run and what it started: the system gives both back when these end, however they end. A file FOLDER/stop asks for the
-end.
-"""
+end."""
 
 import contextlib
 import fcntl

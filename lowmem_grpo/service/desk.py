@@ -1,7 +1,6 @@
 """`Desk`: the one thread that owns a model and its engine, for all who want completions or want to train.
 
-    while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait
-"""
+    while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait"""
 
 import atexit
 import itertools
@@ -52,8 +51,7 @@ class Desk:
     One conversation with the engine stays open while calls of one flavour (adapter, temperature ...) come, so that it
     keeps what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
     line that was served last waits behind the others. What was computed with the live adapter and with the base model
-    stays meanwhile, until the engine sleeps.
-    """
+    stays meanwhile, until the engine sleeps."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,

@@ -1,8 +1,7 @@
 """`Histories`: the turns that were sampled, by name, and the conversations that can go on from them.
 
 The truth of a conversation is the tokens that the engine saw and drew. A request brings messages: where they go on from
-a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again.
-"""
+a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again."""
 
 import copy
 import itertools
@@ -157,8 +156,7 @@ class Histories:
 
         It goes on from the held turn of this `model` that the last answer is, where it is one. Of several with the same
         text it is the one called `turn`, one of the same session, one that nobody has continued, or the newest.
-        RendererError where the chat template refuses the messages.
-        """
+        RendererError where the chat template refuses the messages."""
         with self.lock:
             dialect = self.dialects.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)

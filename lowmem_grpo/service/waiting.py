@@ -109,8 +109,7 @@ class Waiting:
 
         With `wait` it blocks until there are some, or something else waits. Then it waits a moment longer: for those
         who were served in the `last` round, or, where they did not come back at once and the `widest` round had
-        several, until no more come.
-        """
+        several, until no more come."""
         with self.changed:
             if wait:
                 back, took = last[0] + len(self.lines.get(flavour, ())), last[1]

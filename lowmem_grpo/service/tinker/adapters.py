@@ -2,8 +2,7 @@
 
 Each is an adapter of PEFT under a name of its own, of which one computes at a time. PEFT takes the others' parameters
 out of the graph (`requires_grad` is False), so that no call can reach the gradients of a model that it does not name.
-Swapping the factors of a single adapter would need copies at each change of model, and one rank for all.
-"""
+Swapping the factors of a single adapter would need copies at each change of model, and one rank for all."""
 
 import itertools
 import secrets

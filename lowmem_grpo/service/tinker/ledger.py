@@ -5,8 +5,7 @@ model's state is written with each optimizer step, and named in the same transac
 answer is there is in the state, and one whose answer is missing is not.
 
 Answers are on the disk before they are told, so that they outlive the machine's power too. A request that was not
-answered when that went may be gone: its promise is then not known any more.
-"""
+answered when that went may be gone: its promise is then not known any more."""
 
 import contextlib
 import json

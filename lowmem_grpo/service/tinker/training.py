@@ -1,7 +1,6 @@
 """`Training`: does what clients ask of their models, in the thread that owns the model, and survives a kill.
 
-    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told
-"""
+    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told"""
 
 import logging
 import threading
