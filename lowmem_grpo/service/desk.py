@@ -65,7 +65,7 @@ class Desk:
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
-        self.rounds = deque([NO_ROUND], maxlen=REMEMBERED)  # the last conversations' calls and seconds
+        self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
@@ -146,7 +146,7 @@ class Desk:
 
     def serve(self, call: Call) -> None:
         """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
-        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds))
+        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
         try:
             engine = self.awake()
             sitting.meet(engine)
