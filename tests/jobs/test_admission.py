@@ -4,7 +4,7 @@ import re
 
 from tables import every_row
 
-from lowmem_grpo.jobs.admission import JobPlan, obstacle, too_large
+from lowmem_grpo.jobs.dispatcher import JobPlan, obstacle, too_large
 from lowmem_grpo.jobs.queue import Job
 from lowmem_grpo.units import GIB
 

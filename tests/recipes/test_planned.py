@@ -8,7 +8,7 @@ import torch
 from card import gpu
 
 from lowmem_grpo.engines.vllm.capacity import default_kv_bytes
-from lowmem_grpo.jobs.admission import JobPlan, plan_recipe
+from lowmem_grpo.jobs.dispatcher import JobPlan, plan_recipe
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.options import fill
