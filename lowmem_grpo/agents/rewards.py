@@ -73,7 +73,7 @@ async def ruler(
     makes no sense."""
     judge = judge_of(judge_model, extra_litellm_params)
     histories = [[History(messages_and_choices=list(map(message_of, messages)))] for messages in message_lists]
-    return await scored(histories, judge, rubric, told(tools), debug)
+    return await scored(histories, judge, rubric, tools_text(tools), debug)
 
 
 async def ruler_score_group(
@@ -147,19 +147,19 @@ def lines_of(histories: Sequence[History], tools: str) -> Transcript:
     for number, history in enumerate(histories, start=1):
         if number > 1:
             lines.append(as_line({"conversation": number}))
-        if history.tools and told(history.tools) != tools:
-            lines.append(told(history.tools))
+        if history.tools and tools_text(history.tools) != tools:
+            lines.append(tools_text(history.tools))
         lines += transcript_of(history.messages())
     return tuple(lines)
 
 
 def tools_of(trajectories: Sequence[Trajectory]) -> str:
     """The tools that all trajectories have, told once."""
-    each = {told(trajectory.tools) for trajectory in trajectories}
+    each = {tools_text(trajectory.tools) for trajectory in trajectories}
     return each.pop() if len(each) == 1 else ""
 
 
-def told(tools: list[dict[str, Any]] | None) -> str:
+def tools_text(tools: list[dict[str, Any]] | None) -> str:
     """The tools as the judge reads them; empty where there are none."""
     return "\n".join([TOOLS, *map(as_line, tools)]) if tools else ""
 

@@ -1,6 +1,6 @@
 """`Dispatcher`: starts the next job when it has room, and records what became of those that ran.
 
-`python -m lowmem_grpo.jobs.dispatcher RECIPE [key=value ...]` prints what the plan of a recipe says for this card, as one
+`python -m lowmem_grpo.jobs.dispatcher RECIPE [key=value ...]` prints what the plan of a recipe says for this card, as a
 line of JSON."""
 
 import json

@@ -97,7 +97,7 @@ class PendingChat(PendingCompletions):
         if not asked.parallel_tool_calls:
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
-        message = told(reading)
+        message = reply_message(reading)
         turn.message = message_of(message, "message")  # as it is read when the client sends it back
         return turn, {
             "index": place, "message": message, "finish_reason": "tool_calls" if reading.calls else turn.finish_reason,
@@ -182,7 +182,7 @@ def model_entry(name: str, created: int = 0) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "lowmem-grpo"}
 
 
-def told(reading: Reading) -> dict[str, Any]:
+def reply_message(reading: Reading) -> dict[str, Any]:
     """Return what a completion says and calls as a message in OpenAI's form; each call has an id."""
     calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
         "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]

@@ -137,11 +137,11 @@ def time_table(time: TimePlan) -> Table:
     table.add_column("seconds", footer=f"{time.step_seconds or 0.0:.2f}", justify="right")
     table.add_column("what", overflow="fold", footer="from data sheet, counted FLOP, bytes and launches")
     for part, seconds in time.seconds.items():
-        table.add_row(part, f"{seconds:.2f}", told(part, time))
+        table.add_row(part, f"{seconds:.2f}", part_text(part, time))
     return table
 
 
-def told(part: str, time: TimePlan) -> str:
+def part_text(part: str, time: TimePlan) -> str:
     work = time.workload
     waits = {name: f"; waits for the {bound}" if bound == "card" else "; waits for the host's launches"
              for name, bound in time.bound.items()}
