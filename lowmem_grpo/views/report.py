@@ -98,7 +98,9 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
         "top": headline(run.name, run.rows, summary, missing(run, summary), run.state),
         "alarms": alarms_in_words(run.alarms), "charts": [chart.to_dict(points) for chart in charts],
         "note": " ".join(filter(None, (run.note, how_smoothed(charts), flat))),
-        "pairs": before_and_after_training(summary), "settings": settings(summary.get("config") or {}),
+        "pairs": before_and_after_training(summary),
+        "settings": [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR))
+                     for name, value in (summary.get("config") or {}).items()],
     }
     played = any(sample.get("turns") for sample in run.samples)
     sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "above": threshold(summary),
@@ -150,10 +152,6 @@ def counts(summary: Record) -> str:
     better = count_text(change["better"], "problem")
     return (f"Wrong before and right after: {better}; the other way round: {change['worse']:,}; as before: "
             f"{change['same']:,}. Those that changed come first.")
-
-
-def settings(config: Record) -> list[tuple[str, str]]:
-    return [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR)) for name, value in config.items()]
 
 
 def one_file(data: Mapping[str, Any]) -> str:
