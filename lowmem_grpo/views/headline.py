@@ -6,8 +6,7 @@ from statistics import median
 
 from lowmem_grpo.runs.alarms import ALARMS
 from lowmem_grpo.units import count_text, size_text, time_text
-from lowmem_grpo.views.accuracy import Measured, baselines, before_and_after
-from lowmem_grpo.views.charts import taught
+from lowmem_grpo.views.charts import Measured, baselines, before_and_after, taught
 from lowmem_grpo.views.samples import Record, clipped
 
 NOTHING = "\u2013"  # a dash where a value is missing

@@ -15,9 +15,8 @@ from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.units import count_text
-from lowmem_grpo.views.accuracy import deciding, threshold
 from lowmem_grpo.views.chart import how_smoothed
-from lowmem_grpo.views.charts import figures, split_flat, taught
+from lowmem_grpo.views.charts import deciding, figures, split_flat, taught, threshold
 from lowmem_grpo.views.headline import Warned, alarms_in_words, count_alarms, headline
 from lowmem_grpo.views.palette import LINES, css
 from lowmem_grpo.views.samples import Record, clipped, fitting, json_text, shown_sample

@@ -13,7 +13,7 @@ from lowmem_grpo.service.bodies import Body, Natural, Positive, shown, words_of
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.service.tinker.datum import as_bytes, from_bytes
-from lowmem_grpo.service.tinker.ledger import JSON, PromiseReply
+from lowmem_grpo.service.tinker.ledger import JSON, ModelReply
 
 B = TypeVar("B", bound=Body)
 Tokens = Annotated[list[Natural], Field(fail_fast=True)]
@@ -226,11 +226,11 @@ def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch
         tensor.dtype, tensor.dense = kind, as_bytes(torch.tensor(values, dtype=dtype))
 
 
-def in_json(answer: PromiseReply, sampled: bool) -> PromiseReply:
+def in_json(answer: ModelReply, sampled: bool) -> ModelReply:
     """An answer in protobuf, of a sample or of a forward_backward; others are in JSON already."""
     if answer.media != wire.PROTOBUF:
         return answer
-    return PromiseReply(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
+    return ModelReply(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
 
 
 def sample_of(body: bytes) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class ModelRequest:
 
 
 @dataclass(frozen=True)
-class PromiseReply:
+class ModelReply:
     """The reply that fulfils a promise."""
 
     body: bytes
@@ -78,11 +78,11 @@ class PromiseReply:
     also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
 
     @classmethod
-    def from_json(cls, value: dict[str, Any], effect: str = "") -> "PromiseReply":
+    def from_json(cls, value: dict[str, Any], effect: str = "") -> "ModelReply":
         return cls(json.dumps(value).encode(), JSON, effect)
 
     @classmethod
-    def failed(cls, message: str, category: str = "user", effect: str = "") -> "PromiseReply":
+    def failed(cls, message: str, category: str = "user", effect: str = "") -> "ModelReply":
         """The reply to a request that failed; `category` says by whom: user or server."""
         return cls.from_json({"error": message, "category": category}, effect)
 
@@ -183,7 +183,7 @@ class Ledger:
             "seq = done + 1)", (model,))
         return None if row is None else int(row["seq"])
 
-    def step_over(self, model: str, seq: int, answer: PromiseReply) -> None:
+    def step_over(self, model: str, seq: int, answer: ModelReply) -> None:
         """Answer a request that never came, unless it has come meanwhile."""
         with self.database.write() as connection:
             made = connection.execute(
@@ -207,7 +207,7 @@ class Ledger:
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
         return [ModelRequest(**row) for row in rows]
 
-    def keep(self, asked: ModelRequest, answer: PromiseReply, state: str | None = None) -> None:
+    def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
         """Write the answer of a request, and the file of the state that it left. Its body stays where it added
         gradients."""
         with self.database.write() as connection:
@@ -246,7 +246,7 @@ class Ledger:
         snapshot: str | None = row["snapshot"]
         return snapshot
 
-    def answer(self, promise: str, owner: str) -> PromiseReply | None:
+    def answer(self, promise: str, owner: str) -> ModelReply | None:
         """Return the reply that fulfils a promise; None before it. UnknownError for a promise of another user."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
@@ -259,7 +259,7 @@ class Ledger:
                                 (model, number))
         if row is None:
             raise unknown
-        return None if row["answer"] is None else PromiseReply(row["answer"], row["media"])
+        return None if row["answer"] is None else ModelReply(row["answer"], row["media"])
 
 
 def with_settings(row: Row) -> Row:

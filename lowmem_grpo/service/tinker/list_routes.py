@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from lowmem_grpo.service.tinker.calls import KeepFor, ListPage, read
 from lowmem_grpo.service.tinker.ledger import StoredModel, UnknownError
 from lowmem_grpo.service.tinker.route_utils import Answers, ApiRequest, Json, Served
-from lowmem_grpo.service.tinker.runs import UNLOAD
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved
 from lowmem_grpo.service.tinker.training import Training
+from lowmem_grpo.service.tinker.usage import UNLOAD
 
 MOST = 1000  # entries of a list
 TYPES = {TRAINING: "training", SAMPLING: "sampler"}

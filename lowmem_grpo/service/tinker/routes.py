@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.tinker import calls, wire
-from lowmem_grpo.service.tinker.ledger import JSON, PASS, ModelRequest, PromiseReply, UnknownError
+from lowmem_grpo.service.tinker.ledger import JSON, PASS, ModelReply, ModelRequest, UnknownError
 from lowmem_grpo.service.tinker.list_routes import ListRoutes
 from lowmem_grpo.service.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
-from lowmem_grpo.service.tinker.runs import SOON, UNLOAD
 from lowmem_grpo.service.tinker.sampling import SampleService
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING
 from lowmem_grpo.service.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
+from lowmem_grpo.service.tinker.usage import SOON, UNLOAD
 
 MISSING = "no such folder"  # below the folder of the models
 FEW = 16  # parts of a promise whose answer is put together at once
@@ -199,7 +199,7 @@ class PromiseRoutes:
             answer = calls.in_json(answer, ":sample:" in promise)
         return Response(answer.body, media_type=answer.media)
 
-    async def answer(self, promise: str, owner: str) -> PromiseReply | None:
+    async def answer(self, promise: str, owner: str) -> ModelReply | None:
         """Return what a promise was kept with; None where it is not kept in the time of a poll."""
         if promise.endswith(f":{UNLOAD}"):
             return await checked(lambda: self.training.runs.gone(promise.rpartition(":")[0], owner))
@@ -207,7 +207,7 @@ class PromiseRoutes:
             return await self.sampled(promise, owner)
         return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
 
-    async def waited(self, promise: str, owner: str) -> PromiseReply | None:
+    async def waited(self, promise: str, owner: str) -> ModelReply | None:
         """Return the answer of a promise after a poll, which is short where a request is missing that has to come
         first."""
         kept = self.training.kept(promise)
@@ -219,7 +219,7 @@ class PromiseRoutes:
         await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
         return await checked(lambda: self.ledger.answer(promise, owner))
 
-    async def sampled(self, name: str, owner: str) -> PromiseReply | None:
+    async def sampled(self, name: str, owner: str) -> ModelReply | None:
         """Return the answer of a sample. 410, for one of an earlier server, makes a client ask for it again."""
         try:
             promise = self.sampling.find(name, owner)

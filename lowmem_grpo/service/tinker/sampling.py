@@ -17,7 +17,7 @@ from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import SampleRequest
 from lowmem_grpo.service.tinker.datum import ModelBounds, as_bytes, check_ids
-from lowmem_grpo.service.tinker.ledger import PromiseReply, UnknownError
+from lowmem_grpo.service.tinker.ledger import ModelReply, UnknownError
 from lowmem_grpo.service.tinker.scoring import PromptScoring, Scored
 from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.waiting import Call, DeskClosedError
@@ -47,7 +47,7 @@ class Promise:
         for part in self.parts:
             part.add_done_callback(lambda _: told() if next(left) == 0 else None)
 
-    def answer(self) -> PromiseReply:
+    def answer(self) -> ModelReply:
         for part in self.parts:
             if (error := part.exception()) is not None:
                 return failed(error, self.adapter)
@@ -58,7 +58,7 @@ class Promise:
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
             add_scores(response, self.prompt.result(), self.asked)
-        return PromiseReply(response.SerializeToString(), wire.PROTOBUF)
+        return ModelReply(response.SerializeToString(), wire.PROTOBUF)
 
 
 def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
@@ -70,17 +70,17 @@ def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
         top.length, top.k = scored.ids.shape
 
 
-def failed(error: BaseException, adapter: Path | None) -> PromiseReply:
+def failed(error: BaseException, adapter: Path | None) -> ModelReply:
     """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
     if isinstance(error, DeskClosedError):
-        return PromiseReply.failed("the server ends; ask the next one", "server")
+        return ModelReply.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
         if isinstance(error, ValueError):
-            return PromiseReply.failed(str(error))
+            return ModelReply.failed(str(error))
     else:
-        return PromiseReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
+        return ModelReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
     logger.error("a sample failed", exc_info=error)
-    return PromiseReply.failed("the sample failed in the server, whose log says more", "server")
+    return ModelReply.failed("the sample failed in the server, whose log says more", "server")
 
 
 def int32(ids: list[int]) -> bytes:

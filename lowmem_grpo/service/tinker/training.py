@@ -27,15 +27,14 @@ from lowmem_grpo.service.tinker.ledger import (
     PASS,
     REFUSED,
     Ledger,
+    ModelReply,
     ModelRequest,
-    PromiseReply,
     StoredModel,
     UnknownError,
     same,
 )
-from lowmem_grpo.service.tinker.runs import Gaps, Runs
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
-from lowmem_grpo.service.tinker.usage import Usage
+from lowmem_grpo.service.tinker.usage import Gaps, Runs, Usage
 from lowmem_grpo.service.users import Allowances
 from lowmem_grpo.service.waiting import DeskClosedError
 
@@ -117,7 +116,7 @@ class Training:
         if not self.gaps.is_over(model.id, model.owner, missing):
             return missing is not None
         assert missing is not None
-        self.ledger.step_over(model.id, missing, PromiseReply.failed(
+        self.ledger.step_over(model.id, missing, ModelReply.failed(
             f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
             "number of its own"))
         self.pump(model.id)
@@ -181,39 +180,39 @@ class Training:
         for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
             remove(path)
 
-    def answer(self, asked: ModelRequest) -> PromiseReply:
+    def answer(self, asked: ModelRequest) -> ModelReply:
         """Return the reply to a request; a failure names the field that is wrong, and nothing of what is inside."""
         try:
             if asked.kind == REFUSED:
-                return PromiseReply.failed(asked.body.decode())
+                return ModelReply.failed(asked.body.decode())
             self.hold(asked)
             if asked.kind == CREATE:
                 self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
-                return PromiseReply.from_json({"model_id": asked.model, "type": CREATE})
+                return ModelReply.from_json({"model_id": asked.model, "type": CREATE})
             kinds = {OPTIM_STEP: self.optim_step, SNAPSHOT: self.save, SAVE: self.save, LOAD: self.load_saved}
             return kinds.get(asked.kind, self.forward_backward)(asked)
         except DroppedError as error:
-            return PromiseReply.failed(str(error), effect=CHANGED)
+            return ModelReply.failed(str(error), effect=CHANGED)
         except (ValueError, UnknownError, MemoryExhaustedError) as error:
-            return PromiseReply.failed(str(error))
+            return ModelReply.failed(str(error))
         except OSError:
             raise
         except Exception:
             logger.exception("%s failed", asked.id)
-            return PromiseReply.failed("the request failed in the server, whose log says more", "server")
+            return ModelReply.failed("the request failed in the server, whose log says more", "server")
 
-    def forward_backward(self, asked: ModelRequest) -> PromiseReply:
+    def forward_backward(self, asked: ModelRequest) -> ModelReply:
         work = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
         done = output_of(*self.adapters.run(asked.model, work))
-        return PromiseReply(done, wire.PROTOBUF, "" if work.forward_only else ADDED)
+        return ModelReply(done, wire.PROTOBUF, "" if work.forward_only else ADDED)
 
-    def optim_step(self, asked: ModelRequest) -> PromiseReply:
+    def optim_step(self, asked: ModelRequest) -> ModelReply:
         adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
         if model.state is None:
             self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
-        return PromiseReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
+        return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
 
-    def save(self, asked: ModelRequest) -> PromiseReply:
+    def save(self, asked: ModelRequest) -> ModelReply:
         """A copy of a model under a name; or without one, and a sampling session that samples from it."""
         call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
         if call.path is None:
@@ -231,18 +230,18 @@ class Training:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
         saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
-        return replace(PromiseReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
+        return replace(ModelReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
 
-    def save_snapshot(self, number: int, model: StoredModel) -> PromiseReply:
+    def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
         """A copy of a model without a name, and the sampling session of this number, which samples from it."""
         sampler = f"{model.id}:sample:{number}"
         folder = self.snapshots / sampler.replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))
         self.adapters.snapshot(model.id, folder)
         self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
-        return PromiseReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
+        return ModelReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
 
-    def load_saved(self, asked: ModelRequest) -> PromiseReply:
+    def load_saved(self, asked: ModelRequest) -> ModelReply:
         """Put saved weights into a model, which is made where this is its first request."""
         call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
         saved = self.shelf.find(call.path, model.owner, TRAINING)
@@ -253,7 +252,7 @@ class Training:
         state = load_file(self.shelf.folder / saved.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
-        return PromiseReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, CHANGED)
+        return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, CHANGED)
 
     def write_state(self, model: str, path: Path) -> None:
         """A model's factors and moments, which are on the disk when this returns."""
