@@ -154,7 +154,6 @@ def lines_of(histories: Sequence[History], tools: str) -> Transcript:
 
 
 def tools_of(trajectories: Sequence[Trajectory]) -> str:
-    """The tools that all trajectories have, told once."""
     each = {tools_text(trajectory.tools) for trajectory in trajectories}
     return each.pop() if len(each) == 1 else ""
 

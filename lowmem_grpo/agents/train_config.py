@@ -56,7 +56,6 @@ FATES: Table = {  # options without effect here, and refused where they ask for 
 
 
 def loss_type(value: Any, settings: Settings) -> Settings:
-    """Return the loss by ART's name, or by ours."""
     name = LOSSES.get(value, value)
     if name not in LOSS_TYPES:
         raise ValueError(f"loss_fn is {value!r}; allowed are {', '.join({**LOSSES, **LOSS_TYPES})}")

@@ -62,7 +62,6 @@ def preset_of(recipe: str) -> Preset:
 
 
 def patient() -> dict[str, float]:
-    """Settings with which a person has time to think."""
     return {"environment_timeout": PATIENCE, "episode_timeout": PATIENCE}
 
 
@@ -103,7 +102,6 @@ def say(who: str, text: str) -> None:
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:
-    """Return how an episode went, in one line."""
     paid = sum(turn.reward or 0.0 for turn in rollout.turns)
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"

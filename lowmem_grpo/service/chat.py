@@ -46,7 +46,6 @@ class Chat(Completer):
         self.texts = TokenTexts(copy.deepcopy(tokenizer))
 
     def models(self) -> list[str]:
-        """The names that a request may ask for."""
         return list(self.names())
 
     def turn(self, name: str) -> Turn | None:

@@ -76,7 +76,6 @@ class Database:
             return [dict(row) for row in self.connection.execute(query, values)]
 
     def row(self, query: str, values: Sequence[Any] = ()) -> Row | None:
-        """The first row that a query finds, or None."""
         rows = self.rows(query, values)
         return rows[0] if rows else None
 

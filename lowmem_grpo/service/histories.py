@@ -105,7 +105,6 @@ class HeldTurn:
         return [token for piece in reversed(pieces) for token in piece]
 
     def turn(self) -> Turn:
-        """The turn as the engine returned it."""
         prompt = (self.parent.ids() if self.parent else []) + self.context.tolist()
         return replace(self.rest, prompt_ids=prompt, completion_ids=self.completion.tolist(),
                        logprobs=self.logprobs.tolist())

@@ -117,7 +117,6 @@ class PendingCompletions:
         raise NotImplementedError
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
-        """Return a choice that is told."""
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:

@@ -105,7 +105,6 @@ class CompletionRequest(Body, extra="forbid"):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling options that the request sets."""
         return self.model_dump(include=DRAWN, exclude_unset=True)
 
     @property

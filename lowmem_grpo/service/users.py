@@ -136,7 +136,6 @@ class SignIn:
     a restart everybody signs in again."""
 
     def __init__(self, user_of: Callable[[str], User | None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`user_of` finds the user with a key."""
         self.user_of, self.clock = user_of, clock
         self.name = f"lowmem-grpo-{secrets.token_hex(4)}"  # cookies of a host are shared by all of its ports
         self.tickets: dict[bytes, User] = {}

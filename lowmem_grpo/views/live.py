@@ -51,7 +51,6 @@ class StepTimes:
         self.start_at(0)
 
     def start_at(self, step: int) -> None:
-        """The run goes on from here."""
         self.marks = [(step, time.monotonic())]
 
     def mark(self, step: int) -> None:
@@ -62,14 +61,12 @@ class StepTimes:
 
     @property
     def per_step(self) -> float | None:
-        """Seconds per step; None before the first."""
         if len(self.marks) < 2:
             return None
         (first, began), (last, now) = self.marks[-2:]
         return (now - began) / (last - first)
 
     def left(self, max_steps: int) -> float | None:
-        """Seconds until `max_steps`; None before the first step."""
         each = self.per_step
         return None if each is None else each * max(max_steps - self.marks[-1][0], 0)
 

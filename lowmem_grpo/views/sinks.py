@@ -26,7 +26,6 @@ def refuse_absent_sinks(names: list[str]) -> None:
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
-    """The logged values that can be drawn."""
     return {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
 
 

@@ -88,7 +88,6 @@ class Page:
         return answer
 
     async def show(self, request: Request) -> Response:
-        """Send the page of a run or of several."""
         user = self.sign_in.user(request.cookies)
         if user is None:
             return sign_in_page()

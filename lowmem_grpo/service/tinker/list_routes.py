@@ -20,7 +20,6 @@ class ListRoutes:
         self.training, self.shelf, self.served = training, training.shelf, served
 
     def answers(self) -> dict[str, Answers]:
-        """Return what answers at once, by method and path."""
         run = "/training_runs/{model}"
         weights = f"{run}/checkpoints/{{kind}}/{{name}}"
         return {

@@ -89,7 +89,6 @@ class RunFollower:
     """Reads what a run appends. Several threads may ask it at a time."""
 
     def __init__(self, path: Path, log: Path | None = None) -> None:
-        """`log` is where its output is kept, if anywhere."""
         self.path, self.log_path, self.lock = path, log, Lock()
         self.metrics = JsonlTail(path / METRICS)
         self.completions = JsonlTail(path / COMPLETIONS, LAST_BYTES)
@@ -125,7 +124,6 @@ class RunFollower:
         return *map(stamp, files), self.metrics.place, self.completions.place, self.reading
 
     def charts(self) -> list[Chart]:
-        """Return the curves, as far as they were read."""
         with self.lock:
             rows, judged = self.series.rows(), self.judged.samples()
         return from_summary(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
@@ -141,7 +139,6 @@ class RunFollower:
                             json_file(self.path / SUMMARY))
 
     def note(self) -> str:
-        """Return what is left out, in words."""
         said = []
         if self.reading:
             share = self.metrics.place / max(1, self.metrics.size)

@@ -43,7 +43,6 @@ class Run:
 
     @property
     def where(self) -> str:
-        """Which process writes into it, in words."""
         if self.state not in ("running", "silent"):
             return ""
         host = self.owner.get("host")
