@@ -25,17 +25,7 @@ from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.waiting import (
-    LIVE,
-    NO_ROUND,
-    Call,
-    DeskClosedError,
-    DeskJob,
-    Keys,
-    Sitting,
-    Waiting,
-    WaitingCall,
-)
+from lowmem_grpo.service.waiting import LIVE, NO_ROUND, Call, DeskClosedError, DeskJob, Keys, OpenCall, Sitting, Waiting
 from lowmem_grpo.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)
@@ -81,7 +71,7 @@ class Desk:
         seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:
             self.check(call)
-            self.waiting.add(call.flavour, WaitingCall(call, seed, future))
+            self.waiting.add(call.flavour, OpenCall(call, seed, future))
         except (ValueError, DeskClosedError) as error:
             future.set_exception(error)
         return future

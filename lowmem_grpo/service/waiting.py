@@ -50,7 +50,7 @@ class DeskClosedError(RuntimeError):
 
 
 @dataclass(eq=False)
-class WaitingCall:
+class OpenCall:
     """A call that waits, or is in the engine."""
 
     call: Call
@@ -75,7 +75,7 @@ class Waiting:
         self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # none is empty; the next one to be served first
         self.closed = False
 
-    def add(self, line: tuple[object, ...] | None, item: WaitingCall | DeskJob) -> None:
+    def add(self, line: tuple[object, ...] | None, item: OpenCall | DeskJob) -> None:
         """Let somebody wait. DeskClosedError after `close`."""
         with self.changed:
             if self.closed:
@@ -103,7 +103,7 @@ class Waiting:
     def take_calls(
         self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
         widest: Round = NO_ROUND,
-    ) -> list[WaitingCall]:
+    ) -> list[OpenCall]:
         """Calls of a flavour, at most so many. None where something else waits, but for the first ones of a
         conversation.
 
@@ -136,11 +136,11 @@ class Waiting:
             if 1 == count >= back or not self.changed.wait(quiet if count < back else LEAST):
                 return
 
-    def drain(self, flavour: tuple[object, ...]) -> list[WaitingCall]:
+    def drain(self, flavour: tuple[object, ...]) -> list[OpenCall]:
         with self.changed:
             return list(self.lines.pop(flavour, ()))
 
-    def close(self) -> list[WaitingCall | DeskJob]:
+    def close(self) -> list[OpenCall | DeskJob]:
         """Let nobody in any more; returns who waited."""
         with self.changed:
             self.closed = True
@@ -181,7 +181,7 @@ class Sitting:
         """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
         self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls
-        self.open: dict[int, WaitingCall] = {}
+        self.open: dict[int, OpenCall] = {}
         self.engine: Engine | None = None
         self.begun = False
         self.back, self.since = 0, time.monotonic()  # callers that were served since the engine took calls, and when
@@ -239,7 +239,7 @@ class Sitting:
             return NO_ROUND, NO_ROUND
         return self.last, max(self.before, self.widest)
 
-    def enter(self, asked: WaitingCall) -> Request:
+    def enter(self, asked: OpenCall) -> Request:
         """A call as the engine takes it; of each key one at a time."""
         call = asked.call
         key = self.keys.number_of(call, self.number)

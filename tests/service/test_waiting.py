@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.waiting import FIRST, LIVE, NO_ROUND, Call, DeskJob, Keys, Round, Sitting, Waiting, WaitingCall
+from lowmem_grpo.service.waiting import FIRST, LIVE, NO_ROUND, Call, DeskJob, Keys, OpenCall, Round, Sitting, Waiting
 from lowmem_grpo.types import Rollout
 
 WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
@@ -52,7 +52,7 @@ class Line:
         self.call()
 
     def call(self) -> None:
-        self.waiting.add(CALL.flavour, WaitingCall(CALL, 0, Future()))
+        self.waiting.add(CALL.flavour, OpenCall(CALL, 0, Future()))
 
     def job(self) -> None:
         self.waiting.add(None, DeskJob(lambda: None, False, Future()))
