@@ -52,8 +52,7 @@ class LocalRun:
     # Begin and end
 
     async def open(self, model: Any = None) -> None:
-        """Load the model, or take a loaded one, and resume its run. RunInUseError where another process trains
-        there."""
+        """Load the model, or take a loaded one, and resume its run. RunInUseError where another process trains."""
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)

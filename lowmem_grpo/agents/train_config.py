@@ -63,8 +63,7 @@ def loss_type(value: Any, settings: Settings) -> Settings:
 
 
 def kl(value: Any, settings: Settings) -> Settings:
-    """Return the KL term with ART's gradient: it lowers a token's advantage by coef * (log pi - log ref), less its
-    mean."""
+    """Return the KL term with ART's gradient: a token's advantage falls by coef * (log pi - log ref), less its mean."""
     return {"beta": value, **({"kl_estimator": "k2", "use_bias_correction_kl": False} if value else {})}
 
 

@@ -78,8 +78,7 @@ class Trajectory(History):
             self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
 
     def count_tokens(self) -> None:
-        """Note the tokens of all its choices as the metric `completion_tokens`, if every choice says how many it
-        has."""
+        """Note the tokens of all choices as the metric `completion_tokens`, if every choice says how many."""
         choices = [entry for history in self.histories for entry in history.messages_and_choices
                    if isinstance(entry, Choice)]
         counts = list(map(tokens_of, choices))

@@ -109,8 +109,7 @@ class Dispatcher:
     """One thread beside the server. What it knows is on the disk, so that another server goes on where it ended."""
 
     def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
-        """`recipes` is the folder of recipe files that jobs may name. Without a card no plans are made, and shares are
-        those of the processor."""
+        """`recipes` is the folder of files that jobs may name. Without a card, shares are of the processor."""
         self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
         self.planning: Planning | None = None
         self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when that was made

@@ -123,8 +123,7 @@ def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
 
 
 class JobsSource:
-    """The jobs of a server as its page shows them: a user sees their own, the server's owner all of them, and a key
-    without the right to jobs none."""
+    """The jobs of a server on its page: a user's own, all for the owner, and none without the right to jobs."""
 
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title

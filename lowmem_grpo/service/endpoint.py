@@ -60,7 +60,7 @@ class Endpoint:
             time.sleep(0.005)
 
     def session(self) -> Session:
-        """Return an address whose calls are recorded, one for each rollout. RuntimeError for too many, or when
+        """Return an address whose calls are recorded, one for each rollout. RuntimeError for too many, or once
         closed."""
         return self.start_session(Session)
 

@@ -131,8 +131,7 @@ class Histories:
         max_turns: int = 50_000, template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`history` is as in GRPOConfig. Raises ValueError for another one. `keys` are numbers for conversations, to be
-        shared by all histories of one desk."""
+        """`history` is as in GRPOConfig, else ValueError. `keys` number conversations for all histories of a desk."""
         if history not in HISTORIES:
             raise ValueError(f"history is {history!r}; allowed are {', '.join(HISTORIES)}")
         if max_tokens < 1 or max_turns < 1:

@@ -87,8 +87,7 @@ class PendingCompletions:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
-        """Return a call's turn, once it is drawn, and the likeliest tokens at its places, if asked for; else
-        ChatError."""
+        """Return a call's turn, once it is drawn, and the likeliest tokens, if asked for. ChatError says why not."""
         call, count = self.calls[place], self.asked.likeliest
         try:
             turn = await asyncio.wrap_future(self.futures[place])

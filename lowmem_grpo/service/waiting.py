@@ -161,8 +161,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, sitting: int) -> int:
-        """Return the number of a call's conversation; of a saved adapter, whose folder may change, one for each
-        sitting."""
+        """Return the number of a call's conversation; one in each sitting for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else sitting)
@@ -233,8 +232,7 @@ class Sitting:
 
     @property
     def expected(self) -> tuple[Round, Round]:
-        """The rounds that may come next, for an engine that decodes in rounds: the last one, and the widest one so
-        far."""
+        """The rounds that may come next, for an engine that decodes in rounds: the last and the widest so far."""
         if self.engine is None or self.engine.name == "vllm":
             return NO_ROUND, NO_ROUND
         return self.last, max(self.before, self.widest)
@@ -250,8 +248,7 @@ class Sitting:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """Return a completion as a turn. Its version is the live policy's, that of the adapter, or -1 for the base
-    model."""
+    """Return a completion as a turn, with the version of the live policy, of the adapter, or -1 for the base model."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,

@@ -237,8 +237,7 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Return the lines in words of a log, by their labels: times, ends of episodes, tools, ranks, groups with
-    signal."""
+    """Return the lines in words of a log, by label: times, ends of episodes, tools, ranks, groups with signal."""
     lines = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         lines["time"] = " ".join(times)

@@ -29,8 +29,8 @@ MEMORY = {
 
 
 def css() -> str:
-    """Return the colours as variables of a style sheet. Paper is light, whatever the screen is: a page that is printed
-    has the class of its name."""
+    """Return the colours as variables of a style sheet. Paper, which has a class of its own, is light on each
+    screen."""
     light, dark = (";".join(f"--{name}:{pair[place]}" for name, pair in PAGE.items()) for place in (0, 1))
     return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root:not(.paper){{{dark}}}}}\n"
 

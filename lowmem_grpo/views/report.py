@@ -88,8 +88,7 @@ def summary_of_run(run_dir: Path) -> Record:
 
 
 def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all_points: int = ALL_POINTS) -> Record:
-    """Return what the report and the live page show of a run: in at most `most_bytes` as a page of one file, and with
-    about `all_points` of all lines."""
+    """Return what the report and the live page show of a run, in about `all_points` and at most `most_bytes`."""
     (charts, flat), right = split_flat(figures(run.rows, run.judged, summary)), deciding(run.judged, summary)
     points = max(2, min(MOST_POINTS, all_points // max(1, sum(len(chart.lines) for chart in charts))))
     shown: Record = {

@@ -208,8 +208,7 @@ class Ledger:
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Write the answer of a request, and the file of the state that it left. Its body stays where it added
-        gradients."""
+        """Write a request's answer, and the file of the state that it left; its body stays if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)

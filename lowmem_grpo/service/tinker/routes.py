@@ -208,8 +208,7 @@ class PromiseRoutes:
         return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
 
     async def waited(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the answer of a promise after a poll, which is short where a request is missing that has to come
-        first."""
+        """Return the answer of a promise after a poll, which is short where an earlier request is missing."""
         kept = self.training.kept(promise)
         answer = await checked(lambda: self.ledger.answer(promise, owner))
         if answer is not None:

@@ -79,8 +79,7 @@ class Shelf:
         return [saved for saved in map(Saved.from_row, rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the file for a request's weights, no other's: an older file of the name stays until this one is
-        whole."""
+        """Return the file for a request's weights, no other's: an older one of the name stays until it is whole."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 

@@ -71,8 +71,7 @@ class Training:
     # For any thread
 
     def ask(self, asked: ModelRequest) -> str:
-        """Keep a request; return its promise's id. ValueError for a number of another request, BusyError to come
-        again."""
+        """Keep a request; return its promise's id. ValueError where its number is taken, BusyError to come again."""
         earlier = self.ledger.asked(asked.model, asked.seq)
         if earlier is None:
             earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
@@ -154,8 +153,7 @@ class Training:
     # In the desk's thread
 
     def do(self, asked: ModelRequest) -> None:
-        """Do a request and keep its answer. After an OSError the model is as the disk has it, and nothing is
-        answered."""
+        """Do a request and keep its answer. After an OSError the model is as on the disk, and none is given."""
         state = None
         try:
             answer = self.answer(asked)

@@ -33,8 +33,7 @@ class Usage:
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
-        """Return a request as it is kept; above a limit as one that fails in its turn, or BusyError if room is to
-        come."""
+        """Return a request as it is kept: above a limit it fails in its turn, or BusyError if room is to come."""
         (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:

@@ -113,8 +113,7 @@ class JsonlTail:
             return b""
 
     def checked_records(self, line: bytes) -> list[Record]:
-        """Return a line's record, finite, its step a whole number; nothing if it is empty, or damaged, which is
-        counted."""
+        """Return a line's record, finite, its step a whole number; nothing if it is empty, or damaged and counted."""
         try:
             record = step_record(line) if line.strip() else None
         except ValueError:

@@ -129,8 +129,7 @@ class RunFollower:
         return from_summary(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
 
     def content(self, state: str = "") -> Record:
-        """Return what the page shows, as far as it was read. `state` is known beside the summary: running, killed,
-        silent."""
+        """Return what the page shows, as far as it was read. `state` is known besides: running, killed, silent."""
         with self.lock:
             snapshot = RunSnapshot(
                 self.path.resolve().name, self.series.rows(), self.samples.samples(), self.judged.samples(),
