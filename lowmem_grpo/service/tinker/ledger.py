@@ -13,7 +13,7 @@ import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.database import Database, Row
@@ -41,7 +41,7 @@ JSON = "application/json"
 PASS = "forward_backward"  # the kind of a request that may add gradients
 MISSING = "missing"  # the kind of a request that never came
 REFUSED = "refused"  # the kind of a request that went beyond a limit; its body says which
-ADDED, CHANGED = "added", "changed"  # what an answered request did: gradients, or the model's state
+Effect = Literal["", "added", "changed"]  # what an answered request did: to gradients, or to the model's state
 NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
 
 
@@ -67,6 +67,18 @@ class ModelRequest:
         """The id of its promise: the same request has the same one."""
         return f"{self.model}:{self.seq}"
 
+    def agrees_with(self, later: "ModelRequest") -> bool:
+        """Return whether a later request of this number asks for the same; so it is where the body is gone or came
+        late."""
+        if self.kind in (MISSING, REFUSED):
+            return True
+        if self.kind != later.kind or not self.body or self.body == later.body:
+            return self.kind == later.kind
+        if self.kind == PASS:  # a message has several forms in bytes
+            first, second = (wire.parsed(wire.ForwardBackwardRequest, body) for body in (self.body, later.body))
+            return bool(first == second)
+        return json_of(self.body) == json_of(later.body)
+
 
 @dataclass(frozen=True)
 class ModelReply:
@@ -74,15 +86,15 @@ class ModelReply:
 
     body: bytes
     media: str = JSON
-    effect: str = ""  # ADDED or CHANGED
+    effect: Effect = ""
     also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
 
     @classmethod
-    def from_json(cls, value: dict[str, Any], effect: str = "") -> "ModelReply":
+    def from_json(cls, value: dict[str, Any], effect: Effect = "") -> "ModelReply":
         return cls(json.dumps(value).encode(), JSON, effect)
 
     @classmethod
-    def failed(cls, message: str, category: str = "user", effect: str = "") -> "ModelReply":
+    def failed(cls, message: str, category: str = "user", effect: Effect = "") -> "ModelReply":
         """The reply to a request that failed; `category` says by whom: user or server."""
         return cls.from_json({"error": message, "category": category}, effect)
 
@@ -215,7 +227,7 @@ class Ledger:
             connection.execute(
                 "UPDATE tinker_promises SET answer = ?, media = ?, body = CASE WHEN ? THEN body END "
                 "WHERE model = ? AND seq = ?",
-                (answer.body, answer.media, answer.effect == ADDED, asked.model, asked.seq))
+                (answer.body, answer.media, answer.effect == "added", asked.model, asked.seq))
             connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))
             if state is not None:
                 connection.execute("UPDATE tinker_models SET state = ?, stepped = ? WHERE id = ?",
@@ -263,15 +275,3 @@ class Ledger:
 
 def with_settings(row: Row) -> Row:
     return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
-
-
-def same(earlier: ModelRequest, other: ModelRequest) -> bool:
-    """Return whether two requests of a number agree. A body that is no longer needed, or that came too late, does."""
-    if earlier.kind in (MISSING, REFUSED):
-        return True
-    if earlier.kind != other.kind or not earlier.body or earlier.body == other.body:
-        return earlier.kind == other.kind
-    if earlier.kind == PASS:  # a message has several forms in bytes
-        first, second = (wire.parsed(wire.ForwardBackwardRequest, asked.body) for asked in (earlier, other))
-        return bool(first == second)
-    return json_of(earlier.body) == json_of(other.body)

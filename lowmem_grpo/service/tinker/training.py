@@ -21,18 +21,7 @@ from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError, LoraSettings
 from lowmem_grpo.service.tinker.calls import LoadWeights, OptimStep, SaveWeights, read
 from lowmem_grpo.service.tinker.datum import ModelBounds, output_of, pass_of
-from lowmem_grpo.service.tinker.ledger import (
-    ADDED,
-    CHANGED,
-    PASS,
-    REFUSED,
-    Ledger,
-    ModelReply,
-    ModelRequest,
-    StoredModel,
-    UnknownError,
-    same,
-)
+from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Ledger, ModelReply, ModelRequest, StoredModel, UnknownError
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
 from lowmem_grpo.service.tinker.usage import Gaps, Runs, Usage
 from lowmem_grpo.service.users import Allowances
@@ -76,7 +65,7 @@ class Training:
         if earlier is None:
             earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
             self.runs.touch(asked.model)
-        if earlier is not None and not same(earlier, asked):
+        if earlier is not None and not earlier.agrees_with(asked):
             raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
                              "two programs may be using one model; let each create its own")
         self.pump(asked.model)
@@ -157,7 +146,7 @@ class Training:
         state = None
         try:
             answer = self.answer(asked)
-            if answer.effect == CHANGED:
+            if answer.effect == "changed":
                 state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
                 self.write_state(asked.model, self.folder / state)
             self.ledger.keep(asked, answer, state)
@@ -190,7 +179,7 @@ class Training:
             kinds = {OPTIM_STEP: self.optim_step, SNAPSHOT: self.save, SAVE: self.save, LOAD: self.load_saved}
             return kinds.get(asked.kind, self.forward_backward)(asked)
         except DroppedError as error:
-            return ModelReply.failed(str(error), effect=CHANGED)
+            return ModelReply.failed(str(error), effect="changed")
         except (ValueError, UnknownError, MemoryExhaustedError) as error:
             return ModelReply.failed(str(error))
         except OSError:
@@ -202,13 +191,13 @@ class Training:
     def forward_backward(self, asked: ModelRequest) -> ModelReply:
         work = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
         done = output_of(*self.adapters.run(asked.model, work))
-        return ModelReply(done, wire.PROTOBUF, "" if work.forward_only else ADDED)
+        return ModelReply(done, wire.PROTOBUF, "" if work.forward_only else "added")
 
     def optim_step(self, asked: ModelRequest) -> ModelReply:
         adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
         if model.state is None:
             self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
-        return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
+        return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, "changed")
 
     def save(self, asked: ModelRequest) -> ModelReply:
         """A copy of a model under a name; or without one, and a sampling session that samples from it."""
@@ -250,7 +239,7 @@ class Training:
         state = load_file(self.shelf.folder / saved.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
-        return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, CHANGED)
+        return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, "changed")
 
     def write_state(self, model: str, path: Path) -> None:
         """A model's factors and moments, which are on the disk when this returns."""
