@@ -68,8 +68,7 @@ class ModelRequest:
         return f"{self.model}:{self.seq}"
 
     def agrees_with(self, later: "ModelRequest") -> bool:
-        """Return whether a later request of this number asks for the same; so it is where the body is gone or came
-        late."""
+        """Return whether a later request of its number asks for the same; true without a body to compare."""
         if self.kind in (MISSING, REFUSED):
             return True
         if self.kind != later.kind or not self.body or self.body == later.body:
