@@ -29,7 +29,7 @@ from bench.loop.inputs import loop_shape
 from bench.loop.section import COLUMNS, GOALS
 
 KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
-PEAKS = ("allocated_bytes", "used_bytes", "host_bytes", "host_taken_bytes")
+PEAKS = ("allocated_bytes", "used_bytes", "host_bytes")
 console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
