@@ -23,7 +23,6 @@ import click
 import nbformat
 
 from bench.common import options
-from bench.common.long_copy import long_copy
 from bench.common.public_code import (
     HUB_NAME,
     WITHIN,
@@ -34,6 +33,7 @@ from bench.common.public_code import (
     end_with,
     failed,
     latest,
+    long_copy,
     ran,
     run_cells,
     run_each,

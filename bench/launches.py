@@ -4,17 +4,12 @@
 
 A launch is an operation that a card would run a kernel for, as a dispatch mode sees it while the embedded model trains
 in NF4 and bfloat16 with LoRA, under gradient checkpointing, on one micro-batch of two prompts with two completions
-each. The rules:
-
-    counted    every operation below autograd, one each; one of `lowmem_grpo::` is one launch, whatever the CPU does
-    not        views, sizes and allocations (`FREE`), which start nothing
-    a layer    the model's count less that of the same model without its last layer: what happens once cancels out
-
-Gradients of the adapters are new, as in the first micro-batch of a step; each later one adds one launch a LoRA tensor.
-Attention's backward pass counts as one operation, of which a card makes several launches. For a sampled token, the four
-borrowed linear layers of a layer of Qwen2.5-3B's form (biases on q, k, v) run on fake tensors "on a card"; what vLLM
-launches itself beside them in a captured graph is a list that was read in its source (0.32), not counted: `VLLM_OWN`.
-Nothing here is a time on a card: it shows how much work the host has to start.
+each. Every operation below autograd counts once, one of `lowmem_grpo::` too, but for views, sizes and allocations
+(`FREE`); a layer is the model's count less that of the same model without its last layer. Gradients of the adapters are
+new, as in the first micro-batch of a step; each later one adds one launch a LoRA tensor. Attention's backward pass
+counts as one operation, of which a card makes several launches. For a sampled token, the four borrowed linear layers of
+a layer of Qwen2.5-3B's form run on fake tensors "on a card"; what vLLM launches itself beside them in a captured graph
+was read in its source (0.32), not counted: `VLLM_OWN`. Nothing here is a time on a card.
 """
 
 import json

@@ -24,7 +24,6 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from bench.common import options
-from bench.common.long_copy import long_copy
 from bench.common.public_code import (
     HUB_NAME,
     WITHIN,
@@ -34,6 +33,7 @@ from bench.common.public_code import (
     cells,
     end_with,
     latest,
+    long_copy,
     ran,
     run_cells,
     run_each,

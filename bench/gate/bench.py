@@ -1,14 +1,10 @@
 """The GPU gate: everything that needs a card, as one command, in pieces of at most ten minutes.
 
-    python -m bench.gate.bench                              on this machine's card: numbers first, then tests
-    python -m bench.gate.bench --call 1                     the first of three calls of ten minutes; then 2 and 3
-    python -m bench.gate.bench --stages memory,rollout      some of them, in this order
-    python -m bench.gate.bench --time-limit 560             as much as fits; the same command again continues
-    python -m bench.gate.bench --dry-run                    every stage on the CPU, tiny shapes: no card needed
+    python -m bench.gate.bench                  on this machine's card: numbers first, then tests
+    python -m bench.gate.bench --dry-run        every stage on the CPU, tiny shapes: no card needed
 
-Each piece runs in a process of its own and has its own log. Rows are written as they are measured. Where a piece fails,
-or cannot run on this machine, the others run all the same. The last page (gate.md) says what passed, which targets were
-missed, and what did not run. What passed on this commit is not run again, unless --again is given.
+Each piece runs in a process of its own and has its own log. Where a piece fails, or cannot run on this machine, the
+others run all the same. The last page (gate.md) says what passed, which targets were missed, and what did not run.
 """
 
 import subprocess

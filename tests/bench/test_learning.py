@@ -12,8 +12,6 @@ from bench.learning.report import write_report
 from bench.learning.settings import BY_NAME, COMMON, SETTINGS, distance, failures
 from lowmem_grpo import GRPOConfig
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 def made_up(name: str, seed: int, last: float = 0.9) -> dict[str, Any]:
     """A run from 40% to `last`, a little different for each seed."""
