@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from family_chats import FAMILY_CHATS, TALK
 from small_models import TINY
 from tables import every_row
-from template_tokenizers import tokenizer_of
+from template_tokenizers import FAMILY_CHATS, TALK, tokenizer_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template

@@ -18,7 +18,7 @@ from lowmem_grpo.service.page.routes import Beside, page_app
 from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.users import JOBS, OWNER, User, Users
 from tests.support.page_server import page_of
-from tests.support.written_runs import write_run
+from tests.support.run_pages import write_run
 
 ANN, BOB, ROOT, NOBODY = User("ann", (JOBS,)), User("bob", (JOBS,)), User(OWNER), User("eve")
 KEYS = {"ann": "tml-ann-ann-ann-ann-ann-ann", "eve": "tml-eve-eve-eve-eve-eve-eve"}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
-from expert_problem import outcome, problem, random, stack, wide
+from mixtures import outcome, problem, random, stack, wide
 from tables import every_row, pairwise
 from torch import Tensor
 

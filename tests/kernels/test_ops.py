@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from expert_problem import problem as expert_problem
 from fp8_weights import in_fp8
+from mixtures import problem as expert_problem
 from nf4_problem import quantized
 from tables import every_row
 from torch import Tensor

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from expert_problem import problem
 from memory import LiveStorage
+from mixtures import problem
 
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from memory import LiveStorage
-from report_page import Page, texts_of
+from run_pages import Page, texts_of
 from small_models import SHAPE, TINY
 from tables import every_row
 from trainer_runs import Gradients, adapter_of, moved, relative

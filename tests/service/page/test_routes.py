@@ -18,7 +18,7 @@ from lowmem_grpo.service.page.routes import FILES, HEADERS, page_app
 from lowmem_grpo.service.users import OWNER, User
 from tests.support.page_server import GUEST_KEY, KEY, page_of
 from tests.support.programs import owner_of
-from tests.support.written_runs import append, completion, metric, write_hostile, write_run
+from tests.support.run_pages import append, completion, metric, write_hostile, write_run
 
 HERE = "http://127.0.0.1"
 OURS = {"origin": HERE}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from exact_gradients import exact
 from tables import every_row
 from torch import Tensor
+from trainer_runs import exact
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
 from lowmem_grpo.memory.bounds import RunMemory

@@ -10,7 +10,7 @@ from lowmem_grpo.views.dashboard import jsonl_tail, run_follower
 from lowmem_grpo.views.dashboard.plain_file import log_tail
 from lowmem_grpo.views.dashboard.run_follower import RunFollower
 from lowmem_grpo.views.page_file import one_file
-from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
+from tests.support.run_pages import ATTACK, append, completion, metric, write_hostile, write_run
 
 
 def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:

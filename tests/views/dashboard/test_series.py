@@ -5,7 +5,7 @@ import pytest
 from lowmem_grpo.views.alarm_list import Warned
 from lowmem_grpo.views.dashboard import series as dashboard_series
 from lowmem_grpo.views.dashboard.series import MOST_ROWS, Series
-from tests.support.written_runs import metric
+from tests.support.run_pages import metric
 
 
 def filled(steps: int, **at: float) -> Series:
