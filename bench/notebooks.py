@@ -24,20 +24,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from bench.common import options
-from bench.common.public_code import (
-    HUB_NAME,
-    WITHIN,
-    Changes,
-    Row,
-    called,
-    cells,
-    end_with,
-    latest,
-    long_copy,
-    ran,
-    run_cells,
-    run_each,
-)
+from bench.common import public_code as public
 from bench.common.tables import markdown
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.train.loop import Trainer
@@ -50,7 +37,7 @@ ROWS = 128  # notebooks look at the hundredth, too
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
 
 
-class NotebookChanges(Changes):
+class NotebookChanges(public.Changes):
     """What is changed in a notebook; `model` is the name of a small model."""
 
     def __init__(self, model: str, has_card: bool) -> None:
@@ -82,11 +69,11 @@ class NotebookChanges(Changes):
 
     def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
         self.generic_visit(node)
-        if called(node) == "notebook_login":
+        if public.called(node) == "notebook_login":
             return self.expression("login", "None")
         for constant in model_names(node):
             self.rename(constant)
-        if called(node) in SETTINGS:
+        if public.called(node) in SETTINGS:
             self.limit_steps(node)
             for keyword in node.keywords:
                 if keyword.arg == "trackio_space_id":
@@ -132,16 +119,17 @@ def assigned_models(target: ast.expr, value: ast.expr) -> Iterator[ast.Constant]
         case ast.Tuple(elts=targets), ast.Tuple(elts=values):
             for pair in zip(targets, values, strict=False):
                 yield from assigned_models(*pair)
-        case ast.Name(id=name), ast.Constant(value=str(text)) if "model" in name.lower() and HUB_NAME.fullmatch(text):
-            yield value
+        case ast.Name(id=name), ast.Constant(value=str(text)):
+            if "model" in name.lower() and public.HUB_NAME.fullmatch(text):
+                yield value
 
 
 def model_names(node: ast.Call) -> Iterator[ast.Constant]:
     """Yield the names of models of the hub in a call that loads one."""
-    loads = called(node) in ("from_pretrained", "pipeline")
+    loads = public.called(node) in ("from_pretrained", "pipeline")
     named = [keyword.value for keyword in node.keywords if keyword.arg in ("model", "model_name", "tokenizer")]
     for value in [*named, *(node.args if loads else [])]:
-        if isinstance(value, ast.Constant) and isinstance(value.value, str) and HUB_NAME.fullmatch(value.value):
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and public.HUB_NAME.fullmatch(value.value):
             yield value
 
 
@@ -149,7 +137,7 @@ def wants_tokens(node: ast.Call) -> bool:
     """Return whether this is `apply_chat_template` that gives a dictionary, and gave ids before transformers 5."""
     given = {keyword.arg: keyword.value for keyword in node.keywords}
     as_text = isinstance(tokenize := given.get("tokenize"), ast.Constant) and tokenize.value is False
-    named = isinstance(node.func, ast.Attribute) and called(node) == "apply_chat_template"
+    named = isinstance(node.func, ast.Attribute) and public.called(node) == "apply_chat_template"
     return named and not as_text and "return_dict" not in given
 
 
@@ -160,17 +148,17 @@ def messages(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def sharegpt(question: str, answer: str) -> Row:
+def sharegpt(question: str, answer: str) -> public.Row:
     return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
             "source": "made", "score": 5.0}
 
 
-def alpaca(question: str, answer: str) -> Row:
+def alpaca(question: str, answer: str) -> public.Row:
     return {"instruction": question, "input": "", "output": f"It is {answer}.",
             "text": f"Below is an instruction.\n\n### Instruction:\n{question}\n\n### Response:\nIt is {answer}."}
 
 
-DATASETS: dict[str, Callable[[str, str], Row]] = {
+DATASETS: dict[str, Callable[[str, str], public.Row]] = {
     "openai/gsm8k": lambda question, answer: {"question": question, "answer": f"We calculate.\n#### {answer}"},
     "unsloth/OpenMathReasoning-mini": lambda question, answer: {
         "expected_answer": answer, "problem_type": "has_answer_extracted", "problem_source": "made",
@@ -210,37 +198,37 @@ def load_dataset(name: str, config: str | None = None, *, split: str | None = No
 # One notebook, all of them, and their table
 
 
-def run(notebook: Path, folder: Path) -> Row:
+def run(notebook: Path, folder: Path) -> public.Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far it came."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    changes = NotebookChanges(long_copy("tiny", folder / "tiny"), torch.cuda.is_available())
+    changes = NotebookChanges(public.long_copy("tiny", folder / "tiny"), torch.cuda.is_available())
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # for whoever looks for what was changed
     trainers: dict[int, Any] = {}
     began = time.perf_counter()
-    found = run_cells(texts, lambda names: trainers.update(
+    found = public.run_cells(texts, lambda names: trainers.update(
         {id(value): value for value in names.values() if isinstance(value, Trainer)}))
     return {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
             "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts)}
 
 
-def shown(row: Row) -> list[str]:
+def shown(row: public.Row) -> list[str]:
     """Return the cells of a notebook's line."""
-    return cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
+    return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
-def told(last: list[Row]) -> str:
+def told(last: list[public.Row]) -> str:
     """Say how many notebooks ran, and how many of them because transformers gives token ids again."""
-    done = [row for row in last if ran(row)]
+    done = [row for row in last if public.ran(row)]
     helped = sum("tokens" in row["changes"] for row in done)
     return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"
 
 
-def notebooks_table(rows: list[Row]) -> list[str]:
+def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the part of RESULTS.md: the newest row of each notebook."""
-    last = latest(rows, "notebook")
+    last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
             f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a "
             "card. `login`: no login to the hub.", "", *markdown(COLUMNS, map(shown, last))]
@@ -250,16 +238,16 @@ def notebooks_table(rows: list[Row]) -> list[str]:
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.option("--only", default="", help="Only notebooks whose name contains this.")
 @click.option("--seconds", default=600.0, show_default=True, help="The most that one notebook may take.")
-@WITHIN
+@public.WITHIN
 @options.output("notebooks")
 @options.AS_JSON
 def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
     if within is not None:
-        end_with(run(folder.resolve(), within.resolve()))
+        public.end_with(run(folder.resolve(), within.resolve()))
     chosen = {path.stem: [str(path)] for path in sorted(folder.glob("*.ipynb")) if only in path.name}
     if not chosen:
         raise click.UsageError(f"{folder} has no .ipynb file" + (f" with {only!r} in its name" if only else ""))
-    run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
+    public.run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,10 +69,12 @@ def median_step(count: int) -> float:
 def scaling(count: int, output: Path) -> None:
     """Compare steps of one process with steps of two with twice the prompts."""
     where = machine()
-    taken = rounds.take_turns({"one": partial(median_step, 1), "two": partial(median_step, 2)}, count, warm_up=0)
-    times = [2 * one / two for one, two in zip(taken["one"], taken["two"], strict=True)]
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    for processes, _ in rounds.in_turn(list(taken), count):
+        taken[processes].append(median_step(processes))
+    times = [2 * one / two for one, two in zip(*taken.values(), strict=True)]
     row = {"prompts_per_rank": PROMPTS, "generations": GENERATIONS, "tokens": LENGTH, "rounds": count, "ranks": 2,
-           "one_s": round(median(taken["one"]), 4), "two_s": round(median(taken["two"]), 4),
+           "one_s": round(median(taken[1]), 4), "two_s": round(median(taken[2]), 4),
            "scaling": round(median(times), 4), "least": round(min(times), 4), "most": round(max(times), 4)}
     append_row(output, row | where)
     tables.print_rows([row], SCALING)

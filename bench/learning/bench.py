@@ -17,8 +17,8 @@ import click
 
 from bench.common import child
 from bench.common.rows import RESULTS, append_row, machine, newest, read_rows
-from bench.learning.report import write_report
-from bench.learning.settings import SETTINGS, failures
+from bench.learning.report import failures, write_report
+from bench.learning.settings import SETTINGS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUICK = Path("runs") / "learning-quick"
