@@ -70,8 +70,9 @@ def is_clean(path: Path, lines: int = 100) -> None:
 
 
 @pytest.mark.parametrize(("kind", "ending"), [
-    ("number", "csv"), ("marked", "jsonl"), ("choice", "parquet"), ("text", "csv"), ("math", "jsonl"), ("json", "csv"),
-    ("long", "parquet"),
+    ("number", "csv"), ("math", "jsonl"), ("json", "csv"), ("long", "parquet"),
+    *(pytest.param(*others, marks=pytest.mark.slow) for others in (
+        ("marked", "jsonl"), ("choice", "parquet"), ("text", "csv"))),
 ])
 def test_a_recipe_for_answers_of_each_kind_is_clean_and_runs_and_is_tested(
     kind: str, ending: str, folder: Path
@@ -402,6 +403,7 @@ def test_nothing_is_replaced_unasked_and_data_never(folder: Path) -> None:
     assert invoke("new", "third", "--overwrite").exit_code == 1
 
 
+@pytest.mark.slow
 def test_the_page_on_own_recipes_is_right_and_its_example_is_clean_and_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
