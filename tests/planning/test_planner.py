@@ -75,7 +75,9 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
     return config, draw.randrange(2048, 16385, 512)
 
 
-@pytest.mark.parametrize("name", {named_config(name)["model_type"]: name for name in named_shapes()}.values())
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("gemma-4-e4b", "qwen3.6-27b")))  # weighing them takes long
+    for name in {named_config(name)["model_type"]: name for name in named_shapes()}.values()])
 def test_weights_and_adapters_are_planned_to_the_byte(name: str, weighing: Any) -> None:
     config = shallow(named_config(name), 2)
     found = weighing.weigh(config, [256])
