@@ -3,15 +3,18 @@
     python -m bench.notebooks FOLDER
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
-`changed` counts what is replaced: install and import lines (`imports`); the model, by the one in the package; the
-`dataset`, by made rows with the same columns; the number of `steps`, by two. `tokens`: `apply_chat_template` gives
-token ids again, as it did before transformers 5 (`return_dict=False`). `device`: without a card, what asks for one asks
-for the CPU. `login`: nobody logs in to the hub, and nothing is shown there. Of a notebook that stops, the verdict says
-in which cell (the first is 0) and why.
+`changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
+names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
+number of `steps`, by two. `device`: without a card, what asks for one asks for the CPU. `login`: nobody logs in to the
+hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded is read from this machine. Of a
+notebook that stops, the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each
+notebook, in place of those that it downloads.
 """
 
 import ast
+import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -45,6 +48,10 @@ from lowmem_grpo.train.loop import Trainer
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM
 MADE_ROWS = "bench.notebooks"
 SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
+UPLOADS = ("notebook_login", "push_to_hub")
+TRACKERS = (["wandb"], ["trackio"])
+OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
+OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # of LFM2
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 128  # notebooks look at the hundredth, too
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
@@ -58,8 +65,10 @@ class NotebookChanges(Changes):
         self.model, self.has_card = model, has_card
 
     def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802 - the names of ast.NodeTransformer
-        ours = [name.name for name in node.names] == ["unsloth"]
-        return self.statements("imports", "import lowmem_grpo") if ours else node
+        names = [name.name for name in node.names]
+        if names == ["unsloth"]:
+            return self.statements("imports", "import lowmem_grpo")
+        return self.statements("login", "pass") if names in TRACKERS else node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:  # noqa: N802
         module, homes = node.module or "", dict[str, list[str]]()
@@ -82,17 +91,24 @@ class NotebookChanges(Changes):
 
     def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
         self.generic_visit(node)
-        if called(node) == "notebook_login":
+        owner = [ast.unparse(node.func.value)] if isinstance(node.func, ast.Attribute) else []
+        if called(node) == "push_to_hub" and node.args and (local := uploaded(node.args[0])):
+            return self.expression("login", f"{owner[0]}.save_pretrained({local})")
+        if called(node) in UPLOADS or owner in TRACKERS:
             return self.expression("login", "None")
         for constant in model_names(node):
             self.rename(constant)
+        for place, value in enumerate(node.args):
+            if called(node) == "from_pretrained" and (local := uploaded(value)):
+                node.args[place] = self.expression("login", local)
         if called(node) in SETTINGS:
             self.limit_steps(node)
             for keyword in node.keywords:
-                if keyword.arg == "trackio_space_id":
-                    keyword.value = self.expression("login", "None")
-        if wants_tokens(node):
-            node.keywords.append(ast.keyword("return_dict", self.expression("tokens", "False")))
+                if keyword.arg in OFFLINE and not says_none(keyword.value):
+                    keyword.value = self.expression("login", OFFLINE[keyword.arg])
+        for keyword in node.keywords:
+            if keyword.arg == "target_modules" and names_others_layers(keyword.value):
+                keyword.value = self.expression("model", "'all-linear'")
         return node if self.has_card else self.on_cpu(node)
 
     def limit_steps(self, node: ast.Call) -> None:
@@ -145,12 +161,23 @@ def model_names(node: ast.Call) -> Iterator[ast.Constant]:
             yield value
 
 
-def wants_tokens(node: ast.Call) -> bool:
-    """Return whether this is `apply_chat_template` that gives a dictionary, and gave ids before transformers 5."""
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
-    as_text = isinstance(tokenize := given.get("tokenize"), ast.Constant) and tokenize.value is False
-    named = isinstance(node.func, ast.Attribute) and called(node) == "apply_chat_template"
-    return named and not as_text and "return_dict" not in given
+def uploaded(value: ast.expr) -> str | None:
+    """Return the text of the local folder f"{folder}..." for an f"owner/{folder}..." of the hub; else None."""
+    match value:
+        case ast.JoinedStr(values=[ast.Constant(value=str(owner)), *rest]) if owner.endswith("/"):
+            return ast.unparse(ast.JoinedStr(rest))
+    return None
+
+
+def says_none(value: ast.expr) -> bool:
+    """Return whether an option's value already says that nothing leaves this machine."""
+    return isinstance(value, ast.Constant) and value.value in ("none", "tensorboard", None, False)
+
+
+def names_others_layers(value: ast.expr) -> bool:
+    """Return whether `target_modules` names layers that only the replaced model has."""
+    names = {each.value for each in getattr(value, "elts", []) if isinstance(each, ast.Constant)}
+    return not names.isdisjoint(OTHERS_LAYERS)
 
 
 # Rows in place of public datasets: the same columns and shapes, made of arithmetic.
@@ -185,6 +212,8 @@ DATASETS: dict[str, Callable[[str, str], Row]] = {
                      "philschmid/guanaco-sharegpt-style"), sharegpt),
     "Thytu/ChessInstruct": lambda question, answer: {"task": "Calculate.", "input": question, "expected_output": answer,
                                                      "KIND": "MADE"},
+    "bebechien/SimpleToolCalling": lambda question, answer: {
+        "user_content": question, "tool_name": "search_google", "tool_arguments": f'{{"query": "{answer}"}}'},
     "roneneldan/TinyStories": lambda question, answer: {"text": f"{question} It is {answer}."},
     "wikimedia/wikipedia": lambda question, answer: {"title": question, "text": f"It is {answer}."},
     "mlabonne/smoltldr": lambda question, answer: {"prompt": question, "completion": answer},
@@ -197,9 +226,11 @@ DATASETS: dict[str, Callable[[str, str], Row]] = {
 }
 
 
-def load_dataset(name: str, config: str | None = None, *, split: str | None = None, **kwargs: Any) -> Any:
+def load_dataset(name: str, config: str | None = None, *, split: Any = None, **kwargs: Any) -> Any:
     """Return made rows as `datasets.load_dataset` does, for the names in `DATASETS`; a share such as train[:5%] is not
     taken."""
+    if isinstance(split, list):
+        return [load_dataset(name, config, split=part) for part in split]
     if name not in DATASETS:
         raise LookupError(f"there are no made rows for {name!r}; add its columns to {__name__}.DATASETS")
     made = [DATASETS[name](problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
@@ -214,7 +245,10 @@ def run(notebook: Path, folder: Path) -> Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far it came."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    changes = NotebookChanges(long_copy("tiny", folder / "tiny"), torch.cuda.is_available())
+    for beside in notebook.parent.iterdir():  # what a shell line would have brought
+        if beside.is_file() and beside.suffix != ".ipynb":
+            shutil.copy(beside, folder)
+    changes = NotebookChanges(small_model(folder / "tiny"), torch.cuda.is_available())
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # for whoever looks for what was changed
@@ -226,13 +260,21 @@ def run(notebook: Path, folder: Path) -> Row:
             "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts)}
 
 
+def small_model(folder: Path) -> str:
+    """Return the path of a copy of the small model for the replaced ones, most of which have a token of beginning."""
+    path = long_copy("tiny", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": settings["eos_token"]} | settings))
+    return path
+
+
 def shown(row: Row) -> list[str]:
     """Return the cells of a notebook's line."""
     return cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
 def told(last: list[Row]) -> str:
-    """Say how many notebooks ran, and how many of them because transformers gives token ids again."""
+    """Say how many notebooks ran, and how many of them with a call changed to what transformers 5 needs."""
     done = [row for row in last if ran(row)]
     helped = sum("tokens" in row["changes"] for row in done)
     return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"

@@ -16,6 +16,7 @@ from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.export.saving import Saving
+from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit
@@ -171,9 +172,19 @@ class BareModel(FastGeneration, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.transformers_model(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as transformers does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
+        args, kwargs = generate_inputs(args, kwargs)
+        return self.transformers_model.generate(*args, **kwargs)
+
 
 class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     """A PEFT model that can sample with its live adapter. All methods of PEFT work."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as PEFT does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
+        args, kwargs = generate_inputs(args, kwargs)
+        return super().generate(*args, **kwargs)
 
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""

@@ -14,6 +14,7 @@ from lowmem_grpo.config.loading import (
     FROM_PRETRAINED,
     GET_PEFT_MODEL,
     LORA,
+    NO_MODEL,
     NO_NAME,
     PLAIN,
     form_of_weights,
@@ -155,7 +156,7 @@ class FastLanguageModel:
 
     @classmethod
     def get_peft_model(
-        cls, model: "BareModel", r: int = 16, target_modules: "Targets" = None, lora_alpha: int = 16,
+        cls, model: "BareModel | None" = None, r: int = 16, target_modules: "Targets" = None, lora_alpha: int = 16,
         lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
         mlp_tile: int | None = None, finetune_language_layers: bool = True, finetune_attention_modules: bool = True,
@@ -180,6 +181,8 @@ class FastLanguageModel:
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
+        if model is None:
+            raise TypeError(NO_MODEL)
         from peft import LoraConfig
 
         from lowmem_grpo.lora_model import check_bare, check_plain, with_lora

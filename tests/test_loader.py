@@ -274,6 +274,11 @@ def test_a_bad_lora_setting_is_refused_before_the_model_changes(
     assert [name for name, _ in bare.named_parameters()] == names
 
 
+def test_lora_on_no_model_says_how_to_load_one() -> None:
+    with pytest.raises(TypeError, match=r"get_peft_model needs the model that from_pretrained returned: model, token"):
+        FastLanguageModel.get_peft_model()
+
+
 def test_lora_on_something_else_than_a_loaded_model_is_refused() -> None:
     with pytest.raises(TypeError, match="takes what from_pretrained returned; got a Linear"):
         FastLanguageModel.get_peft_model(torch.nn.Linear(2, 2))

@@ -66,3 +66,19 @@ def test_trls_scripts_read_their_command_line_into_our_settings(config: Any) -> 
     assert config is not GRPOConfig or settings.scale_rewards == "none"
     lora = trl.get_peft_config(model)
     assert lora is not None and check_plain(lora) is None  # which trainers take as it is
+
+
+def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path) -> None:
+    def read(config: Any, words: str) -> Any:
+        return TrlParser((config,)).parse_args_and_config(words.split())[0]
+
+    for config in (GRPOConfig, SFTConfig, RLOOConfig):
+        settings = read(config, "--gradient_checkpointing --fp16 --trust_remote_code false")
+        assert (settings.gradient_checkpointing, settings.fp16) == (True, True)
+        assert read(config, "--gradient_checkpointing False").gradient_checkpointing is False
+        with pytest.raises(ValueError, match="trust_remote_code=True is not supported"):
+            read(config, "--trust_remote_code")
+    assert read(GRPOConfig, "--use_vllm --vllm_mode colocate --vllm_importance_sampling_correction").use_vllm
+    with pytest.raises(ValueError, match="vllm_mode='server' is not supported"):
+        read(GRPOConfig, "--vllm_mode server")
+    assert read(SFTConfig, "--eos_token <|im_end|> --packing --dataset_num_proc 12").eos_token == "<|im_end|>"

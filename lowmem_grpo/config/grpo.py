@@ -58,6 +58,8 @@ class GRPOConfig(
     """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
     use_vllm: bool = False
     """True insists that the model was loaded with vLLM as its engine; False takes whichever it was loaded with."""
+    vllm_mode: str = "colocate"
+    """vLLM works in this process, on the trainer's own weights; another value is refused."""
     vllm_gpu_memory_utilization: float | None = None
     """How much of the card vLLM may fill, for a model that is given by its name; None is 0.5, the loader's own."""
     vllm_max_model_length: int | None = None

@@ -84,6 +84,9 @@ LORA: dict[str, Rule] = {  # options of get_peft_model
 NO_NAME = ('from_pretrained needs model_name: a name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", a folder, or '
            '"tiny", the embedded model that shows how things work')
 
+NO_MODEL = ("get_peft_model needs the model that from_pretrained returned: model, tokenizer = "
+            "FastLanguageModel.from_pretrained(model_name=...), then FastLanguageModel.get_peft_model(model)")
+
 
 def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
     """Return the one of the two names of the dtype that was given; TypeError for both."""

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse
@@ -33,6 +33,9 @@ NAMES: Rule = ("a name, or a list of names", lambda value: value is None or isin
 REPO_NAME: Rule = ("OWNER/NAME, or a NAME of your own",
                    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value)))
 STRATEGIES = ("no", "steps", "epoch")
+ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields, for the parsers of TRL's scripts to know
+# them; the table of unsupported options says which values are accepted
+BARE = {"nargs": "?", "const": True}  # to such a parser, the bare name of a field with this metadata is True
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
@@ -52,8 +55,8 @@ class CheckedCall(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
-        refuse({name: value for name, value in options.items() if name not in known}, cls.unsupported, known,
-               cls.__name__)
+        refuse({name: value for name, value in options.items() if name not in known or name in ONE_MEANING},
+               cls.unsupported, known, cls.__name__)
         return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
 
 
@@ -110,13 +113,16 @@ class TrainSettings(metaclass=CheckedCall):
 
     # precision and memory
     bf16: bool | None = None
-    fp16: bool | None = None
-    gradient_checkpointing: bool | None = None
+    fp16: bool | None = field(default=None, metadata=BARE)
+    gradient_checkpointing: bool | None = field(default=None, metadata=BARE)
     """None keeps what get_peft_model set up."""
     disable_dropout: bool = False
     """True sets every dropout of the model to 0, that of LoRA too."""
     use_cpu: bool = False
     """True loads a model that is given by its name on the CPU, and refuses one that lies elsewhere."""
+
+    trust_remote_code: bool = False
+    """Of ONE_MEANING."""
 
     # records and checkpoints
     logging_steps: int = 1
@@ -231,6 +237,14 @@ class TrainSettings(metaclass=CheckedCall):
         greater = self.greater_is_better
         rises = not str(self.best_metric).endswith("loss") if greater is None else greater
         return value > than if rises else value < than
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what the constructor would refuse: scripts set options one by one."""
+        name = type(self).renamed.get(name, name)
+        table = type(self).unsupported
+        if name in table and (name in ONE_MEANING or name not in field_names(type(self))):
+            refuse({name: value}, table, (), type(self).__name__)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """An option that is no field reads as what happens: other libraries' callbacks and scripts ask for some."""

@@ -204,6 +204,8 @@ OF_GRPO: Table = EVERY_TRAINER | {
     **only("Constrained decoding is not supported; reward the format instead.",
            vllm_structured_outputs_regex=None, vllm_guided_decoding_regex=None),
     **only(LEAVE_OUT, use_liger_loss=(False, None, True), cache_implementation=None,
-           ds3_gather_for_generation=(True, False), use_transformers_continuous_batching=False,
-           transformers_continuous_batching_config=None, use_transformers_paged=False, log_multimodal=(True, False)),
+           ds3_gather_for_generation=(True, False), log_multimodal=(True, False)),
+    # sequences of a step are sampled side by side, and one that ends makes room, whoever asks
+    **any_value("use_transformers_continuous_batching", "use_transformers_paged", usual=False),
+    **any_value("transformers_continuous_batching_config"),
 }

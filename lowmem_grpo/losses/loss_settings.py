@@ -1,6 +1,6 @@
 """The options of the loss, under TRL's names: which loss type uses which, and which contradict each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lowmem_grpo.losses.kl import KL_ESTIMATORS
@@ -59,7 +59,7 @@ class LossSettings:
 
     off_policy_mask_threshold: float | None = None
     """Leave out bad completions that the policy has moved away from by more than this (DeepSeek-V3.2)."""
-    vllm_importance_sampling_correction: bool | None = None
+    vllm_importance_sampling_correction: bool | None = field(default=None, metadata={"nargs": "?", "const": True})
     """Weigh tokens for what sampler and trainer disagree on, whichever the sampler. None: only while they do."""
     vllm_importance_sampling_mode: str = "token_truncate"
     vllm_importance_sampling_clip_max: float | None = 2.0

@@ -19,6 +19,7 @@ from lowmem_grpo.memory.bounds import freed_memory_returned
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.models import attention
+from lowmem_grpo.models.chat_ids import with_ids
 from lowmem_grpo.models.dtypes import check_dtype
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
@@ -88,7 +89,7 @@ class Pretrained:
 
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options)
+        return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
         """The form in which the weights are held where `asked` is asked for: that of a quantized checkpoint is its own.

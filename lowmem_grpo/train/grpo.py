@@ -36,7 +36,7 @@ from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.overlap import OverlappedTraining, check_overlap
-from lowmem_grpo.train.parameters import either, taken_in
+from lowmem_grpo.train.parameters import check_model, either, taken_in
 from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.train.shared_rollout import collector_of, evaluation_of
@@ -56,7 +56,7 @@ class GRPOTrainer(Trainer):
     samples = True
 
     def __init__(
-        self, model: Any, reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        self, model: Any = None, reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
         args: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
         reward_processing_classes: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
@@ -66,6 +66,7 @@ class GRPOTrainer(Trainer):
         """TRL's parameters, in its order; `engine`, which is the caller's own; and `parse`, which reads the tool calls
         of a form that is not known here (see `Toolbox`). `tokenizer` is an older name of `processing_class`; `others`
         are refused, or options of the settings."""
+        check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
         players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
         overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards

@@ -84,6 +84,13 @@ def only_pads(collator: Any) -> bool:
             and not getattr(collator, "mlm", False))
 
 
+def check_model(model: Any, trainer: type) -> None:
+    """TypeError for a trainer that was given no model."""
+    if model is None:
+        raise TypeError(f"{trainer.__name__} needs model: what FastLanguageModel.get_peft_model returned, a model of "
+                        'transformers or of PEFT, or a name, such as "Qwen/Qwen2.5-1.5B-Instruct" or "tiny"')
+
+
 def either(processing_class: Any, tokenizer: Any) -> Any:
     """The one of the two names of the tokenizer that was given; TypeError for two different ones."""
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:

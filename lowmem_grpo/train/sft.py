@@ -12,6 +12,7 @@ which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from lowmem_grpo.data.tokenised import tokenised
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.loop import Trainer
-from lowmem_grpo.train.parameters import either, taken_in, with_names
+from lowmem_grpo.train.parameters import check_model, either, taken_in, with_names
 from lowmem_grpo.train.predictions import Predictions
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -57,6 +58,19 @@ def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
     return -logprobs * logprobs.detach().exp() if loss_type == "dft" else -logprobs
 
 
+def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
+    """Give the tokenizer the chat template and the end token of the settings, as TRL does; ValueError for a token that
+    it does not have."""
+    if settings.chat_template_path is not None:
+        tokenizer.chat_template = Path(settings.chat_template_path).read_text(encoding="utf-8")
+    if settings.eos_token is None:
+        return
+    if settings.eos_token not in tokenizer.get_vocab():
+        raise ValueError(f"eos_token is {settings.eos_token!r}, which is no token of the tokenizer; take one of its "
+                         f"own, such as {tokenizer.eos_token!r}")
+    tokenizer.eos_token = settings.eos_token
+
+
 class SFTTrainer(Trainer):
     """Fine-tuning with TRL's constructor; `train()` loops over `step()`, records, saves checkpoints and the adapter.
 
@@ -67,8 +81,8 @@ class SFTTrainer(Trainer):
     view_class = SFTView
 
     def __init__(
-        self, model: Any, *placed: Any, train_dataset: Any = None, args: Any = None, processing_class: Any = None,
-        eval_dataset: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
+        self, model: Any = None, *placed: Any, train_dataset: Any = None, args: Any = None,
+        processing_class: Any = None, eval_dataset: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, formatting_func: Callable[..., Any] | None = None,
         tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
@@ -80,10 +94,12 @@ class SFTTrainer(Trainer):
             placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
             eval_dataset=eval_dataset, data_collator=data_collator,
         )
+        check_model(model, type(self))
         tokenizer = either(processing_class, tokenizer)
         config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
+        set_chat(self.tokenizer, config)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
         self.shown: dict[str, Any] = {}  # datasets as they are trained
         if preprocess_logits_for_metrics is not None and compute_metrics is None:

@@ -24,7 +24,8 @@ ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age",
              "train_while_sampling", "normalize_advantages", "reward_clip_range"}  # the last two are RLOOConfig's
 TRL_DEFAULTS = {
-    "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
+    "run_name": None, "trust_remote_code": False, "vllm_mode": "colocate", "seed": 42, "shuffle_dataset": True,
+    "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "num_iterations": 1, "num_generations": 8, "max_completion_length": 512,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": False, "loss_type": "dapo",

@@ -285,7 +285,8 @@ def test_settings_may_stand_second_as_in_trl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("parts", "error", "message"), [
     ({"compute_loss_func": len}, ValueError, "compute_loss_func .* is not supported; the loss is that of the trainer"),
     ({"formatting_func": lambda row: 5}, DataError, "formatting_func returned a int for the first row"),
-    ({"chat_template_path": "x"}, ValueError, "chat_template_path='x' is not supported"),
+    ({"chat_template_path": "x"}, ValueError, r"chat_template_path is 'x'; it must be a file of a chat template"),
+    ({"eos_token": "<x>"}, ValueError, r"eos_token is '<x>', which is no token of the tokenizer; take one of its own"),
     ({"tokenizer": 1, "processing_class": 2}, TypeError, "two names of the same"),
 ])
 def test_what_fine_tuning_cannot_do_is_refused(
