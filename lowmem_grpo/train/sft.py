@@ -82,7 +82,8 @@ class SFTTrainer(Trainer):
 
     def __init__(
         self, model: Any = None, *placed: Any, train_dataset: Any = None, args: Any = None,
-        processing_class: Any = None, eval_dataset: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
+        processing_class: Any = None, eval_dataset: Any = None, callbacks: list[Any] | None = None,
+        optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, formatting_func: Callable[..., Any] | None = None,
         tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
