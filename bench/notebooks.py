@@ -127,6 +127,8 @@ class NotebookChanges(Changes):
                 node.args = [self.expression("device", "'cpu'")]
             case ast.Call(func=ast.Attribute(value=inner, attr="cuda"), args=[], keywords=[]):
                 return self.expression("device", ast.unparse(inner))
+            case ast.Call(keywords=keywords) if any(map(is_flash, keywords)):
+                next(filter(is_flash, keywords)).value = self.expression("device", "'eager'")
             case ast.Call(func=ast.Attribute(attr="get_device_properties")):
                 return self.expression("device", CPU)
         return node
@@ -167,6 +169,11 @@ def uploaded(value: ast.expr) -> str | None:
         case ast.JoinedStr(values=[ast.Constant(value=str(owner)), *rest]) if owner.endswith("/"):
             return ast.unparse(ast.JoinedStr(rest))
     return None
+
+
+def is_flash(keyword: ast.keyword) -> bool:
+    """Return whether an option asks for attention that only a card computes."""
+    return keyword.arg == "attn_implementation" and ast.unparse(keyword.value) == "'flash_attention_2'"
 
 
 def says_none(value: ast.expr) -> bool:

@@ -25,7 +25,9 @@ REFUSED = {
     "RawTextDataLoader": "Load texts with datasets.load_dataset('text', data_files=...), and pass them to SFTTrainer.",
     "QGaloreConfig": "The base weights stay frozen here; train LoRA with get_peft_model.",
     **dict.fromkeys(("PatchDPOTrainer", "PatchKTOTrainer", "DPOTrainer", "DPOConfig", "KTOTrainer", "KTOConfig",
-                     "OnlineDPOTrainer", "OnlineDPOConfig", "ORPOTrainer", "ORPOConfig", "CPOTrainer", "CPOConfig"),
+                     "OnlineDPOTrainer", "OnlineDPOConfig", "ORPOTrainer", "ORPOConfig", "CPOTrainer", "CPOConfig",
+                     "BCOTrainer", "BCOConfig", "NashMDTrainer", "NashMDConfig", "XPOTrainer", "XPOConfig",
+                     "TPOTrainer", "TPOConfig"),
                     "There is no trainer on preferences here: train with GRPOTrainer on rewards, with SFTTrainer, or "
                     "with TRL's own."),
     **dict.fromkeys(("RewardTrainer", "RewardConfig", "PRMTrainer", "PRMConfig"),
@@ -33,8 +35,14 @@ REFUSED = {
     **dict.fromkeys(("PPOTrainer", "PPOConfig"),
                     "There is no value model here: train with GRPOTrainer, whose groups give the baseline."),
     **dict.fromkeys(("DistillationTrainer", "DistillationConfig", "GKDTrainer", "GKDConfig", "MiniLLMTrainer",
-                     "MiniLLMConfig"),
+                     "MiniLLMConfig", "GOLDTrainer", "GOLDConfig", "SDFTTrainer", "SDFTConfig", "SDPOTrainer",
+                     "SDPOConfig", "SSDTrainer", "SSDConfig"),
                     "No teacher's distribution is trained on here: train on its texts with SFTTrainer, or with TRL."),
+    **dict.fromkeys(("AsyncGRPOTrainer", "AsyncGRPOConfig"),
+                    "There is no second card that samples: train with GRPOTrainer, where train_while_sampling=True "
+                    "trains on finished groups while others are sampled."),
+    "GRPOWithReplayBufferTrainer": "Train with GRPOTrainer, and set replay_buffer_size.",
+    "GRPOWithReplayBufferConfig": "Take GRPOConfig, and set replay_buffer_size.",
     **dict.fromkeys(("launch_openenv", "is_port_open"),
                     "No server of OpenEnv is started here: start it yourself, and give its client to "
                     "lowmem_grpo.environments.openenv.OpenEnv as environment_factory (docs/environments.md)."),

@@ -1,9 +1,12 @@
 """`lowmem-grpo new`: write a commented recipe for your own data, without asking questions."""
 
+import errno
 import json
 import keyword
+import os
 import pkgutil
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowmem_grpo import recipes
-from lowmem_grpo.data.kinds import is_file_name, refuse_unreadable
+from lowmem_grpo.data.kinds import ONE_ROW, has_one_row, is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.views.terminal import plain_errors
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 LOOKED = 1000  # rows that are looked at
 LONGEST = 100  # characters of a name
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+UNWRITABLE = "nothing can be written to {}: {}; choose another folder with --out FOLDER"
 EXAMPLES = 256  # rows that are written where there is no data yet
 KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # new_recipe.KINDS, without imports
 ABOUT_DATA = ("data", "prompt_column", "answer_column", "answers")
@@ -82,6 +86,9 @@ def check_place(recipe: Path, overwrite: bool) -> None:
     """Raise ValueError where the recipe cannot be written."""
     if recipe.parent.exists() and not recipe.parent.is_dir():
         raise ValueError(f"--out {recipe.parent} is no folder")
+    place = next(place for place in (recipe.parent.absolute(), *recipe.parent.absolute().parents) if place.exists())
+    if not shutil.disk_usage(place).free:
+        raise ValueError(UNWRITABLE.format(recipe.parent, os.strerror(errno.ENOSPC)))
     if recipe.exists() and (not overwrite or not recipe.is_file()):
         raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")
 
@@ -125,11 +132,12 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
     is_file = is_file_name(data)
     if is_file:
         refuse_unreadable(Path(data))
+        if has_one_row(Path(data)):
+            raise ValueError(ONE_ROW.format(data))
     elif not HUB_NAME.fullmatch(data):
         raise ValueError(f"there is no file {data!r}; --data takes a jsonl, json, csv or parquet file, or a dataset of "
                          "the hub (OWNER/NAME)")
     from lowmem_grpo.data.files import first_rows
-    from lowmem_grpo.recipes.new_recipe import recipe_for
 
     rows: list[dict[str, Any]] = []
     told = []
@@ -141,6 +149,8 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
         if is_file:
             raise
         told = [f"{data} could not be looked at: {error}"]
+    from lowmem_grpo.recipes.new_recipe import recipe_for  # imports torch, so after what a file's rows may be wrong in
+
     named = chosen["prompt_column"], chosen["answer_column"], chosen["answers"]
     recipe = recipe_for(name, out, data, rows, *named, split)
     return write_recipe(recipe, told + guesses(recipe))
@@ -191,8 +201,7 @@ def save(recipe: Path, text: str, rows: str = "") -> None:
             recipe.with_suffix(".jsonl").write_text(rows, "utf-8")
         recipe.write_text(text, "utf-8")
     except OSError as error:
-        raise ValueError(f"nothing can be written to {recipe.parent}: {error.strerror or error}; choose another folder "
-                         "with --out FOLDER") from error
+        raise ValueError(UNWRITABLE.format(recipe.parent, error.strerror or error)) from error
 
 
 def command_name(recipe: Path) -> str:

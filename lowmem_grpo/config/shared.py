@@ -1,6 +1,7 @@
 """The settings that every trainer has, and how unknown options are refused."""
 
 import difflib
+import json
 import math
 import re
 from dataclasses import asdict, dataclass, field, fields
@@ -11,6 +12,7 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.rules import (
     COUNT,
     DECAY,
+    OF_KINDS,
     PATH,
     POSITIVE,
     SHARE,
@@ -60,6 +62,14 @@ class CheckedCall(type):
         return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
 
 
+def of_json(value: Any) -> Any:
+    """Return what a text of JSON holds; another value, and a text that is none, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
     """Return the options, older names replaced. TypeError for one that is given under both of its names."""
     for old, new in renamed.items():
@@ -105,8 +115,8 @@ class TrainSettings(metaclass=CheckedCall):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] | None = None
-    """Options of the schedule, such as {"min_lr_rate": 0.1} of "cosine_with_min_lr"."""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    """Options of the schedule, such as {"min_lr_rate": 0.1} of "cosine_with_min_lr"; may be JSON, on a command line."""
     warmup_steps: float = 0
     """Steps; below 1 it is a share of all steps, as in transformers 5."""
     warmup_ratio: float = 0.0
@@ -168,7 +178,7 @@ class TrainSettings(metaclass=CheckedCall):
                             lambda value: value % 1 == 0 and (value > 0 or value == -1)),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
-        "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": DECAY, "adam_beta2": DECAY,
+        "lr_scheduler_kwargs": OF_KINDS[dict], "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": DECAY, "adam_beta2": DECAY,
         "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
         "logging_steps": COUNT, "nonfinite_steps": COUNT, "save_strategy": one_of(*STRATEGIES), "save_steps": COUNT,
@@ -183,6 +193,7 @@ class TrainSettings(metaclass=CheckedCall):
         require("report_to", self.report_to, NAMES)
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        self.lr_scheduler_kwargs = of_json(self.lr_scheduler_kwargs)
         for name in ("optim", "save_strategy", "eval_strategy"):
             setattr(self, name, str(getattr(getattr(self, name), "value", getattr(self, name))))
         check_ranges(self)

@@ -102,7 +102,7 @@ def refuse(options: Mapping[str, Any], table: Mapping[str, Fixed], known: Collec
     """
     for name, value in options.items():
         if name not in table:
-            close = difflib.get_close_matches(name, [*table, *known], n=2)
+            close = difflib.get_close_matches(name, {*table, *known}, n=2)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise TypeError(f"{owner} has no option {name!r}{hint}")
         if not table[name].accepts(name, value):

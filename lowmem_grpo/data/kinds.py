@@ -11,6 +11,7 @@ KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 CHUNK = 1 << 20  # bytes of a file that are read at a time
 NAMED = 12  # columns that a message lists
 LOOKED = 10_000  # lines that are parsed before the library reads all of them
+ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
 
@@ -48,6 +49,21 @@ def rows_fault(path: Path, kind: str) -> str:
     if len(lines) < (2 if kind == ".csv" else 1) or (kind == ".json" and "".join(lines).split() in (["[]"], ["{}"])):
         return "it has no rows; each prompt needs one"
     return broken_line(path, LOOKED) if kind == ".jsonl" else ""
+
+
+def has_one_row(path: Path) -> bool:
+    """Return whether a readable text file has one row only; False where the library has to read it to tell."""
+    kind = path.suffix.lower()
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        if kind == ".csv":
+            return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # the first has the names
+        if kind == ".jsonl":
+            return len([*islice((line for line in file if line.strip()), 2)]) == 1
+        try:
+            held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
+        except ValueError:
+            return False
+        return isinstance(held, list) and len(held) == 1
 
 
 def check_rows(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from lowmem_grpo.data.kinds import is_file_name, listed
+from lowmem_grpo.data.kinds import ONE_ROW, is_file_name, listed
 from lowmem_grpo.data.layouts import CHOICES, Columns, answer_of, find_columns, holds_tests, value_at
 from lowmem_grpo.recipes.problems.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
@@ -103,8 +103,7 @@ def recipe_for(
     """Return the recipe for rows of a source, with the columns and the kind of answers that the user named, or with
     guesses. ValueError for rows that make none."""
     if len(rows) == 1:
-        raise ValueError(f"{source} has one row, and a recipe needs two or more, to train on and to test with; "
-                         "add rows")
+        raise ValueError(ONE_ROW.format(source))
     if not rows:
         columns = Columns(prompt or "", answer or "", "named", "named")
         return NewRecipe(name, folder, source, columns, kind or "text", split=split, is_sure=kind is not None)

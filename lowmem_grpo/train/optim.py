@@ -75,7 +75,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
     warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
-    options = config.lr_scheduler_kwargs or {}
+    options: Any = config.lr_scheduler_kwargs or {}
     if options and config.lr_scheduler_type in WITHOUT_OPTIONS:
         raise ValueError(f"lr_scheduler_kwargs is {options}, and lr_scheduler_type {config.lr_scheduler_type!r} takes "
                          "none; leave it out, or choose another schedule")

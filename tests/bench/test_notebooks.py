@@ -37,6 +37,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("SFTConfig()", "SFTConfig(max_steps = 2)", "steps"),
     ("f(x).to('cuda')", "f(x).to('cpu')", "device"),
     ("f(x).cuda().y", "f(x).y", "device"),
+    ("f(x, attn_implementation='flash_attention_2')", "f(x, attn_implementation='eager')", "device"),
     ("import wandb", "pass", "login"), ("wandb.init(project='a')", "None", "login"),
     ("trainer.push_to_hub('a/b')", "None", "login"),
     ("P.from_pretrained(base, f'me/{out}')", "P.from_pretrained(base, f'{out}')", "login"),

@@ -344,6 +344,40 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
+ONE_ROW = {"one.jsonl": '\n{"question": "a", "answer": 1}\n', "one.json": '[{"question": "a", "answer": 1}]',
+           "one.csv": 'question,answer\na,"b\nc"\n'}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_a_file_of_one_row_is_refused_before_any_library_is_imported(name: str, folder: Path) -> None:
+    Path(name).write_text(ONE_ROW[name])
+    done, imported = said_at_once("new", "mine", "--data", name)
+    assert done == f"Error: {name} has one row, and a recipe needs two or more, to train on and to test with; add rows"
+    assert not imported & {"torch", "datasets", "transformers"}
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("more", [[], ["--agent"], ["--data", "rows.jsonl"], ["--out", "not/there"]])
+def test_a_full_disk_is_told_before_any_library_is_imported(
+    more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_file("number")
+    full = "import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage(1, 1, 0); "
+    done, imported = said_at_once("new", "mine", *more, first=full)
+    out = "not/there" if "not/there" in more else "."
+    assert done == (f"Error: nothing can be written to {out}: No space left on device; choose another folder with "
+                    "--out FOLDER")
+    assert not imported & {"torch", "datasets", "transformers"}
+
+
+def said_at_once(*words: str, first: str = "") -> tuple[str, set[str]]:
+    """Return what a command prints in a process of its own, and the libraries that it imported."""
+    code = (f"{first}import sys; from lowmem_grpo.cli import main\ntry: main({[*words]!r})\n"
+            "finally: print('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return done.stderr.strip(), {*done.stdout.strip().rpartition("\n")[2].split()}
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_data_that_cannot_be_used_is_refused_in_a_line_and_nothing_is_written(name: str, folder: Path) -> None:
     content, message = BAD[name]
