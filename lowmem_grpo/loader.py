@@ -26,7 +26,7 @@ from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.stored_form import look, refuse_longer
-from lowmem_grpo.rules import check_given
+from lowmem_grpo.rules import WHOLE, check_given, require
 from lowmem_grpo.units import size_text
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class FastLanguageModel:
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
+        require("random_state", random_state, WHOLE)
         if model is None:
             raise TypeError(NO_MODEL)
         from peft import LoraConfig

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -41,13 +41,18 @@ POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
 DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
-NUMBERS: Rule = ("a list of numbers", lambda value: all(isinstance(each, Real) for each in value))
+NUMBERS: Rule = ("a list of numbers", lambda value: isinstance(value, Iterable)
+                 and all(isinstance(each, Real) for each in value))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 PATH: Rule = ("a folder's name, which is not empty",
               lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()))
 WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool))
 NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
                      and all(isinstance(each, Real) for each in value.values()))
+WHOLES: Rule = ("a whole number, or a list of them", lambda value: all(
+    isinstance(each, Integral) for each in (value if isinstance(value, list | tuple | range) else [value])))
+PATTERN_NUMBERS: Rule = ("a dict of numbers, each by a name or a regular expression", lambda value:
+                         NUMBER_DICT[1](value) and all(isinstance(key, str) and is_pattern(key) for key in value))
 TEXTS: Rule = ("a text, or a list of texts", lambda value: isinstance(value, str) or (
     isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)))
 OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its own, by its annotation
@@ -55,6 +60,15 @@ OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its ow
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
 }
 TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def require(name: str, value: object, rule: Rule, fix: str = "") -> None:

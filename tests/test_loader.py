@@ -261,7 +261,9 @@ def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
     ({"layers_to_transform": [6]}, "names layer 6; the model has the layers 0 to 5"),
     ({"layers_to_transform": 1, "finetune_last_n_layers": 1}, "both choose layers"),
     ({"target_modules": ["gate_proj"], "finetune_mlp_modules": False}, "names no layer of the part"),
-    ({"finetune_last_n_layers": 0}, "must be at least 1"),
+    ({"finetune_last_n_layers": 0}, "must be at least 1"), ({"random_state": None}, "random_state is None; it must be"),
+    ({"layers_to_transform": "a"}, "layers_to_transform is 'a'; it must be a whole number, or a list of them"),
+    ({"rank_pattern": {"(": 4}}, "rank_pattern is .*; it must be a dict of numbers, each by a name or a regular expr"),
     ({"use_gradient_checkpointing": "disk"}, '"offload" and its alias "unsloth"'),
     ({"use_gradient_checkpointing": None}, "allowed are True, False"),
 ])

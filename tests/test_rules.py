@@ -83,6 +83,6 @@ def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path)
         read(GRPOConfig, "--vllm_mode server")
     (made,) = TrlParser((SFTConfig,)).parse_args_and_config(["--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}'])
     assert made.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
-    with pytest.raises(ValueError, match="lr_scheduler_kwargs is 'min_lr_rate=0.1'; it must be a dict, or None"):
+    with pytest.raises(ValueError, match=r"lr_scheduler_kwargs is 'min_lr_rate=0.1'; it must be a dict, or None"):
         read(SFTConfig, "--lr_scheduler_kwargs min_lr_rate=0.1")
     assert read(SFTConfig, "--eos_token <|im_end|> --packing --dataset_num_proc 12").eos_token == "<|im_end|>"

@@ -120,6 +120,7 @@ class GRPOConfig(
     }
 
     def __post_init__(self) -> None:
+        self.top_p = GRPO_DEFAULTS["top_p"] if self.top_p is None else self.top_p  # as TRL's own examples leave it
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
         elif self.vllm_sampling_params is not None:

@@ -8,13 +8,14 @@ from lowmem_grpo.config.unsupported import Table, any_value, off, only
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
 from lowmem_grpo.rules import (
     DECAY,
-    NUMBER_DICT,
     PATH,
+    PATTERN_NUMBERS,
     POSITIVE,
     TEXT,
     TEXTS,
     TRUTH,
     WHOLE,
+    WHOLES,
     Rule,
     at_least,
     up_to,
@@ -79,7 +80,8 @@ PLAIN: dict[str, Rule] = {  # options of from_pretrained
 LORA: dict[str, Rule] = {  # options of get_peft_model
     "r": up_to(MOST_RANK, Integral), "lora_alpha": POSITIVE, "lora_dropout": DECAY, "random_state": WHOLE,
     "use_rslora": TRUTH, **dict.fromkeys(("target_modules", "exclude_modules"), TEXTS),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), NUMBER_DICT),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), PATTERN_NUMBERS),
+    "layers_to_transform": WHOLES, "finetune_last_n_layers": WHOLE,
 }
 NO_NAME = ('from_pretrained needs model_name: a name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", a folder, or '
            '"tiny", the embedded model that shows how things work')

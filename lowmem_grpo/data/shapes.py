@@ -75,6 +75,9 @@ class Shapes:
         columns = columns_of(rows)
         if not columns and not isinstance(rows, Stream):
             raise DataError(f"{parameter} has no rows")
+        if self.formatting_func is not None and not callable(self.formatting_func):
+            raise DataError(f"formatting_func is {self.formatting_func!r}; it must be a function that makes a text of "
+                            "a row")
         if self.formatting_func is not None:
             return changed(rows, self.formatted(rows), ["text"]), self.encoder(TextEncoder)
         if "input_ids" in columns:

@@ -33,6 +33,7 @@ REFUSED = {  # modules of classes that need what only their own trainer has
     "transformers.integrations": "use report_to for wandb, tensorboard and trackio",
     "trl": "it needs the parts of TRL's trainer; log_completions, report_to and records show what happens",
 }
+PROGRESS = "RichProgressCallback"  # of TRL: a bar, and the metrics in a table
 FLOW = "DefaultFlowCallback"  # of transformers: it sets in `control` what the loop itself decides here
 
 
@@ -59,6 +60,9 @@ class Callbacks:
         """Add a listener, or one of a class. TypeError for what has no hook; hooks that are never called are named."""
         made = listener() if isinstance(listener, type) else listener
         kind = type(made)
+        if kind.__name__ == PROGRESS and kind.__module__.startswith("trl."):
+            logger.warning("callbacks: %s is left out, as the live view shows progress and metrics", PROGRESS)
+            return
         for module, advice in REFUSED.items():
             if kind.__module__ == module or kind.__module__.startswith(f"{module}."):
                 raise TypeError(f"callbacks: {kind.__name__} cannot be used here; {advice}")

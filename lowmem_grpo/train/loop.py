@@ -8,7 +8,7 @@ A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its ro
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -122,6 +122,8 @@ class Trainer(Lifecycle):
         views, say = ([self.view], self.view.say) if self.view else ([], None)
         own = [FirstSteps(self.records, say, self.scorer)] if self.ranks.leads else []
         own += make_sinks(list(self.args.report_to)) if self.ranks.leads else []
+        if not isinstance(callbacks, Iterable | None):
+            raise TypeError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks")
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         leads = self.ranks.leads
         self.journal = Journal(self.state, self.records, self.args, alarms if leads else None, leads)

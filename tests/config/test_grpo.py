@@ -110,6 +110,7 @@ CONTRADICTIONS = [
     ({"advantage_estimator": "passk", "pass_at_k": 0}, "pass_at_k is 0; it must be at least 1 and below"),
     ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "advantage_estimator 'rloo' with"),
     ({"replay_buffer_size": 8, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
+    ({"reward_weights": 1.0}, "reward_weights is 1.0; it must be a list of numbers, or None"),
     ({"parity_steps": -1}, "parity_steps is -1"), ({"parity_bound": 0.0}, "parity_bound is 0.0"),
 ]
 
@@ -144,6 +145,10 @@ def test_some_default_of_trl_is_none_of_ours() -> None:
 
 def test_how_many_processes_read_the_rows_may_be_asked_for_in_any_number() -> None:
     assert GRPOConfig(dataset_num_proc=2, dataloader_num_workers=4) == GRPOConfig()
+
+
+def test_no_top_p_keeps_every_token() -> None:
+    assert GRPOConfig(top_p=None) == GRPOConfig()  # type: ignore[arg-type]
 
 
 def test_unknown_options_are_refused_with_the_closest_names() -> None:
