@@ -51,7 +51,7 @@ SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArgu
 UPLOADS = ("notebook_login", "push_to_hub")
 TRACKERS = (["wandb"], ["trackio"])
 OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
-OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # of LFM2
+OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # LFM2's
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 128  # notebooks look at the hundredth, too
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
@@ -83,6 +83,8 @@ class NotebookChanges(Changes):
         self.generic_visit(node)
         for constant in assigned_models(node.targets[0], node.value):
             self.rename(constant)
+        if local := uploaded(node.value):
+            node.value = self.expression("login", local)
         return node
 
     def rename(self, constant: ast.Constant) -> None:

@@ -175,7 +175,8 @@ class BareModel(FastGeneration, nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as transformers does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
         args, kwargs = generate_inputs(args, kwargs)
-        return self.transformers_model.generate(*args, **kwargs)
+        model: Any = self.transformers_model
+        return model.generate(*args, **kwargs)
 
 
 class FastPeftModel(FastGeneration, PeftModelForCausalLM):

@@ -57,7 +57,7 @@ def class_with_ids(cls: type) -> type:
 
 def empty_tokenizer(cls: type) -> Any:
     """Return a tokenizer whose values a copy or another process is about to set."""
-    own = class_with_ids(cls)
+    own: Any = class_with_ids(cls)
     return own.__new__(own)
 
 

@@ -33,7 +33,7 @@ REFUSED = {  # modules of classes that need what only their own trainer has
     "transformers.integrations": "use report_to for wandb, tensorboard and trackio",
     "trl": "it needs the parts of TRL's trainer; log_completions, report_to and records show what happens",
 }
-PROGRESS = "RichProgressCallback"  # of TRL: a bar, and the metrics in a table
+PROGRESS = "RichProgressCallback"  # TRL's bar, and the metrics in a table
 FLOW = "DefaultFlowCallback"  # of transformers: it sets in `control` what the loop itself decides here
 
 

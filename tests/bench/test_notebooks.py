@@ -41,6 +41,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("import wandb", "pass", "login"), ("wandb.init(project='a')", "None", "login"),
     ("trainer.push_to_hub('a/b')", "None", "login"),
     ("P.from_pretrained(base, f'me/{out}')", "P.from_pretrained(base, f'{out}')", "login"),
+    ("adapter = f'me/{out}'", "adapter = f'{out}'", "login"),
     ("m.push_to_hub(f'me/{out}-merged')", "m.save_pretrained(f'{out}-merged')", "login"),
     ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules='all-linear')", "model"),
 ])
