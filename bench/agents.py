@@ -23,21 +23,7 @@ import click
 import nbformat
 
 from bench.common import options
-from bench.common.long_copy import long_copy
-from bench.common.public_code import (
-    HUB_NAME,
-    WITHIN,
-    Changes,
-    Row,
-    called,
-    cells,
-    end_with,
-    failed,
-    latest,
-    ran,
-    run_cells,
-    run_each,
-)
+from bench.common import public_code as public
 from bench.common.tables import markdown
 
 PROGRAMS = ("2048/2048.py", "tic_tac_toe/tic-tac-toe.py", "rock-paper-tool-use.ipynb", "prisoners-dilemma.ipynb")
@@ -47,7 +33,7 @@ STEPS = "2"
 COLUMNS = ("program", "steps", "trajectories trained", "changed", "time", "verdict")
 
 
-class ProgramChanges(Changes):
+class ProgramChanges(public.Changes):
     """What is changed in a program of ART; `model` is the name of a small model."""
 
     def __init__(self, model: str) -> None:
@@ -71,7 +57,7 @@ class ProgramChanges(Changes):
     def visit_Assign(self, node: ast.Assign) -> Any:  # noqa: N802
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))) \
-                    if "BASE_MODEL" in name and HUB_NAME.fullmatch(value):
+                    if "BASE_MODEL" in name and public.HUB_NAME.fullmatch(value):
                 node.value = self.expression("model", repr(self.model))
         return self.generic_visit(node)
 
@@ -81,7 +67,7 @@ class ProgramChanges(Changes):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
-        if called(node) == "range" and len(node.args) == 2 and "get_step" in ast.unparse(node.args[0]):
+        if public.called(node) == "range" and len(node.args) == 2 and "get_step" in ast.unparse(node.args[0]):
             node.args[1] = self.expression("steps", STEPS)
         return self.generic_visit(node)
 
@@ -110,11 +96,11 @@ def quieten() -> None:
     stand_in("openpipe.client", OpenPipe=NoClient, AsyncOpenPipe=NoClient)
 
 
-def run(examples: Path, file: str, folder: Path) -> Row:
+def run(examples: Path, file: str, folder: Path) -> public.Row:
     """Run a program or notebook of the folder of examples in a copy of its own, and say how far it came."""
     home = folder / "examples"
     shutil.copytree((examples / file).parent, (home / file).parent, dirs_exist_ok=True)
-    program, changes = home / file, ProgramChanges(long_copy("tiny-games", folder / "tiny"))
+    program, changes = home / file, ProgramChanges(public.long_copy("tiny-games", folder / "tiny"))
     quieten()
     os.chdir(program.parent)
     sys.path.insert(0, str(program.parent))
@@ -126,20 +112,20 @@ def run(examples: Path, file: str, folder: Path) -> Row:
         found = ran_script(program)
     else:
         code = [cell.source for cell in nbformat.read(program, as_version=4).cells if cell.cell_type == "code"]
-        found = run_cells(map(changes.rewrite, code))
+        found = public.run_cells(map(changes.rewrite, code))
     seconds = round(time.perf_counter() - began, 1)
     return found | {"seconds": seconds, "changes": dict(changes.counts), **trained(program.parent)}
 
 
-def ran_script(program: Path) -> Row:
+def ran_script(program: Path) -> public.Row:
     try:
         runpy.run_path(str(program), run_name="__main__")
     except Exception as error:  # noqa: BLE001, whatever a program raises is the result
-        return failed(error)
+        return public.failed(error)
     return {}
 
 
-def trained(folder: Path) -> Row:
+def trained(folder: Path) -> public.Row:
     """Return what the runs below a folder recorded."""
     lines = [json.loads(line) for path in sorted(folder.rglob("metrics.jsonl")) for line in path.open()]
     steps = [line for line in lines if "loss" in line]
@@ -147,15 +133,15 @@ def trained(folder: Path) -> Row:
     return {"steps": len(steps), **sums}
 
 
-def shown(row: Row) -> list[str]:
+def shown(row: public.Row) -> list[str]:
     """Return the cells of a program's line."""
-    return cells(row, "program", str(row["steps"]), f"{row.get('trained', 0):,} of {row.get('total', 0):,}")
+    return public.cells(row, "program", str(row["steps"]), f"{row.get('trained', 0):,} of {row.get('total', 0):,}")
 
 
-def agents_table(rows: list[Row]) -> list[str]:
+def agents_table(rows: list[public.Row]) -> list[str]:
     """Return the part of RESULTS.md: the newest row of each program."""
-    last = latest(rows, "program")
-    told = f"{sum(map(ran, last))} of {len(last)} ran to their end"
+    last = public.latest(rows, "program")
+    told = f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
     return ["", "## Public programs of ART with import, backend, model and steps replaced", "",
             f"{told}. `backend`: statements that copy a run to S3, left out.", "", *markdown(COLUMNS, map(shown, last))]
 
@@ -164,17 +150,17 @@ def agents_table(rows: list[Row]) -> list[str]:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--only", default="", help="Only programs whose path contains this.")
 @click.option("--seconds", default=1800.0, show_default=True, help="The most that one program may take.")
-@WITHIN
+@public.WITHIN
 @options.output("agents")
 @options.AS_JSON
 def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
     if within is not None:
-        end_with(run(folder.resolve(), only, within.resolve()))
+        public.end_with(run(folder.resolve(), only, within.resolve()))
     chosen = {name: [str(folder.resolve()), "--only", name] for name in PROGRAMS
               if only in name and (folder / name).exists()}
     if not chosen:
         raise click.UsageError(f"{folder} has none of {', '.join(PROGRAMS)}" + (f" with {only!r}" if only else ""))
-    run_each("program", "bench.agents", chosen, seconds, output, as_json, shown, steps=0)
+    public.run_each("program", "bench.agents", chosen, seconds, output, as_json, shown, steps=0)
 
 
 if __name__ == "__main__":

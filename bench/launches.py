@@ -4,17 +4,12 @@
 
 A launch is an operation that a card would run a kernel for, as a dispatch mode sees it while the embedded model trains
 in NF4 and bfloat16 with LoRA, under gradient checkpointing, on one micro-batch of two prompts with two completions
-each. The rules:
-
-    counted    every operation below autograd, one each; one of `lowmem_grpo::` is one launch, whatever the CPU does
-    not        views, sizes and allocations (`FREE`), which start nothing
-    a layer    the model's count less that of the same model without its last layer: what happens once cancels out
-
-Gradients of the adapters are new, as in the first micro-batch of a step; each later one adds one launch a LoRA tensor.
-Attention's backward pass counts as one operation, of which a card makes several launches. For a sampled token, the four
-borrowed linear layers of a layer of Qwen2.5-3B's form (biases on q, k, v) run on fake tensors "on a card"; what vLLM
-launches itself beside them in a captured graph is a list that was read in its source (0.32), not counted: `VLLM_OWN`.
-Nothing here is a time on a card: it shows how much work the host has to start.
+each. Every operation below autograd counts once, one of `lowmem_grpo::` too, but for views, sizes and allocations
+(`FREE`); a layer is the model's count less that of the same model without its last layer. Gradients of the adapters are
+new, as in the first micro-batch of a step; each later one adds one launch a LoRA tensor. Attention's backward pass
+counts as one operation, of which a card makes several launches. For a sampled token, the four borrowed linear layers of
+a layer of Qwen2.5-3B's form run on fake tensors "on a card"; what vLLM launches itself beside them in a captured graph
+was read in its source (0.32), not counted: `VLLM_OWN`. Nothing here is a time on a card.
 """
 
 import json
@@ -40,11 +35,11 @@ from bench.memory.counted_storages import owner
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.engines.vllm.lent_layers import Product
 from lowmem_grpo.kernels import few_rows
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -125,7 +120,7 @@ def host_microseconds() -> float:
     """Return the host time of one of our operations above that of its body, which does nothing here: one that writes
     in place. Of many rounds the smallest counts, because other load can only add."""
     out, values = torch.zeros(0), torch.zeros(0)
-    calls = opaque("bench_nothing", no_body, mutates=("out",)), no_body
+    calls = custom_op("bench_nothing", no_body, mutates=("out",)), no_body
     times = [min(timeit.repeat(partial(call, out, values, 3), number=CALLS, repeat=ROUNDS)) for call in calls]
     return (times[0] - times[1]) / CALLS * 1e6
 
@@ -192,7 +187,7 @@ def fake_nf4(features: list[int], inputs: int) -> NF4Weight:
 def fake_fp8(features: list[int], inputs: int) -> FP8Weight:
     """Return the same in FP8, with a scale for each row."""
     codes, scales = on_card(sum(features), inputs, dtype=torch.uint8), on_card(sum(features), 1, dtype=torch.float32)
-    return replace(FP8Weight.of(codes, scales, (1, inputs), torch.bfloat16), out_features=tuple(features))
+    return replace(FP8Weight.from_codes(codes, scales, (1, inputs), torch.bfloat16), out_features=tuple(features))
 
 
 @click.command(help=__doc__)

@@ -3,15 +3,18 @@
     python -m bench.notebooks FOLDER
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
-`changed` counts what is replaced: install and import lines (`imports`); the model, by the one in the package; the
-`dataset`, by made rows with the same columns; the number of `steps`, by two. `tokens`: `apply_chat_template` gives
-token ids again, as it did before transformers 5 (`return_dict=False`). `device`: without a card, what asks for one asks
-for the CPU. `login`: nobody logs in to the hub, and nothing is shown there. Of a notebook that stops, the verdict says
-in which cell (the first is 0) and why.
+`changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
+names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
+number of `steps`, by two. `device`: without a card, what asks for one asks for the CPU. `login`: nobody logs in to the
+hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded is read from this machine. Of a
+notebook that stops, the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each
+notebook, in place of those that it downloads.
 """
 
 import ast
+import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -24,20 +27,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from bench.common import options
-from bench.common.long_copy import long_copy
-from bench.common.public_code import (
-    HUB_NAME,
-    WITHIN,
-    Changes,
-    Row,
-    called,
-    cells,
-    end_with,
-    latest,
-    ran,
-    run_cells,
-    run_each,
-)
+from bench.common import public_code as public
 from bench.common.tables import markdown
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.train.loop import Trainer
@@ -45,12 +35,16 @@ from lowmem_grpo.train.loop import Trainer
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM
 MADE_ROWS = "bench.notebooks"
 SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
+UPLOADS = ("notebook_login", "push_to_hub")
+TRACKERS = (["wandb"], ["trackio"])
+OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
+OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # LFM2's
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 128  # notebooks look at the hundredth, too
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
 
 
-class NotebookChanges(Changes):
+class NotebookChanges(public.Changes):
     """What is changed in a notebook; `model` is the name of a small model."""
 
     def __init__(self, model: str, has_card: bool) -> None:
@@ -58,8 +52,10 @@ class NotebookChanges(Changes):
         self.model, self.has_card = model, has_card
 
     def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802 - the names of ast.NodeTransformer
-        ours = [name.name for name in node.names] == ["unsloth"]
-        return self.statements("imports", "import lowmem_grpo") if ours else node
+        names = [name.name for name in node.names]
+        if names == ["unsloth"]:
+            return self.statements("imports", "import lowmem_grpo")
+        return self.statements("login", "pass") if names in TRACKERS else node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:  # noqa: N802
         module, homes = node.module or "", dict[str, list[str]]()
@@ -74,6 +70,8 @@ class NotebookChanges(Changes):
         self.generic_visit(node)
         for constant in assigned_models(node.targets[0], node.value):
             self.rename(constant)
+        if local := uploaded(node.value):
+            node.value = self.expression("login", local)
         return node
 
     def rename(self, constant: ast.Constant) -> None:
@@ -82,17 +80,24 @@ class NotebookChanges(Changes):
 
     def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
         self.generic_visit(node)
-        if called(node) == "notebook_login":
+        owner = [ast.unparse(node.func.value)] if isinstance(node.func, ast.Attribute) else []
+        if public.called(node) == "push_to_hub" and node.args and (local := uploaded(node.args[0])):
+            return self.expression("login", f"{owner[0]}.save_pretrained({local})")
+        if public.called(node) in UPLOADS or owner in TRACKERS:
             return self.expression("login", "None")
         for constant in model_names(node):
             self.rename(constant)
-        if called(node) in SETTINGS:
+        for place, value in enumerate(node.args):
+            if public.called(node) == "from_pretrained" and (local := uploaded(value)):
+                node.args[place] = self.expression("login", local)
+        if public.called(node) in SETTINGS:
             self.limit_steps(node)
             for keyword in node.keywords:
-                if keyword.arg == "trackio_space_id":
-                    keyword.value = self.expression("login", "None")
-        if wants_tokens(node):
-            node.keywords.append(ast.keyword("return_dict", self.expression("tokens", "False")))
+                if keyword.arg in OFFLINE and not says_none(keyword.value):
+                    keyword.value = self.expression("login", OFFLINE[keyword.arg])
+        for keyword in node.keywords:
+            if keyword.arg == "target_modules" and names_others_layers(keyword.value):
+                keyword.value = self.expression("model", "'all-linear'")
         return node if self.has_card else self.on_cpu(node)
 
     def limit_steps(self, node: ast.Call) -> None:
@@ -111,6 +116,8 @@ class NotebookChanges(Changes):
                 node.args = [self.expression("device", "'cpu'")]
             case ast.Call(func=ast.Attribute(value=inner, attr="cuda"), args=[], keywords=[]):
                 return self.expression("device", ast.unparse(inner))
+            case ast.Call(keywords=keywords) if any(map(is_flash, keywords)):
+                next(filter(is_flash, keywords)).value = self.expression("device", "'eager'")
             case ast.Call(func=ast.Attribute(attr="get_device_properties")):
                 return self.expression("device", CPU)
         return node
@@ -132,25 +139,42 @@ def assigned_models(target: ast.expr, value: ast.expr) -> Iterator[ast.Constant]
         case ast.Tuple(elts=targets), ast.Tuple(elts=values):
             for pair in zip(targets, values, strict=False):
                 yield from assigned_models(*pair)
-        case ast.Name(id=name), ast.Constant(value=str(text)) if "model" in name.lower() and HUB_NAME.fullmatch(text):
-            yield value
+        case ast.Name(id=name), ast.Constant(value=str(text)):
+            if "model" in name.lower() and public.HUB_NAME.fullmatch(text):
+                yield value
 
 
 def model_names(node: ast.Call) -> Iterator[ast.Constant]:
     """Yield the names of models of the hub in a call that loads one."""
-    loads = called(node) in ("from_pretrained", "pipeline")
+    loads = public.called(node) in ("from_pretrained", "pipeline")
     named = [keyword.value for keyword in node.keywords if keyword.arg in ("model", "model_name", "tokenizer")]
     for value in [*named, *(node.args if loads else [])]:
-        if isinstance(value, ast.Constant) and isinstance(value.value, str) and HUB_NAME.fullmatch(value.value):
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and public.HUB_NAME.fullmatch(value.value):
             yield value
 
 
-def wants_tokens(node: ast.Call) -> bool:
-    """Return whether this is `apply_chat_template` that gives a dictionary, and gave ids before transformers 5."""
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
-    as_text = isinstance(tokenize := given.get("tokenize"), ast.Constant) and tokenize.value is False
-    named = isinstance(node.func, ast.Attribute) and called(node) == "apply_chat_template"
-    return named and not as_text and "return_dict" not in given
+def uploaded(value: ast.expr) -> str | None:
+    """Return the text of the local folder f"{folder}..." for an f"owner/{folder}..." of the hub; else None."""
+    match value:
+        case ast.JoinedStr(values=[ast.Constant(value=str(owner)), *rest]) if owner.endswith("/"):
+            return ast.unparse(ast.JoinedStr(rest))
+    return None
+
+
+def is_flash(keyword: ast.keyword) -> bool:
+    """Return whether an option asks for attention that only a card computes."""
+    return keyword.arg == "attn_implementation" and ast.unparse(keyword.value) == "'flash_attention_2'"
+
+
+def says_none(value: ast.expr) -> bool:
+    """Return whether an option's value already says that nothing leaves this machine."""
+    return isinstance(value, ast.Constant) and value.value in ("none", "tensorboard", None, False)
+
+
+def names_others_layers(value: ast.expr) -> bool:
+    """Return whether `target_modules` names layers that only the replaced model has."""
+    names = {each.value for each in getattr(value, "elts", []) if isinstance(each, ast.Constant)}
+    return not names.isdisjoint(OTHERS_LAYERS)
 
 
 # Rows in place of public datasets: the same columns and shapes, made of arithmetic.
@@ -160,17 +184,17 @@ def messages(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def sharegpt(question: str, answer: str) -> Row:
+def sharegpt(question: str, answer: str) -> public.Row:
     return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
             "source": "made", "score": 5.0}
 
 
-def alpaca(question: str, answer: str) -> Row:
+def alpaca(question: str, answer: str) -> public.Row:
     return {"instruction": question, "input": "", "output": f"It is {answer}.",
             "text": f"Below is an instruction.\n\n### Instruction:\n{question}\n\n### Response:\nIt is {answer}."}
 
 
-DATASETS: dict[str, Callable[[str, str], Row]] = {
+DATASETS: dict[str, Callable[[str, str], public.Row]] = {
     "openai/gsm8k": lambda question, answer: {"question": question, "answer": f"We calculate.\n#### {answer}"},
     "unsloth/OpenMathReasoning-mini": lambda question, answer: {
         "expected_answer": answer, "problem_type": "has_answer_extracted", "problem_source": "made",
@@ -185,6 +209,8 @@ DATASETS: dict[str, Callable[[str, str], Row]] = {
                      "philschmid/guanaco-sharegpt-style"), sharegpt),
     "Thytu/ChessInstruct": lambda question, answer: {"task": "Calculate.", "input": question, "expected_output": answer,
                                                      "KIND": "MADE"},
+    "bebechien/SimpleToolCalling": lambda question, answer: {
+        "user_content": question, "tool_name": "search_google", "tool_arguments": f'{{"query": "{answer}"}}'},
     "roneneldan/TinyStories": lambda question, answer: {"text": f"{question} It is {answer}."},
     "wikimedia/wikipedia": lambda question, answer: {"title": question, "text": f"It is {answer}."},
     "mlabonne/smoltldr": lambda question, answer: {"prompt": question, "completion": answer},
@@ -197,9 +223,11 @@ DATASETS: dict[str, Callable[[str, str], Row]] = {
 }
 
 
-def load_dataset(name: str, config: str | None = None, *, split: str | None = None, **kwargs: Any) -> Any:
+def load_dataset(name: str, config: str | None = None, *, split: Any = None, **kwargs: Any) -> Any:
     """Return made rows as `datasets.load_dataset` does, for the names in `DATASETS`; a share such as train[:5%] is not
     taken."""
+    if isinstance(split, list):
+        return [load_dataset(name, config, split=part) for part in split]
     if name not in DATASETS:
         raise LookupError(f"there are no made rows for {name!r}; add its columns to {__name__}.DATASETS")
     made = [DATASETS[name](problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
@@ -210,37 +238,48 @@ def load_dataset(name: str, config: str | None = None, *, split: str | None = No
 # One notebook, all of them, and their table
 
 
-def run(notebook: Path, folder: Path) -> Row:
+def run(notebook: Path, folder: Path) -> public.Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far it came."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    changes = NotebookChanges(long_copy("tiny", folder / "tiny"), torch.cuda.is_available())
+    for beside in notebook.parent.iterdir():  # what a shell line would have brought
+        if beside.is_file() and beside.suffix != ".ipynb":
+            shutil.copy(beside, folder)
+    changes = NotebookChanges(small_model(folder / "tiny"), torch.cuda.is_available())
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # for whoever looks for what was changed
     trainers: dict[int, Any] = {}
     began = time.perf_counter()
-    found = run_cells(texts, lambda names: trainers.update(
+    found = public.run_cells(texts, lambda names: trainers.update(
         {id(value): value for value in names.values() if isinstance(value, Trainer)}))
     return {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
             "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts)}
 
 
-def shown(row: Row) -> list[str]:
+def small_model(folder: Path) -> str:
+    """Return the path of a copy of the small model for the replaced ones, most of which have a token of beginning."""
+    path = public.long_copy("tiny", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": settings["eos_token"]} | settings))
+    return path
+
+
+def shown(row: public.Row) -> list[str]:
     """Return the cells of a notebook's line."""
-    return cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
+    return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
-def told(last: list[Row]) -> str:
-    """Say how many notebooks ran, and how many of them because transformers gives token ids again."""
-    done = [row for row in last if ran(row)]
+def told(last: list[public.Row]) -> str:
+    """Say how many notebooks ran, and how many of them with a call changed to what transformers 5 needs."""
+    done = [row for row in last if public.ran(row)]
     helped = sum("tokens" in row["changes"] for row in done)
     return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"
 
 
-def notebooks_table(rows: list[Row]) -> list[str]:
+def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the part of RESULTS.md: the newest row of each notebook."""
-    last = latest(rows, "notebook")
+    last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
             f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a "
             "card. `login`: no login to the hub.", "", *markdown(COLUMNS, map(shown, last))]
@@ -250,16 +289,16 @@ def notebooks_table(rows: list[Row]) -> list[str]:
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.option("--only", default="", help="Only notebooks whose name contains this.")
 @click.option("--seconds", default=600.0, show_default=True, help="The most that one notebook may take.")
-@WITHIN
+@public.WITHIN
 @options.output("notebooks")
 @options.AS_JSON
 def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
     if within is not None:
-        end_with(run(folder.resolve(), within.resolve()))
+        public.end_with(run(folder.resolve(), within.resolve()))
     chosen = {path.stem: [str(path)] for path in sorted(folder.glob("*.ipynb")) if only in path.name}
     if not chosen:
         raise click.UsageError(f"{folder} has no .ipynb file" + (f" with {only!r} in its name" if only else ""))
-    run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
+    public.run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Where the time of a training step and of decoding goes: kernels, idle times, copies beside kernels.
 
     python -m bench.profiles                        the 8B shape on the card if there is one, else a tiny one
-    python -m bench.profiles --device cpu --part train  the CPU's ops instead of kernels
-    python -m bench.profiles --trace                also keep torch's traces, for chrome://tracing or Perfetto
 
 Each part leaves a page and its numbers (`.md`, `.json`) in --output. On a card the profiler slows the host down a
 little, so idle times are somewhat longer than without it.

@@ -1,16 +1,10 @@
-"""Several processes on this machine: what a second one brings, what adding up gradients takes, and Ray Train.
+"""Several processes on this machine: what a second one brings, and Ray Train.
 
     OMP_NUM_THREADS=1 python -m bench.ranks scaling
-    OMP_NUM_THREADS=1 python -m bench.ranks gradients --ranks 2 --ranks 4
     python -m bench.ranks with-ray
 
 `scaling` is weak: each rank has as many prompts as the single process, and one thread. Both kinds of run take turns,
 and the pairs are compared: how many times as many completions a second two ranks make; 1.7 are wanted on two cores.
-
-`gradients` adds up the adapter of a model at its real size over the loopback address, by default LoRA of rank 32 on all
-linear layers of Llama-3.1-8B. The seconds are of the whole verb: gradients are copied into the host's buffer, summed,
-and copied back. Between machines the network's own pace is the bound. A step of such a model takes minutes; the sum may
-take 1% of it.
 
 `with-ray` installs Ray beside the environment (runs/ray) the first time. Two workers of Ray Train's TorchTrainer train
 the embedded model, and the adapter must be that of one process, up to the rounding of float32.
@@ -20,15 +14,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import torch
-from torch import nn
 
 from bench.common import child, options, rounds, tables
 from bench.common.rows import append_row, machine
@@ -36,16 +27,12 @@ from lowmem_grpo.train.distributed import ranks
 from tests.attacks.ranked_run import Ranked, train, trainer
 
 PROMPTS, GENERATIONS, LENGTH, STEPS = 8, 8, 48, 8
-LAYERS, RANK = 32, 32  # of an 8B model
-SHAPES = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096)]
 RAY = ("ray==2.60.0", "msgpack==1.2.4", "tensorboardX==2.6.5")  # the rest of what it needs is there already
 SETTINGS = {"max_steps": 4}
 ROUNDING = 5e-4  # of the largest weight of a matrix; another size of micro-batches in one process makes up to 2.3e-4
 SCALING: dict[str, tables.Figure] = {
     "a step of one, s": ("one_s", ".3f"), "of two, s": ("two_s", ".3f"), "scaling": ("scaling", ".3f"),
     "least": ("least", ".3f"), "most": ("most", ".3f")}
-GRADIENTS: dict[str, tables.Figure] = {
-    "ranks": "ranks", "gradients, MiB": ("bytes", ".0f", 2**20), "seconds": ("seconds", ".3f"), "most": ("most", ".3f")}
 
 
 @click.group(help=__doc__)
@@ -82,52 +69,15 @@ def median_step(count: int) -> float:
 def scaling(count: int, output: Path) -> None:
     """Compare steps of one process with steps of two with twice the prompts."""
     where = machine()
-    taken = rounds.take_turns({"one": partial(median_step, 1), "two": partial(median_step, 2)}, count, warm_up=0)
-    times = [2 * one / two for one, two in zip(taken["one"], taken["two"], strict=True)]
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    for processes, _ in rounds.in_turn(list(taken), count):
+        taken[processes].append(median_step(processes))
+    times = [2 * one / two for one, two in zip(*taken.values(), strict=True)]
     row = {"prompts_per_rank": PROMPTS, "generations": GENERATIONS, "tokens": LENGTH, "rounds": count, "ranks": 2,
-           "one_s": round(median(taken["one"]), 4), "two_s": round(median(taken["two"]), 4),
+           "one_s": round(median(taken[1]), 4), "two_s": round(median(taken[2]), 4),
            "scaling": round(median(times), 4), "least": round(min(times), 4), "most": round(max(times), 4)}
     append_row(output, row | where)
     tables.print_rows([row], SCALING)
-
-
-def adapter(share: float) -> list[nn.Parameter]:
-    """Return the factors of every layer, each with a gradient."""
-    shapes = [shape for a, b in SHAPES for shape in ((RANK, a), (b, RANK))] * max(1, round(LAYERS * share))
-    made = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    for parameter in made:
-        parameter.grad = torch.ones_like(parameter)
-    return made
-
-
-def summed(folder: Path, rank: int, share: float, times: int) -> tuple[int, list[float]]:
-    """Return the bytes of the gradients in fp32, and the seconds of each sum but the first, which makes the buffer."""
-    held, taken = adapter(share), []
-    for _ in range(times + 1):
-        ranks().meet("the next round")
-        began = time.perf_counter()
-        ranks().sum_gradients(held)
-        taken.append(time.perf_counter() - began)
-    assert held[0].grad is not None and held[0].grad.max() == ranks().count ** (times + 1)
-    return sum(4 * parameter.numel() for parameter in held), taken[1:]
-
-
-@main.command()
-@click.option("--ranks", "counts", multiple=True, default=(2, 4), show_default=True, type=click.IntRange(min=2))
-@click.option("--share", default=1.0, show_default=True, help="Of the layers: less is a smaller model.")
-@click.option("--rounds", "count", default=5, show_default=True, type=click.IntRange(min=1))
-@options.output("ranks_gradients")
-def gradients(counts: tuple[int, ...], share: float, count: int, output: Path) -> None:
-    """Time the sum of the gradients of several ranks."""
-    rows = []
-    for number in counts:
-        with tempfile.TemporaryDirectory(prefix="lowmem-ranks-") as root:
-            found = result(Ranked(Path(root), number, summed, share=share, times=count), 600)
-        slowest = [max(times) for times in zip(*(taken for _, taken in found), strict=True)]
-        rows.append({"ranks": number, "bytes": found[0][0], "rounds": count, "seconds": round(median(slowest), 4),
-                     "most": round(max(slowest), 4)})
-        append_row(output, rows[-1] | machine())
-    tables.print_rows(rows, GRADIENTS)
 
 
 def work(given: dict[str, Any]) -> None:

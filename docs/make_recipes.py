@@ -28,7 +28,7 @@ from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, OTHER_MODELS, SIZES, Preset, Presets
 from lowmem_grpo.runs.accuracy import wilson_interval
-from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.utils import GIB, MIB
 from lowmem_grpo.views.chart import smooth, window
 from lowmem_grpo.views.palette import LINES
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.data.chat_template import get_chat_template
     from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
-    from lowmem_grpo.models.dtypes import is_bfloat16_supported
+    from lowmem_grpo.models.card_check import is_bfloat16_supported
     from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
     from lowmem_grpo.train.grpo import GRPOTrainer, RLOOTrainer
     from lowmem_grpo.train.sft import SFTTrainer
@@ -31,7 +31,7 @@ HOMES = {
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "config.grpo"), "SFTConfig": "config.sft",
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "train.grpo"), "SFTTrainer": "train.sft",
-    "is_bfloat16_supported": "models.dtypes", "generate_rollout_completions": "rollout.rollout_func",
+    "is_bfloat16_supported": "models.card_check", "generate_rollout_completions": "rollout.rollout_func",
 }
 
 

@@ -13,10 +13,8 @@ from lowmem_grpo.commands.generate import generate
 from lowmem_grpo.commands.jobs import cancel, jobs, logs, resume, submit
 from lowmem_grpo.commands.new import new
 from lowmem_grpo.commands.plan import plan
-from lowmem_grpo.commands.report import report
-from lowmem_grpo.commands.run import run
-from lowmem_grpo.commands.serve import serve
-from lowmem_grpo.commands.watch import watch
+from lowmem_grpo.commands.run import report, run
+from lowmem_grpo.commands.serve import serve, watch
 
 
 class InOrder(click.Group):

@@ -1,4 +1,4 @@
-"""What `FastLanguageModel` returns: a model that can also sample, and save and load its adapter."""
+"""What `FastLanguageModel` returns: a model that can also sample, save and load its adapter; and LoRA put on it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,25 +6,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModelForCausalLM
+import torch
+from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
+from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
-from lowmem_grpo.engines.prompt_inputs import Encoded, encode, encoded
+from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
+from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
 from lowmem_grpo.export.saving import Saving
+from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.fp8_linear import form_in_fp8
+from lowmem_grpo.models.lean_modules import check_tile, make_lean
+from lowmem_grpo.models.lora_layers import use_kernel_layers
+from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
-from lowmem_grpo.models.pretrained import generation_of, linears_in_4bit
-from lowmem_grpo.models.rope_context import fix_frequencies
-from lowmem_grpo.runs.adapter_file import check_for
+from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
+from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
+from lowmem_grpo.runs.adapter_file import (
+    PREFIX,
+    beyond_lora,
+    check_for,
+    layers_of,
+    read_adapter,
+    refuse_variants,
+    starts_plainly,
+)
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
-from lowmem_grpo.runs.saved_adapter import BaseRecord, check_base
+from lowmem_grpo.runs.saved_adapter import BaseRecord, base_of_adapter, check_base
+from lowmem_grpo.runs.whole_files import AdapterError
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
+ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"
+STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
 
 
@@ -42,34 +58,12 @@ class Loaded:
     name: str
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
-    keeper: EngineKeeper  # of the rollout engine
+    keeper: EngineKeeper  # holds the rollout engine
     offload: bool = False  # activations to the host, set by get_peft_model
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None leaves them to a run's plan
-    revision: str | None = None  # of the stored model
+    revision: str | None = None  # the stored model's
     vocabulary: int | None = None  # rows of its embedding, as it is stored
     stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens
-
-
-class VLLMEngineHandle:
-    """`model.vllm_engine`, as Unsloth's programs use it: what the sampler holds beside the weights is freed, and made
-    again. Training and sampling do both by themselves. The transformers engine holds nothing between two calls."""
-
-    def __init__(self, keeper: EngineKeeper) -> None:
-        self.keeper = keeper
-
-    def sleep(self, level: int = 1) -> None:
-        """Free vLLM's cache. The weights are the trainer's, so that every `level` means the same."""
-        if self.keeper.kept is not None:
-            self.keeper.kept.sleep()
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Make the cache again, unless `tags` name the weights only, which never sleep."""
-        if self.keeper.kept is not None and (tags is None or "kv_cache" in tags):
-            self.keeper.kept.wake()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"model.vllm_engine has no {name!r} here, but sleep and wake_up; sample with "
-                             "model.fast_generate(prompts, sampling_params)")
 
 
 class FastGeneration(Saving):
@@ -77,10 +71,8 @@ class FastGeneration(Saving):
 
     loaded: Loaded
 
-    def fast_generate(
-        self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None, use_tqdm: bool = True,
-        **others: Any,
-    ) -> list[RequestOutput]:
+    def fast_generate(self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None,
+                      use_tqdm: bool = True, **others: Any) -> list[RequestOutput]:
         """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
 
         `prompts` is a string (already rendered), a list of chat messages, a list of token ids, what a tokenizer
@@ -94,8 +86,8 @@ class FastGeneration(Saving):
             raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
                             "and lora_request, as vLLM does. For transformers' arguments (input_ids, max_new_tokens, "
                             "streamer) call model.generate(...)")
-        given = encoded(self.loaded.tokenizer, prompts)
-        calls = calls_of(given, sampling_params, self.loaded.max_seq_length)
+        pairs = encoded(self.loaded.tokenizer, prompts)
+        calls = calls_of(pairs, sampling_params, self.loaded.max_seq_length)
         engine, request = self.engine(), as_request(lora_request)
         policy = Policy(self.inner)
         outputs: list[RequestOutput] = []
@@ -103,13 +95,12 @@ class FastGeneration(Saving):
             for params, part in calls:
                 groups = engine.generate([ids for _, ids in part], params)
                 answers = Answers(policy, self.loaded.tokenizer, params, request)
-                outputs += [answers.of(len(outputs) + place, *prompt, group)
+                outputs += [answers.request_output(len(outputs) + place, *prompt, group)
                             for place, (prompt, group) in enumerate(zip(part, groups, strict=True))]
         return outputs
 
     @property
     def inner(self) -> Any:
-        """The transformers or PEFT model itself."""
         return self
 
     def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
@@ -121,7 +112,6 @@ class FastGeneration(Saving):
 
     @property
     def vllm_engine(self) -> VLLMEngineHandle:
-        """Return the handle that frees the sampler's cache and makes it again, under Unsloth's names."""
         return VLLMEngineHandle(self.loaded.keeper)
 
     def close_engine(self) -> None:
@@ -171,9 +161,20 @@ class BareModel(FastGeneration, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.transformers_model(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as transformers does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
+        args, kwargs = generate_inputs(args, kwargs)
+        model: Any = self.transformers_model
+        return model.generate(*args, **kwargs)
+
 
 class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     """A PEFT model that can sample with its live adapter. All methods of PEFT work."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as PEFT does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
+        args, kwargs = generate_inputs(args, kwargs)
+        return super().generate(*args, **kwargs)
 
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""
@@ -244,23 +245,88 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             model.train(training)
 
 
-def as_request(given: Any) -> LoraRequest | None:
+def as_request(adapter: Any) -> LoraRequest | None:
     """Our request of an adapter, of vLLM's own, or of the path of a saved adapter."""
-    if given is None or isinstance(given, LoraRequest):
-        return given
-    path = getattr(given, "lora_path", given)
+    if adapter is None or isinstance(adapter, LoraRequest):
+        return adapter
+    path = getattr(adapter, "lora_path", adapter)
     if not isinstance(path, str | Path):
-        raise TypeError(f"lora_request is a {type(given).__name__}; pass model.load_lora(FOLDER), "
+        raise TypeError(f"lora_request is a {type(adapter).__name__}; pass model.load_lora(FOLDER), "
                         "model.current_lora(), or None for the base model")
     return LoraRequest(Path(path))
 
 
-def calls_of(given: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
-    """The calls of the engine: one for all prompts, or one for each where each has its own parameters."""
-    if not isinstance(sampling_params, list | tuple):
-        return [(as_sampling_params(sampling_params, longest), given)]
-    if len(sampling_params) != len(given):
-        raise ValueError(f"sampling_params has {len(sampling_params)} entries and there are {len(given)} prompts; pass "
-                         "one for each prompt, or one for all")
-    return [(as_sampling_params(each, longest), [prompt])
-            for each, prompt in zip(sampling_params, given, strict=True)]
+# LoRA on a loaded model, in our layers
+
+
+def check_bare(model: Any) -> None:
+    if not isinstance(model, BareModel | FastPeftModel):
+        raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
+    if hasattr(model.inner, "peft_config"):
+        raise ValueError("this model has LoRA already; load it again for a second adapter")
+
+
+def check_plain(config: Any) -> None:
+    """Raise TypeError for anything but a LoraConfig, and ValueError, by name, for one that asks for more than LoRA on
+    linear layers of a causal language model."""
+    if type(config) is not LoraConfig:
+        raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
+    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
+        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
+    settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
+    if variant is not None:
+        advice = GET_PEFT_MODEL[variant].advice if variant in GET_PEFT_MODEL else "Only plain LoRA is trained."
+        raise ValueError(f"peft_config: {variant}={settings[variant]!r} is not supported. {advice} Or {ADVICE}")
+    if not starts_plainly(config.init_lora_weights):
+        raise ValueError(f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported; allowed are "
+                         f"{STARTS}")
+
+
+def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload", seed: int = 0,
+              mlp_tile: int | None = None) -> FastPeftModel:
+    """Put LoRA on a loaded model as PEFT does with these settings, drawn from the seed; ValueError where PEFT could
+    not."""
+    check_bare(model)
+    mode = checkpointing_mode(checkpointing)
+    tile = check_tile(mlp_tile, mode)
+    check_config(model.inner, config)
+    config.fan_in_fan_out = False  # as PEFT sets it on linear layers of its own
+    use_kernel_layers(config, model.inner)
+    model.close_engine()  # its modules are about to be wrapped
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft_model = FastPeftModel(model.inner, config)
+    peft_model.loaded = model.loaded
+    peft_model.loaded.offload, peft_model.loaded.mlp_tile = mode == "offload", mlp_tile
+    make_lean(model.inner, tile)
+    enable_checkpointing(model.inner, mode)
+    return peft_model
+
+
+def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[FastPeftModel, Any]:
+    """Return the base of a saved adapter with it, and the tokenizer beside it, or the base's. AdapterError for
+    an adapter that is not plain LoRA, or that does not say its base."""
+    (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
+    refuse_variants(config, folder, "trained")
+    record = base_of_adapter(folder)
+    if record.model is None:
+        raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
+    own: dict[str, Any] = {"revision": arguments["revision"] or record.revision}
+    if arguments["load_in_4bit"] is None and not arguments["load_in_16bit"] and not arguments["load_in_fp8"]:
+        own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
+    model, _ = cls.from_pretrained(record.model, **arguments | own)
+    check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
+    adapted = with_values_to_come(model, config)
+    check_for(adapted, folder)
+    set_peft_model_state_dict(adapted, tensors)
+    adapted.take_up(folder, tokenizer)
+    return adapted, adapted.loaded.tokenizer
+
+
+def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload") -> FastPeftModel:
+    """Put LoRA on a loaded model whose values are set afterwards: they are drawn in the usual way."""
+    start, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
+    adapted = with_lora(model, config, checkpointing)
+    config.init_lora_weights = start
+    return adapted

@@ -14,6 +14,7 @@ from lowmem_grpo.config.loading import (
     FROM_PRETRAINED,
     GET_PEFT_MODEL,
     LORA,
+    NO_MODEL,
     NO_NAME,
     PLAIN,
     form_of_weights,
@@ -21,12 +22,10 @@ from lowmem_grpo.config.loading import (
 )
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
-from lowmem_grpo.later import torch
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.models.named import find
-from lowmem_grpo.models.stored_form import look, refuse_longer
-from lowmem_grpo.rules import check_given
-from lowmem_grpo.units import size_text
+from lowmem_grpo.models.stored_form import check_stored, refuse_longer
+from lowmem_grpo.utils import WHOLE, check_given, require, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,26 +58,23 @@ class FastLanguageModel:
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
         the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Products stay in 16
-        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is.
-        `max_seq_length` None is the model's whole context. `device_map` may name one device, as `device` does. dtype
-        None means bfloat16 or float16, depending on
+        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's whole
+        context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16, depending on
         the card, and float32 on the CPU; `torch_dtype` is its older name.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
-        "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and
-        a warning says where vLLM would be faster.
-        `model.engine_choice` says which one it is and why. vLLM takes `gpu_memory_utilization` of the card, or
-        `kv_cache_bytes` for its key-value cache. It decodes up to `max_num_seqs` sequences together (None: what a run
-        samples at once, as far as the cache has room), and `enforce_eager=True` turns CUDA graphs off. (False asks for
-        them: where steps cannot be graphs, it is refused with the reason.) Its cache keeps
-        whole blocks of `block_size` tokens from one turn to the next (None: vLLM's own, and 32 on the CPU for a
-        `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and of these five it takes
-        `enforce_eager` only.
-        `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once for each phase of sampling. That is faster when
-        many sequences are decoded together (fewer read the codes all the same), and takes 2 bytes a weight until
-        training begins; "4bit" never does it. None does it on a card where it is faster by its data sheet, if the
-        key-value cache of the sequences that are decoded together still fits beside the weights, and never on the CPU;
-        the transformers engine does it so in runs, whose memory is planned.
+        "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and a
+        warning says where vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
+        `gpu_memory_utilization` of the card, or `kv_cache_bytes` for its key-value cache. It decodes up to
+        `max_num_seqs` sequences together (None: what a run samples at once, as far as the cache has room), and
+        `enforce_eager=True` turns CUDA graphs off. (False asks for them: where steps cannot be graphs, it is refused
+        with the reason.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None: vLLM's
+        own, and 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and
+        of these five it takes `enforce_eager` only. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once
+        for each phase of sampling. That is faster when many sequences are decoded together (fewer read the codes all
+        the same), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
+        it is faster by its data sheet, if the key-value cache of the sequences that are decoded together still fits
+        beside the weights, and never on the CPU; the transformers engine does it so in runs, whose memory is planned.
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
         tokens fit, and what it samples differs a little more from what is trained, which the parity gate measures.
 
@@ -93,11 +89,11 @@ class FastLanguageModel:
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         place = Path(model_name or "")
         if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
-            given = {name: value for name, value in locals().items()
+            arguments = {name: value for name, value in locals().items()
                      if name not in ("cls", "model_name", "options", "place")}
-            from lowmem_grpo.lora_model import with_adapter  # not among the given
+            from lowmem_grpo.fast_model import with_adapter  # not among the arguments
 
-            return with_adapter(cls, place, given | options)
+            return with_adapter(cls, place, arguments | options)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
         nobody_chose, fast_inference = fast_inference is None, fast_inference or False
         check_engine(fast_inference)
@@ -113,14 +109,13 @@ class FastLanguageModel:
         if model_name is None:
             raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        found = find(model_name, **where)
-        look(found, model_name, dtype, max_seq_length)
+        path = find(model_name, **where)
+        check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
-        from lowmem_grpo.models.card_check import larger_card, use_card
-        from lowmem_grpo.models.dtypes import compute_dtype
+        from lowmem_grpo.models.card_check import compute_dtype, larger_card, use_card
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
         from lowmem_grpo.offload.embedding import embed_on_host, movable
@@ -132,7 +127,7 @@ class FastLanguageModel:
             logger.warning(advice)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
-        stored = Pretrained(model_name, found, where)
+        stored = Pretrained(model_name, path, where)
         if enforce_eager is False:
             with stored.naming_the_model():
                 check_graphs(enforce_eager, keeper.choice.name, device, stored.config(), offload_embedding)
@@ -155,7 +150,7 @@ class FastLanguageModel:
 
     @classmethod
     def get_peft_model(
-        cls, model: "BareModel", r: int = 16, target_modules: "Targets" = None, lora_alpha: int = 16,
+        cls, model: "BareModel | None" = None, r: int = 16, target_modules: "Targets" = None, lora_alpha: int = 16,
         lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
         mlp_tile: int | None = None, finetune_language_layers: bool = True, finetune_attention_modules: bool = True,
@@ -173,16 +168,17 @@ class FastLanguageModel:
         `layers_to_transform` are the numbers of the layers that get LoRA; `finetune_last_n_layers` counts from the end.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, and
-        on a card what the run's plan has room for), otherwise in one
-        piece.
-        Raises ValueError for what is not supported.
+        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, and on a card what
+        the run's plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
+        require("random_state", random_state, WHOLE)
+        if model is None:
+            raise TypeError(NO_MODEL)
         from peft import LoraConfig
 
-        from lowmem_grpo.lora_model import check_bare, check_plain, with_lora
+        from lowmem_grpo.fast_model import check_bare, check_plain, with_lora
         from lowmem_grpo.models.lora_targets import Scope, lora_targets
 
         check_bare(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def without_none(value: Any) -> Any:
-    """Return it without the keys, at any depth, whose value is None."""
+    """Return a value without the keys, at any depth, whose value is None."""
     if isinstance(value, Mapping):
         return {key: without_none(part) for key, part in value.items() if part is not None}
     return [without_none(part) for part in value] if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Message = dict[str, Any]  # of a chat: `role`, `content`, and `tool_calls` or `name` where it has them
+Message = dict[str, Any]  # a chat's: `role`, `content`, and `tool_calls` or `name` where it has them
 FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's
 
 
@@ -33,12 +33,12 @@ class Turn:
     finish_reason: Literal["stop", "length"]  # as of the rollout that it is made of
     text: str = ""  # decoded, special tokens left out
     policy_version: int = 0
-    cached_tokens: int = 0  # of the prompt, which the engine did not compute again
+    cached_tokens: int = 0  # prompt tokens that the engine did not compute again
     message: Message = field(default_factory=dict)  # the assistant's, with the tool calls that were read from it
-    replies: list[Message] = field(default_factory=list)  # of tools and of the environment, before the next turn
+    replies: list[Message] = field(default_factory=list)  # tools' and the environment's, before the next turn
     reward: float | None = None  # that the environment paid for this turn
     state: str | None = None  # the key of the state that the policy acted in
-    calls: int = 0  # of tools
+    calls: int = 0  # to tools
     failures: int = 0  # calls that could not be read, or failed
     seconds: float = 0.0  # that its tools and its environment took
     exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
@@ -64,18 +64,18 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     text: str = ""  # decoded, special tokens left out; of an episode the last turn
     policy_version: int = 0  # the oldest that drew one of the tokens
-    cached_tokens: int = 0  # of the prompt, which the engine did not compute again
+    cached_tokens: int = 0  # prompt tokens that the engine did not compute again
     trained: list[bool] | None = None  # (C,) whether the policy drew the token, so that it is in the loss; None: all
     splits: list[Split] = field(default_factory=list)  # an episode of several sequences: where each further one begins
-    turns: list[Turn] = field(default_factory=list)  # of an episode
-    ending: str = ""  # of an episode: why it ended
-    asked: int = 0  # of an episode: times that its environment asked the base model
+    turns: list[Turn] = field(default_factory=list)  # an episode's
+    ending: str = ""  # why an episode ended
+    asked: int = 0  # times that an episode's environment asked the base model
     unread: int = 0  # replies of the base model that its environment could not read
     environment: Any = None  # that the episode was played in, until its rewards are there
     columns: dict[str, Any] = field(default_factory=dict)  # that a `rollout_func` gave for the reward functions
-    opening: list[Message] = field(default_factory=list)  # of an episode: what came before its first turn
-    rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
-    invalid_rewards: dict[str, float] = field(default_factory=dict)  # of these, NaN and infinities: None in `rewards`
+    opening: list[Message] = field(default_factory=list)  # what came before an episode's first turn
+    rewards: dict[str, float | None] = field(default_factory=dict)  # by reward function
+    invalid_rewards: dict[str, float] = field(default_factory=dict)  # NaN and infinities, which are None in `rewards`
     reward: float | None = None  # their weighted sum
     advantage: float = 0.0
     token_advantages: Tensor | None = None  # (C,) where the estimator gives one to each token
@@ -144,7 +144,7 @@ class MicroBatch:
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W; of a shared place, that in the first sequence
     copies: Tensor  # (T,) int64, of how many sequences the place is, which are neighbours: 1 where it is not shared
-    prompts: tuple[tuple[int, ...], ...]  # of each prompt: places of its own (P - 1), and of each of its completions
+    prompts: tuple[tuple[int, ...], ...]  # by prompt: places of its own (P - 1), and of each of its completions
     loss_mask: Tensor  # (T,) bool, tokens that the policy drew
     trained: Tensor  # (N,) int64, where loss_mask is True: found on the host, as a card would have to be waited for
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; of a shared place, the first one
@@ -165,7 +165,7 @@ class MicroBatch:
         return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same batch with every tensor on `device`, but for `host_ids` and `homes`."""
+        """Return the same batch with every tensor on `device`, but for `host_ids` and `homes`."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host_ids", "homes")}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}
         changes: dict[str, Any] = moved
@@ -178,6 +178,6 @@ class LossOutput:
 
     loss: Tensor
     metrics: dict[str, Tensor]  # means over this call, or min and max
-    counts: dict[str, float] = field(default_factory=dict)  # of each mean: over how many tokens or sequences
+    counts: dict[str, float] = field(default_factory=dict)  # by mean: over how many tokens or sequences
     samples: dict[str, Tensor] = field(default_factory=dict)  # (N,) values whose percentiles over the step are of use
     policy_loss: Tensor | None = None  # the loss without its entropy bonus

@@ -16,7 +16,7 @@ ALIASES = {  # Unsloth's name: ours
 }
 TEXT = "Only text is trained here: "
 IMAGES = "Images are not supported, only text is trained here: "
-REFUSED = {
+REFUSED = {name: advice for names, advice in {
     "UnslothVisionDataCollator": IMAGES + "leave the collator out, and drop the images from the dataset.",
     "process_vision_info": IMAGES + "render messages of text with tokenizer.apply_chat_template.",
     "FastSentenceTransformer": TEXT + "sentence embeddings are not; use the library sentence-transformers.",
@@ -24,29 +24,32 @@ REFUSED = {
     "SyntheticDataKit": "No data is made here; use Meta's synthetic-data-kit itself, and load what it wrote.",
     "RawTextDataLoader": "Load texts with datasets.load_dataset('text', data_files=...), and pass them to SFTTrainer.",
     "QGaloreConfig": "The base weights stay frozen here; train LoRA with get_peft_model.",
-    **dict.fromkeys(("PatchDPOTrainer", "PatchKTOTrainer", "DPOTrainer", "DPOConfig", "KTOTrainer", "KTOConfig",
-                     "OnlineDPOTrainer", "OnlineDPOConfig", "ORPOTrainer", "ORPOConfig", "CPOTrainer", "CPOConfig"),
-                    "There is no trainer on preferences here: train with GRPOTrainer on rewards, with SFTTrainer, or "
-                    "with TRL's own."),
-    **dict.fromkeys(("RewardTrainer", "RewardConfig", "PRMTrainer", "PRMConfig"),
-                    "No reward model is trained here: train it with TRL, and give it in reward_funcs."),
-    **dict.fromkeys(("PPOTrainer", "PPOConfig"),
-                    "There is no value model here: train with GRPOTrainer, whose groups give the baseline."),
-    **dict.fromkeys(("DistillationTrainer", "DistillationConfig", "GKDTrainer", "GKDConfig", "MiniLLMTrainer",
-                     "MiniLLMConfig"),
-                    "No teacher's distribution is trained on here: train on its texts with SFTTrainer, or with TRL."),
-    **dict.fromkeys(("launch_openenv", "is_port_open"),
-                    "No server of OpenEnv is started here: start it yourself, and give its client to "
-                    "lowmem_grpo.environments.openenv.OpenEnv as environment_factory (docs/environments.md)."),
-    **dict.fromkeys(
-        ("create_locked_down_function", "check_python_modules", "execute_with_time_limit"),
+    "PatchDPOTrainer PatchKTOTrainer DPOTrainer DPOConfig KTOTrainer KTOConfig OnlineDPOTrainer OnlineDPOConfig "
+    "ORPOTrainer ORPOConfig CPOTrainer CPOConfig BCOTrainer BCOConfig NashMDTrainer NashMDConfig XPOTrainer XPOConfig "
+    "TPOTrainer TPOConfig":
+        "There is no trainer on preferences here: train with GRPOTrainer on rewards, with SFTTrainer, or with TRL's "
+        "own.",
+    "RewardTrainer RewardConfig PRMTrainer PRMConfig": "No reward model is trained here: train it with TRL, and give "
+                                                       "it in reward_funcs.",
+    "PPOTrainer PPOConfig": "There is no value model here: train with GRPOTrainer, whose groups give the baseline.",
+    "DistillationTrainer DistillationConfig GKDTrainer GKDConfig MiniLLMTrainer MiniLLMConfig GOLDTrainer GOLDConfig "
+    "SDFTTrainer SDFTConfig SDPOTrainer SDPOConfig SSDTrainer SSDConfig":
+        "No teacher's distribution is trained on here: train on its texts with SFTTrainer, or with TRL.",
+    "AsyncGRPOTrainer AsyncGRPOConfig":
+        "There is no second card that samples: train with GRPOTrainer, where train_while_sampling=True trains on "
+        "finished groups while others are sampled.",
+    "GRPOWithReplayBufferTrainer": "Train with GRPOTrainer, and set replay_buffer_size.",
+    "GRPOWithReplayBufferConfig": "Take GRPOConfig, and set replay_buffer_size.",
+    "launch_openenv is_port_open":
+        "No server of OpenEnv is started here: start it yourself, and give its client to "
+        "lowmem_grpo.environments.openenv.OpenEnv as environment_factory (docs/environments.md).",
+    "create_locked_down_function check_python_modules execute_with_time_limit":
         "Code that a model wrote is not run in the trainer's own process, where it could reach everything: use "
-        "rewards.code_passes_tests, which runs it in a sandbox with limits of time and memory."),
-    **dict.fromkeys(
-        ("to_sharegpt", "apply_chat_template"),
+        "rewards.code_passes_tests, which runs it in a sandbox with limits of time and memory.",
+    "to_sharegpt apply_chat_template":
         "Make the rows yourself: dataset.map(lambda row: {'messages': [{'role': 'user', 'content': ...}, {'role': "
-        "'assistant', 'content': ...}]}); SFTTrainer applies the tokenizer's chat template to `messages`."),
-}
+        "'assistant', 'content': ...}]}); SFTTrainer applies the tokenizer's chat template to `messages`.",
+}.items() for name in names.split()}
 
 
 class UnsupportedError(RuntimeError):

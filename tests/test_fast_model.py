@@ -228,12 +228,6 @@ def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: P
     assert (record.model, record.load_in_4bit, record.dtype, record.revision) == ("tiny", False, "float32", None)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.5}, 0.5, "greedy"])
-def test_sampling_params_of_another_type_are_refused(bare: BareModel, params: Any) -> None:
-    with pytest.raises(TypeError, match=r"pass a lowmem_grpo\.SamplingParams"):
-        bare.fast_generate("Start", params)
-
-
 @dataclass
 class ForeignParams:
     """Sampling parameters with vLLM's field names and defaults."""
@@ -360,6 +354,14 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"t
     ({"input_ids": [[1]], "max_new_tokens": 3}, TypeError, r"input_ids, max_new_tokens.*call model\.generate"),
     ({"prompts": "x", "sampling_params": [GREEDY, GREEDY]}, ValueError, "has 2 entries and there are 1 prompts"),
     ({"prompts": "x", "lora_request": 7}, TypeError, r"lora_request is a int; pass model\.load_lora"),
+    *[({"prompts": empty}, ValueError, "no prompt, or an empty one") for empty in ("", [], [""], [[]], ["Start", ""])],
+    *[({"prompts": given}, TypeError, f"fast_generate got a {type(given).__name__}") for given in (None, 7, CHAT[0])],
+    *[({"prompts": "x", "sampling_params": params}, TypeError, r"pass a lowmem_grpo\.SamplingParams")
+      for params in ({"temperature": 0.5}, 0.5, "greedy")],
+    *[({"prompts": "x", "sampling_params": ForeignParams(**{name: value})}, ValueError,
+       rf"sets {name}=.*not supported; leave it out\. Supported are n, temperature")
+      for name, value in (("presence_penalty", 0.5), ("logit_bias", torch.ones(3)))],
+    ({"prompts": "x", "sampling_params": ForeignParams(top_p=0)}, ValueError, "top_p is 0; it must be in"),
 ])
 def test_what_cannot_be_generated_from_is_refused_by_name(
     bare: BareModel, given: dict[str, Any], error: type[Exception], message: str
@@ -372,19 +374,6 @@ def test_calls_about_an_adapter_that_is_not_there_say_how_to_get_one(bare: BareM
     for call in (bare.save_lora, bare.load_lora):
         with pytest.raises(ValueError, match=f"{call.__name__} needs a model with LoRA: put it on with"):
             call(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("presence_penalty", 0.5), ("logit_bias", torch.ones(3)),
-])
-def test_a_foreign_field_that_would_be_ignored_is_refused_by_name(bare: BareModel, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"sets {name}=.*not supported; leave it out\. Supported are n, temperature"):
-        bare.fast_generate("Start", ForeignParams(**{name: value}))
-
-
-def test_a_foreign_value_that_is_out_of_range_is_refused(bare: BareModel) -> None:
-    with pytest.raises(ValueError, match="top_p is 0; it must be in"):
-        bare.fast_generate("Start", ForeignParams(top_p=0))
 
 
 def test_an_adapter_on_a_model_without_lora_is_refused(bare: BareModel, model: FastPeftModel) -> None:
@@ -404,18 +393,6 @@ def test_an_adapter_with_layers_that_the_model_lacks_is_refused_and_leaves_no_tr
     assert [after[key] for key in ("order", "identity", "adapters", "active", "training", "modes")] == [
         before[key] for key in ("order", "identity", "adapters", "active", "training", "modes")
     ]
-
-
-@every_row("prompts", ["", [], [""], [[]], ["Start", ""]])
-def test_an_empty_prompt_is_refused(bare: BareModel, prompts: Any) -> None:
-    with pytest.raises(ValueError, match="no prompt, or an empty one"):
-        bare.fast_generate(prompts)
-
-
-@pytest.mark.parametrize("prompts", [None, 7, CHAT[0]])
-def test_what_is_no_prompt_at_all_is_refused(bare: BareModel, prompts: Any) -> None:
-    with pytest.raises(TypeError, match=f"fast_generate got a {type(prompts).__name__}"):
-        bare.fast_generate(prompts)
 
 
 def test_the_bare_model_lends_what_the_transformers_model_has(bare: BareModel) -> None:

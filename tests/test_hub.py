@@ -111,10 +111,10 @@ def refusal(kind: type[Exception]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "words"), [
-    (hub.RepositoryNotFoundError, "the hub has no such model, or not for everyone"),
-    (hub.GatedRepoError, "only to those whom its owner admits"),
-    (hub.RevisionNotFoundError, "on the hub it has no revision 'v9'"),
-    (hub.HfHubHTTPError, None),  # for example a mirror that knows no HEAD: the loader decides
+    (hub.errors.RepositoryNotFoundError, "the hub has no such model, or not for everyone"),
+    (hub.errors.GatedRepoError, "only to those whom its owner admits"),
+    (hub.errors.RevisionNotFoundError, "on the hub it has no revision 'v9'"),
+    (hub.errors.HfHubHTTPError, None),  # for example a mirror that knows no HEAD: the loader decides
 ])
 def test_what_the_hub_refuses_is_said_before_anything_is_loaded(
     kind: type[Exception], words: str | None, monkeypatch: pytest.MonkeyPatch

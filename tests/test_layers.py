@@ -26,12 +26,12 @@ import lowmem_grpo.rewards
 ROOT = Path(lowmem_grpo.__file__).parent
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
-    ("kernels", "sandbox", "types", "messages", "units", "rules", "later", "hub", "unsloth_names"),
+    ("kernels", "sandbox", "types", "messages", "utils", "hub", "unsloth_names"),
     ("losses", "offload", "memory", "planning"),
     ("config", "models"),
     ("engines",),
     ("data", "runs", "views"),
-    ("export", "fast_model", "lora_model", "loader", "rewards", "environments"),
+    ("export", "fast_model", "loader", "rewards", "environments"),
     ("rollout", "preflight", "train", "chat_templates"),
     ("service", "agents", "recipes", "jobs", "commands", "integrations", "cli", "__main__"),
 ]
@@ -46,7 +46,6 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "export": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
-    "lora_model": {"peft"},
     "environments": {"mcp", "transformers"},
     "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy", "transformers"},
     "rollout": {"transformers"},

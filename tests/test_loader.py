@@ -74,12 +74,6 @@ def test_16_bit_weights_have_the_wanted_dtype_and_are_frozen(dtype: Any) -> None
     assert len(decoder_linears(model)) == 7 * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("dtype", ["int8", "half-ish", torch.int32])
-def test_a_dtype_that_cannot_train_is_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="must be float32, bfloat16"):
-        load(dtype=dtype)
-
-
 def test_4_bit_quantizes_every_linear_layer_and_leaves_the_head_alone(quantized: BareModel) -> None:
     for name, module in decoder_linears(quantized):
         assert isinstance(module, bitsandbytes.nn.Linear4bit), name
@@ -100,11 +94,6 @@ def test_4_bit_predicts_what_the_full_weights_predict(
         full, four = (model(input_ids=ids).logits.log_softmax(-1) for model in (bare, quantized))
     assert (full.exp() * (full - four)).sum(-1).mean() < 0.1  # nats
     assert (full.argmax(-1) == four.argmax(-1)).float().mean() > 0.8
-
-
-def test_a_context_longer_than_the_models_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_seq_length is 4096; this model's context is 2048"):
-        FastLanguageModel.from_pretrained("tiny", max_seq_length=4096, load_in_4bit=False)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../no/where", "/nowhere/at/all", "~/nowhere-at-all", "runs/a/b/c",
@@ -212,6 +201,8 @@ def test_only_the_part_of_the_model_that_was_asked_for_is_trained(
     ({"device_map": "nowhere"}, "device_map is 'nowhere'"),
     ({"device_map": "cpu", "device": "cuda:1"}, "give one of them"),
     ({"load_in_4bit": True, "load_in_16bit": True}, "contradict each other"),
+    ({"max_seq_length": 4096}, "max_seq_length is 4096; this model's context is 2048"),
+    *[({"dtype": dtype}, "must be float32, bfloat16") for dtype in ("int8", "half-ish", torch.int32)],
 ])
 def test_a_place_or_kind_of_weights_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -261,7 +252,9 @@ def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
     ({"layers_to_transform": [6]}, "names layer 6; the model has the layers 0 to 5"),
     ({"layers_to_transform": 1, "finetune_last_n_layers": 1}, "both choose layers"),
     ({"target_modules": ["gate_proj"], "finetune_mlp_modules": False}, "names no layer of the part"),
-    ({"finetune_last_n_layers": 0}, "must be at least 1"),
+    ({"finetune_last_n_layers": 0}, "must be at least 1"), ({"random_state": None}, "random_state is None; it must be"),
+    ({"layers_to_transform": "a"}, "layers_to_transform is 'a'; it must be a whole number, or a list of them"),
+    ({"rank_pattern": {"(": 4}}, "rank_pattern is .*; it must be a dict of numbers, each by a name or a regular expr"),
     ({"use_gradient_checkpointing": "disk"}, '"offload" and its alias "unsloth"'),
     ({"use_gradient_checkpointing": None}, "allowed are True, False"),
 ])
@@ -272,6 +265,11 @@ def test_a_bad_lora_setting_is_refused_before_the_model_changes(
     with pytest.raises(ValueError, match=message):
         FastLanguageModel.get_peft_model(bare, **options)
     assert [name for name, _ in bare.named_parameters()] == names
+
+
+def test_lora_on_no_model_says_how_to_load_one() -> None:
+    with pytest.raises(TypeError, match=r"get_peft_model needs the model that from_pretrained returned: model, token"):
+        FastLanguageModel.get_peft_model()
 
 
 def test_lora_on_something_else_than_a_loaded_model_is_refused() -> None:

@@ -20,7 +20,7 @@ from bench.loop.section import loop_table
 from bench.memory.section import longest_table, memory_table
 from bench.notebooks import notebooks_table
 from bench.rollout.section import rollout_table
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 HERE = Path(__file__).resolve().parents[1]
 HEADER = """# Results
@@ -50,18 +50,13 @@ KERNELS: tables.Columns = {
     "TFLOP/s": ("tflops", ".3g"), "x GEMMs": ("gemm_ratio", ".2f"), "commit": "commit"}
 
 
-def demo_table(rows: Rows) -> list[str]:
-    """Return the newest row of each seed of the `arithmetic` recipe."""
-    last = {row["seed"]: row for row in rows}
-    return ["", "## Recipe `arithmetic`: sampled accuracy at temperature 1 on 512 held-out problems", "",
-            *tables.page((row for _, row in sorted(last.items())), DEMO)]
+def plain_table(title: str, columns: tables.Columns, *fields: str) -> Callable[[Rows], list[str]]:
+    """Return what makes a section: a table of the newest row of each combination of these fields, sorted by them."""
+    def table(rows: Rows) -> list[str]:
+        last = {tuple(row[name] for name in fields): row for row in rows}
+        return ["", f"## {title}", "", *tables.page((row for _, row in sorted(last.items())), columns)]
 
-
-def step_table(rows: Rows) -> list[str]:
-    """Return the newest pair of rows of each loss type: one whole training step, ours beside TRL's."""
-    last = {(row["loss_type"], row["provider"]): row for row in rows}
-    return ["", "## One training step, generation included: 256 completions of the embedded model, LoRA on all linears",
-            "", *tables.page((row for _, row in sorted(last.items())), STEP)]
+    return table
 
 
 def card_learning_table(rows: Rows) -> list[str]:
@@ -90,7 +85,11 @@ def real(rows: Rows) -> Rows:
 
 
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
-    "demo": demo_table, "step_time": step_table, "kernels": kernel_table, "rollout": rollout_table,
+    "demo": plain_table("Recipe `arithmetic`: sampled accuracy at temperature 1 on 512 held-out problems", DEMO,
+                        "seed"),
+    "step_time": plain_table("One training step, generation included: 256 completions of the embedded model, LoRA on "
+                             "all linears", STEP, "loss_type", "provider"),
+    "kernels": kernel_table, "rollout": rollout_table,
     "memory": memory_table, "longest_context": longest_table, "loop": loop_table,
     "card_learning": card_learning_table, "notebooks": notebooks_table, "agents": agents_table,
 }

@@ -18,7 +18,6 @@ WEIGHTS = click.option(
     help="A folder where random weights are made once and kept (16 GB for the 8B shape); by default a temporary one.")
 RUN = click.option("--run", "run_name", help="Joins the rows of several calls: providers of one run are compared.")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print rows, one JSON object a line; append none.")
-TARGETS = click.option("--targets", is_flag=True, help="Measure nothing; show which targets the rows of --output meet.")
 
 
 def output(name: str) -> Any:

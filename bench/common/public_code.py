@@ -7,10 +7,12 @@ import ast
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rich.console import Console
 from bench.common import child, tables
 from bench.common.rows import leave, machine, newest, run_now
 
+CONTEXT = 32768  # tokens; programs and notebooks ask for more than an embedded model's own 2,048
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHELL = re.compile(r"^(\s*)[!%].*?(?:(?<!\\)\n|\Z)", re.MULTILINE | re.DOTALL)  # to the end of a continued line
 KEPT_MAGIC = ("%%capture", "%%time")  # a cell with another %% is not Python
@@ -59,6 +62,14 @@ class Changes(ast.NodeTransformer):
         before = self.counts.total()
         changed = ast.fix_missing_locations(self.visit(tree))
         return ast.unparse(changed) if self.counts.total() > before else text
+
+
+def long_copy(model: str, folder: Path) -> str:
+    """Return the path of a copy of an embedded model that takes long sequences, also with transformers."""
+    shutil.copytree(str(files("lowmem_grpo") / "assets" / model), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return str(folder)
 
 
 def called(node: ast.Call) -> str:

@@ -1,6 +1,6 @@
 """Cases that take turns, so that what else the machine does disturbs all of them alike."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TypeVar
 
@@ -13,16 +13,6 @@ def in_turn(cases: Sequence[T], rounds: int, warm_up: int = 0) -> Iterator[tuple
     for number in range(rounds + warm_up):
         for case in reversed(cases) if number % 2 else cases:
             yield case, number >= warm_up
-
-
-def take_turns(calls: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
-    """Return what each of the calls gave in the rounds that count."""
-    found: dict[str, list[T]] = {name: [] for name in calls}
-    for name, counts in in_turn(list(calls), rounds, warm_up):
-        value = calls[name]()
-        if counts:
-            found[name].append(value)
-    return found
 
 
 def ratio(own: Sequence[float], base: Sequence[float]) -> float:

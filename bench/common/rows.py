@@ -62,15 +62,13 @@ def version_of(name: str) -> str | None:
 def commit() -> str:
     """The commit of the code, with "+changes" where the package differs from it. In a copy without its history, the
     name that `make gpu-bundle` wrote."""
-    if not shutil.which("git"):
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True, check=False).stdout.strip()
+
+    name = git("rev-parse", "--short=12", "HEAD") if shutil.which("git") else ""
+    if not name:
         return COMMIT.read_text().strip() if COMMIT.exists() else "unknown"
-    here = Path(__file__).parents[1]
-    name = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True).stdout
-    changed = subprocess.run(["git", "status", "--porcelain", "--", "../lowmem_grpo"], cwd=here, capture_output=True,
-                             text=True).stdout
-    if not name.strip() and COMMIT.exists():
-        return COMMIT.read_text().strip()
-    return (name.strip() or "unknown") + ("+changes" if changed.strip() else "")
+    return name + ("+changes" if git("status", "--porcelain", "--", "../../lowmem_grpo") else "")
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

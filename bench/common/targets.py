@@ -4,14 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from bench.common import tables
 
 OURS = "lowmem_grpo"
 CARD = "H200"  # the card that most goals for cards are meant for
 MET, MISSED, NOT_RUN = "met", "missed", "not run"
-COLORS = {MET: "green", MISSED: "red", NOT_RUN: "dim"}
 RUN = ("run", "gib", "prompts", "steps")  # rows that are alike in these were measured in one run
 COLUMNS = ("case", "to reach", "measured", "")
 BELOW_ONE = 1 - 2**-53  # the largest number that is smaller than 1
@@ -86,12 +83,6 @@ class Standing:
 def judged(goals: Iterable[Goal], rows: list[Row], device: str | None = None) -> list[Standing]:
     """How each goal stands by these rows; only those for one device where it is given."""
     return [goal.judged(rows) for goal in goals if device in (None, goal.device)]
-
-
-def table(found: list[Standing]) -> Table:
-    """The standings for a terminal."""
-    rows = ([*one.cells, f"[{COLORS[one.status]}]{one.status}[/]"] for one in found)
-    return tables.terminal("targets", COLUMNS, rows)
 
 
 def lines(found: list[Standing]) -> list[str]:

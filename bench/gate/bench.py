@@ -1,14 +1,10 @@
 """The GPU gate: everything that needs a card, as one command, in pieces of at most ten minutes.
 
-    python -m bench.gate.bench                              on this machine's card: numbers first, then tests
-    python -m bench.gate.bench --call 1                     the first of three calls of ten minutes; then 2 and 3
-    python -m bench.gate.bench --stages memory,rollout      some of them, in this order
-    python -m bench.gate.bench --time-limit 560             as much as fits; the same command again continues
-    python -m bench.gate.bench --dry-run                    every stage on the CPU, tiny shapes: no card needed
+    python -m bench.gate.bench                  on this machine's card: numbers first, then tests
+    python -m bench.gate.bench --dry-run        every stage on the CPU, tiny shapes: no card needed
 
-Each piece runs in a process of its own and has its own log. Rows are written as they are measured. Where a piece fails,
-or cannot run on this machine, the others run all the same. The last page (gate.md) says what passed, which targets were
-missed, and what did not run. What passed on this commit is not run again, unless --again is given.
+Each piece runs in a process of its own and has its own log. Where a piece fails, or cannot run on this machine, the
+others run all the same. The last page (gate.md) says what passed, which targets were missed, and what did not run.
 """
 
 import subprocess
@@ -141,8 +137,6 @@ class Gate:
 @click.option("--time-limit", type=float, help="Seconds for this run; the next one continues; "
               f"{SECONDS_OF_A_CALL:g} with --call, else 7200.")
 @click.option("--dry-run", is_flag=True, help="Run on the CPU with tiny shapes; rows stay in --output.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True,
-              help="cpu is the same as --dry-run.")
 @click.option("--again", is_flag=True, help="Also run what has passed on this commit.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for logs, last page "
               "and state; runs/gpu-gate, or runs/gpu-gate-dry where nothing is measured.")
@@ -151,12 +145,12 @@ class Gate:
 @click.option("--weights", type=click.Path(file_okay=False, path_type=Path), help="Folder where random weights are "
               "made once (16 GB on a card); by default in --output.")
 def main(
-    call: str | None, stages: str | None, time_limit: float | None, dry_run: bool, device: str, again: bool,
+    call: str | None, stages: str | None, time_limit: float | None, dry_run: bool, again: bool,
     output: Path | None, results: Path | None, weights: Path | None,
 ) -> None:
     """Run the stages, write rows and the last page. The exit code is 1 where a piece failed or was cut off."""
     asked = asked_for(stages, int(call) if call else None)
-    form, code = form_of(dry_run or device == "cpu"), commit()
+    form, code = form_of(dry_run), commit()
     limit = time_limit if time_limit is not None else SECONDS_OF_A_CALL if call else 7200.0
     out = (output or RUNS / ("gpu-gate" if form == CARD else "gpu-gate-dry")).resolve()
     rows = (results or (RESULTS if form == CARD else out / "results")).resolve()

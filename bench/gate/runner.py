@@ -156,8 +156,9 @@ def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         return FAILED, f"pytest left no report: {last}"
-    bad = {name_of(case): message for case in cases if (message := complaint(case))}
-    values = [name for name, message in bad.items() if form == PRETEND and of_values(message)]
+    bad = {f"{case.get('classname')}.{case.get('name')}": message for case in cases if (message := complaint(case))}
+    values = [name for name, message in bad.items() if form == PRETEND  # of what was computed
+              and (message.startswith(OF_VALUES) or any(words in message for words in CHECKS))]
     skipped = sum(case.find("skipped") is not None for case in cases)
     ran = len(cases) - skipped
     counts = f"{ran - len(bad)} passed, {skipped} skipped" + (f", {len(values)} wrong values" if values else "")
@@ -171,15 +172,6 @@ def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
 
 OF_VALUES = ("AssertionError", "assert ", "Failed: DID NOT RAISE", "Failed: DID NOT WARN", "ZeroDivisionError")
 CHECKS = ("has other code tables than",)  # of the package itself, on values
-
-
-def of_values(message: str) -> bool:
-    """Whether a test failed because of the values that were computed."""
-    return message.startswith(OF_VALUES) or any(words in message for words in CHECKS)
-
-
-def name_of(case: ElementTree.Element) -> str:
-    return f"{case.get('classname')}.{case.get('name')}"
 
 
 def complaint(case: ElementTree.Element) -> str:

@@ -26,7 +26,6 @@ from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY, Variant
 MAX_SPILL = 64  # bytes a thread
 MAX_SECONDS = 60  # of one compilation, far more than any should take; an assembler that spills a lot can take hours
 MAX_TENSOR_MEMORY = 512  # columns of tensor memory of a block, sm_100
-HINTS = ("aligned", "odd")
 DIVISIBLE = [["tt.divisibility", 16]]
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 

@@ -1,11 +1,8 @@
 """Time and weigh each kernel against its plain reference and against other projects' kernels, in one run.
 
     python -m bench.kernels.bench                        on the card if there is one, else on the CPU
-    python -m bench.kernels.bench --device cpu --ops linear_logprobs
-    python -m bench.kernels.bench --targets              no measuring: which targets the recorded rows meet
 
-The providers of a case take turns. Peers (requirements-peers.txt) that are not installed are named and left out. Rows
-go to bench/results/kernels.jsonl; bench/README.md explains them.
+The providers of a case take turns. Peers (requirements-peers.txt) that are not installed are named and left out.
 """
 
 import gc
@@ -23,15 +20,12 @@ import torch
 from rich.console import Console
 
 from bench.common import options, tables
-from bench.common.rows import append_row, machine, percentiles, read_rows, run_now
-from bench.common.targets import judged
-from bench.common.targets import table as target_table
+from bench.common.rows import append_row, machine, percentiles, run_now
 from bench.gate.pretend import is_pretend
 from bench.kernels import peer_layers, peer_logprobs, peer_quantized
-from bench.kernels.goals import GOALS
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
 PROBLEMS: dict[str, Any] = peer_logprobs.PROBLEMS | peer_quantized.PROBLEMS | peer_layers.PROBLEMS
@@ -171,32 +165,26 @@ ALL_PROVIDERS = list(dict.fromkeys(provider.name for _, providers in PROBLEMS.va
 @options.THREADS
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=2), help="Fewest on the CPU.")
 @options.output("kernels")
-@options.TARGETS
 def main(
     device: str | None, ops: list[str], providers: list[str], shapes: str | None, dtypes: list[str], threads: int,
-    rounds: int, output: Path, targets: bool,
+    rounds: int, output: Path,
 ) -> None:
-    """Measure the kernels, append rows, and show which targets are met."""
+    """Measure the kernels and append rows."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    failures: list[str] = []
-    if not targets:
-        warnings.simplefilter("ignore")  # of peers and compilers, between the tables
-        torch.set_num_threads(threads)
-        clock = Clock(device, rounds)
-        common = machine(PACKAGES) | {
-            "run": run_now(), "device": device, "threads": threads,
-            "copy_gbps": round(copy_bandwidth(clock) / 1e9, 2),
-        }
-        console.print(f"{common['gpu'] or common['cpu']}, copies at {common['copy_gbps']} GB/s, rows to {output}")
-        bench = Bench(clock, providers, output, common, failures)
-        default = ["bfloat16"] if device == "cuda" else ["float32", "bfloat16"]
-        shapes = shapes or ("full" if device == "cuda" else "small")
-        for case in cases(ops or list(PROBLEMS), shapes, dtypes or default, device):
-            bench.measure(case)
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    console.print(target_table(judged(GOALS, read_rows(output), None if targets else device)))
+    warnings.simplefilter("ignore")  # of peers and compilers, between the tables
+    torch.set_num_threads(threads)
+    clock, failures = Clock(device, rounds), list[str]()
+    common = machine(PACKAGES) | {"run": run_now(), "device": device, "threads": threads,
+                                  "copy_gbps": round(copy_bandwidth(clock) / 1e9, 2)}
+    console.print(f"{common['gpu'] or common['cpu']}, copies at {common['copy_gbps']} GB/s, rows to {output}")
+    bench = Bench(clock, providers, output, common, failures)
+    default = ["bfloat16"] if device == "cuda" else ["float32", "bfloat16"]
+    shapes = shapes or ("full" if device == "cuda" else "small")
+    for case in cases(ops or list(PROBLEMS), shapes, dtypes or default, device):
+        bench.measure(case)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     if failures:
         click.echo("\n".join([f"{len(failures)} of our own failed:", *failures]), err=True)
         sys.exit(1)

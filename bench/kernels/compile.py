@@ -1,13 +1,9 @@
 """Compile every kernel in every configuration that its launch rules can choose, for every chip, without a GPU.
 
-    python -m bench.kernels.compile                    all kernels for sm_75 ... sm_120; a line for each kernel
-    python -m bench.kernels.compile --all              the same with a line for each variant
-    python -m bench.kernels.compile --json             one JSON object with everything
-    python -m bench.kernels.compile --chips 75,90      only these chips
-    python -m bench.kernels.compile --one-dtype        fp16 only for chips without bf16, in half of the time
+    python -m bench.kernels.compile                    all kernels for sm_75 ... sm_120; bench/README.md says more
 
 The exit code is 1, with a list, where a kernel does not compile, spills more than 64 bytes a thread, needs more shared
-memory than its chip has, or is in no `variants()`. bench/README.md says more.
+memory than its chip has, or is in no `variants()`.
 """
 
 import importlib
@@ -110,26 +106,23 @@ def weigh_job(job: Job) -> Any:
     return weigh(job.variant, job.chip, job.hints)
 
 
-class Queue:
-    """The distinct jobs. Kernels cannot be sent to forked workers, so workers look them up here by number."""
+QUEUE: list[Job] = []  # distinct jobs: kernels cannot be sent to forked workers, which look them up by number
 
-    jobs: list[Job] = []
 
-    @classmethod
-    def run(cls, number: int) -> Any:
-        return weigh_job(cls.jobs[number])
+def weigh_number(number: int) -> Any:
+    return weigh_job(QUEUE[number])
 
 
 def weigh_all(jobs: list[Job], workers: int) -> dict[tuple[Any, ...], Any]:
     """The weight of every distinct job, by its key."""
     from bench.kernels.aot import Weight
 
-    Queue.jobs = list({job.key: job for job in jobs}.values())
+    QUEUE[:] = {job.key: job for job in jobs}.values()
     if workers == 1:
-        return {job.key: weigh_job(job) for job in Queue.jobs}
+        return {job.key: weigh_job(job) for job in QUEUE}
     weights = {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        waiting = [(job.key, pool.submit(Queue.run, number)) for number, job in enumerate(Queue.jobs)]
+        waiting = [(job.key, pool.submit(weigh_number, number)) for number, job in enumerate(QUEUE)]
         for key, future in waiting:
             try:
                 weights[key] = future.result()

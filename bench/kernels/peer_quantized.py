@@ -21,20 +21,15 @@ from bench.kernels.problems import (
     Forward,
     Problem,
     Provider,
-    UnsupportedError,
     plain,
     truth_of,
 )
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
 from lowmem_grpo.kernels.frozen import QuantizedWeight, frozen_linear
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_decode import nf4_decode_triton
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
-from lowmem_grpo.kernels.triton_utils import Launch, capability
 
 BLOCK, NESTED_BLOCK = 64, 256
-# Each block reads all of x, so blocks of 64 outputs read half as much of it from the L2 cache as the rule's 32.
-N64 = Launch({"BLOCK_M": 64, "BLOCK_N": 64, "SPLIT": 4, "BYTES": 32}, num_warps=8, num_stages=2)
 NF4 = (  # the code of 4-bit NormalFloat, QLoRA (arXiv 2305.14314), appendix E
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -162,18 +157,7 @@ def bnb_values(problem: Problem) -> Forward:
     return lambda weight: {"values": dequantize_4bit(packed, state)}
 
 
-def candidate(problem: Problem) -> Forward:
-    """Our kernel for few rows in a launch that its rule does not choose."""
-    weight = problem.given["weight"]
-    if problem.case.device == "cuda" and capability(torch.device("cuda")) < 80:
-        raise UnsupportedError("from sm_80 on")
-    rest = (weight.tensors, weight.sizes, list(weight.out_features), None, None, 0.0, None, None, N64)
-    return lambda x, **_: {"out": nf4_decode_triton(x.detach(), *rest)}
-
-
 PROBLEMS = Form(random_nf4, nf4_dequantize, nf4_dequantize_ref, nf4_linear).problems("nf4", [
-    Provider("lowmem_grpo_n64", candidate, "lowmem-grpo", "a candidate: 64 outputs, 4 shares of K, 8 warps",
-             needs=("card", "forward", "33 to 64 rows")),
     Provider("bnb_matmul_4bit", bnb_matmul, "bitsandbytes", "gemm_4bit: fused or not by its own table of the chip"),
     Provider("bnb_dequantize_matmul", bnb_dequantize_matmul, "bitsandbytes"),
     Provider("bnb_gemv_4bit", bnb_gemv, "bitsandbytes", needs=("card", "forward", "one row")),

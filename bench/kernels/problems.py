@@ -55,7 +55,6 @@ NEEDS: dict[str, tuple[Callable[[Case], bool], str]] = {  # whether a case has i
     "forward": (lambda case: case.passes == FWD, "it has no gradients"),
     "backward": (lambda case: case.passes == FWD_BWD, "returns the loss, and always with its gradients"),
     "one row": (lambda case: case.shape["M"] == 1, "for one row"),
-    "33 to 64 rows": (lambda case: 32 < case.shape["M"] <= 64, "for 33 to 64 rows"),
 }
 
 

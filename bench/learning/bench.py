@@ -1,8 +1,6 @@
 """Does every setting learn, and do settings that should agree learn alike? Arithmetic, with several seeds.
 
     python -m bench.learning.bench      # 13 settings, five seeds, 30 steps of 128 completions
-    python -m bench.learning.bench --quick  # two seeds, 20 steps: within 15 minutes on two cores
-    python -m bench.learning.bench --report  # only writes docs/learning.md and docs/learning.svg from the rows
 
 Each run leaves a row in bench/results/learning.jsonl. A quick run writes rows, table and picture to runs/learning-quick
 instead. The command fails where a setting does not learn, or where two settings that must agree do not.
@@ -19,8 +17,8 @@ import click
 
 from bench.common import child
 from bench.common.rows import RESULTS, append_row, machine, newest, read_rows
-from bench.learning.report import write_report
-from bench.learning.settings import SETTINGS, failures
+from bench.learning.report import failures, write_report
+from bench.learning.settings import SETTINGS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUICK = Path("runs") / "learning-quick"

@@ -16,8 +16,6 @@ from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.types import RolloutGroup
 
-LOGGED = {"trained_early": "train_while_sampling/share"}
-
 
 def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return mean reward, share of right answers and mean length of each step's samples, and the share of completions

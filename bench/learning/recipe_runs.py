@@ -1,12 +1,10 @@
 """Run every recipe once, as a user would: what it learns, how long it takes, how much memory. A row for each.
 
     python -m bench.learning.recipe_runs                 # all, with the preset of this machine
-    python -m bench.learning.recipe_runs --recipes proximity  # some
-    python -m bench.learning.recipe_runs --steps 2       # a quick look: nothing is learnt, and the rows say so
     python -m bench.learning.recipe_runs --recipes arithmetic --seed 1 --output bench/results/demo.jsonl  # the demo
 
-Rows go to bench/results/recipe_runs.jsonl; `python docs/make_recipes.py` turns them into a table and pages. With
-`--must-rise` the exit code is also 1 where accuracy on held-out problems does not rise by two standard errors.
+`python docs/make_recipes.py` turns the rows into a table and pages. With `--must-rise` the exit code is also 1 where
+accuracy on held-out problems does not rise by two standard errors.
 """
 
 import json

@@ -2,11 +2,9 @@
 
     python -m bench.loop.bench                  8B, random weights, prompts of 1,024 tokens, 8 completions of 4,096
     python -m bench.loop.bench --device cpu     a tiny one on the CPU, within minutes
-    python -m bench.loop.bench --gib 24 --prompts 4  on a card made smaller, with 32 completions a step
-    python -m bench.loop.bench --targets        no measuring: which targets the recorded rows meet
 
 Each provider runs in a process of its own, in its own environment where one is given. A provider that cannot run here
-is named with the reason. Rows go to bench/results/loop.jsonl; bench/README.md explains them.
+is named with the reason.
 """
 
 import sys
@@ -21,15 +19,14 @@ from rich.console import Console
 
 from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
-from bench.common.rows import append_row, machine, read_rows, run_now
-from bench.common.targets import OURS, judged
-from bench.common.targets import table as target_table
+from bench.common.rows import append_row, machine, run_now
+from bench.common.targets import OURS
 from bench.gate import pretend
 from bench.loop.inputs import loop_shape
-from bench.loop.section import COLUMNS, GOALS
+from bench.loop.section import COLUMNS
 
 KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
-PEAKS = ("allocated_bytes", "used_bytes", "host_bytes", "host_taken_bytes")
+PEAKS = ("allocated_bytes", "used_bytes", "host_bytes")
 console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
@@ -120,16 +117,12 @@ def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[
 @options.WEIGHTS
 @options.RUN
 @options.output("loop")
-@options.TARGETS
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], prompts: int, steps: int, gib: float | None,
     peer_batch: int, trl_python: str | None, unsloth_python: str | None, threads: int, time_limit: float,
-    weights: Path | None, run_name: str | None, output: Path, targets: bool,
+    weights: Path | None, run_name: str | None, output: Path,
 ) -> None:
-    """Measure steps of the whole loop, append rows, and show which targets are met."""
-    if targets:
-        console.print(target_table(judged(GOALS, read_rows(output))))
-        return
+    """Measure steps of the whole loop and append rows."""
     where = machine()  # first, so that the commit is the one at the start of the run
     device, shape = options.place(device, shape, where["gpu"])
     python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}
@@ -149,7 +142,6 @@ def main(
     measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
     console.print(tables.terminal(None, list(COLUMNS), measured))
     tables.print_missing(rows, console)
-    console.print(target_table(judged(GOALS, read_rows(output), device)))
     if failed:
         raise click.ClickException(f"{', '.join(failed)} failed; see above")
 

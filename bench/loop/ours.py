@@ -6,63 +6,37 @@ from typing import Any
 from bench.loop.inputs import GIB, TARGETS, RandomModel
 from bench.loop.phase_watch import PhaseWatch
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
-from lowmem_grpo.engines.base import Conversation, Engine, OnGroup
+from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import Device, card_of
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.planning.time_plan import calibration
 from lowmem_grpo.train.run_memory import settings_of
-from lowmem_grpo.types import Rollout
 
 ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
+
+
+def timed(name: str, phase: str) -> Any:
+    """Return a method that calls the engine's own one inside a phase of the watch."""
+    def method(self: "TimedEngine", *args: Any, **options: Any) -> Any:
+        with self.watch.phase(phase):
+            return getattr(self.engine, name)(*args, **options)
+
+    return method
 
 
 class TimedEngine:
     """The model's own engine; sampling is one phase, sleeping and waking another."""
 
     capabilities = frozenset({"on_group", "converse"})
+    generate, converse = timed("generate", "generate"), timed("converse", "generate")
+    sleep, wake, on_policy_update = (timed(name, "switch") for name in ("sleep", "wake", "on_policy_update"))
+    kv_bytes = property(lambda self: self.engine.kv_bytes)
+    bound = property(lambda self: self.engine.bound, lambda self, bound: setattr(self.engine, "bound", bound))
 
     def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
-        self.engine, self.watch, self.name = engine, watch, engine.name
-
-    def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None
-    ) -> list[list[Rollout]]:
-        with self.watch.phase("generate"):
-            return self.engine.generate(prompts, params, on_group)
-
-    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        with self.watch.phase("generate"):
-            self.engine.converse(conversation, params)
-
-    def sleep(self) -> None:
-        with self.watch.phase("switch"):
-            self.engine.sleep()
-
-    def wake(self) -> None:
-        with self.watch.phase("switch"):
-            self.engine.wake()
-
-    def on_policy_update(self, policy_version: int) -> None:
-        with self.watch.phase("switch"):
-            self.engine.on_policy_update(policy_version)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.engine.kv_bytes
-
-    @property
-    def bound(self) -> Any:
-        """The bound that the trainer gives to an engine."""
-        return self.engine.bound  # type: ignore[attr-defined]
-
-    @bound.setter
-    def bound(self, bound: Any) -> None:
-        self.engine.bound = bound  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.engine.close()
+        self.engine, self.watch, self.name, self.close = engine, watch, engine.name, engine.close
 
 
 def load(folder: Path, device: str, work: Any, engine: str) -> FastPeftModel:

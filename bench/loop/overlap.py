@@ -1,18 +1,13 @@
 """What a step takes when complete groups are trained while others are sampled, beside one without that.
 
-    OMP_NUM_THREADS=1 python -m bench.loop.overlap --engine transformers
-    OMP_NUM_THREADS=1 python -m bench.loop.overlap --engine vllm
-    OMP_NUM_THREADS=1 python -m bench.loop.overlap --mixture chains
+    OMP_NUM_THREADS=1 python -m bench.loop.overlap [--engine vllm] [--mixture chains]
 
-The model in the package samples 32 prompts 8 times. In the mixture "noise" each token ends its completion with about
-the same probability, so lengths have a long tail: the longest of 256 is about five times the mean. (The completions say
-nothing: the temperature is high, the model's last norm is halved, and a few tokens that mean nothing end them.) In
+The model in the package samples 32 prompts 8 times. In the mixture "noise" the completions say nothing (the temperature
+is high, the model's last norm is halved, a few tokens that mean nothing end them): their lengths have a long tail. In
 "chains" it answers 30 short problems and two that take several times as long, at temperature 1 and to the end that it
-chooses.
-
-The cases take turns, after steps to warm up, and sample with the same seeds. The learning rate is zero, so that one
-case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time divided by that
-of the step without the switch, `share` the completions that were trained before all were sampled.
+chooses. The cases take turns, after steps to warm up, and sample with the same seeds; the learning rate is zero, so
+that one case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time
+divided by that of the step without the switch, `share` the completions that were trained before all were sampled.
 """
 
 import random

@@ -18,7 +18,7 @@ REST = "rest"  # what belongs to no phase
 LOOK_EVERY = 0.05  # seconds between looks at what is in use
 SECONDS, CPU = "seconds", "cpu_seconds"  # by the clock; of all threads of this process
 ALLOCATED, USED = "allocated_bytes", "used_bytes"  # by torch's allocator; all on the card
-HOST, TAKEN = "host_bytes", "host_taken_bytes"  # the resident set; what the whole host lost, pinned pages too
+HOST = "host_bytes"  # the resident set
 Step = dict[str, dict[str, Any]]  # measure -> phase -> value
 
 
@@ -26,21 +26,21 @@ class PhaseWatch:
     """Times the phases of steps, on the CPU or on the current card, whose queue it waits for at each border."""
 
     def __init__(self, device: str) -> None:
-        self.on_card = device != "cpu"
+        self.card: Any = cuda() if device != "cpu" else None
         self.steps: list[Step] = []
         self.stack: list[str] = []  # the phases that are open; none between steps
-        self.taken_before, self.loaded = taken_bytes(), 0  # of the host; of this process before the first step
-        self.lock = threading.Lock()
-        self.ended = threading.Event()
+        self.loaded = 0  # resident before the first step
+        self.lock, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self.look_again, daemon=True)
         self.thread.start()
 
     def begin_step(self) -> None:
         """Begin to count the phases of a new step."""
-        self.now: Step = {name: defaultdict(int) for name in (SECONDS, CPU, ALLOCATED, USED, HOST, TAKEN)}
+        self.now: Step = {name: defaultdict(int) for name in (SECONDS, CPU, ALLOCATED, USED, HOST)}
         self.loaded = self.loaded or resident_bytes("VmRSS")
-        self.wait()
-        self.forget_peak()
+        if self.card:
+            self.card.synchronize()
+            self.card.reset_peak_memory_stats()
         self.marked = time.perf_counter(), time.process_time()
         self.stack.append(REST)
 
@@ -79,15 +79,14 @@ class PhaseWatch:
 
     def count(self) -> None:
         """Add the time since the last border to the phase that ran."""
-        self.wait()
+        if self.card:
+            self.card.synchronize()
         now, name = (time.perf_counter(), time.process_time()), self.stack[-1]
         for measure, end, begin in zip((SECONDS, CPU), now, self.marked, strict=True):
             self.now[measure][name] += end - begin
-        if self.on_card:
-            import torch
-
-            self.keep(ALLOCATED, name, torch.cuda.max_memory_allocated())
-            self.forget_peak()
+        if self.card:
+            self.keep(ALLOCATED, name, self.card.max_memory_allocated())
+            self.card.reset_peak_memory_stats()
         self.look(name)
         self.marked = now
 
@@ -98,11 +97,8 @@ class PhaseWatch:
     def look(self, name: str) -> None:
         """Note what is in use now: on the host, and on the card by the driver's count."""
         self.keep(HOST, name, resident_bytes("VmRSS"))
-        self.keep(TAKEN, name, max(0, taken_bytes() - self.taken_before))
-        if self.on_card:
-            import torch
-
-            free, total = torch.cuda.mem_get_info()
+        if self.card:
+            free, total = self.card.mem_get_info()
             self.keep(USED, name, total - free)
 
     def look_again(self) -> None:
@@ -111,26 +107,21 @@ class PhaseWatch:
             if stack:
                 self.look(stack[0])
 
-    def wait(self) -> None:
-        if self.on_card:
-            import torch
-
-            torch.cuda.synchronize()
-
-    def forget_peak(self) -> None:
-        if self.on_card:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-
     def peak(self) -> int:
         """Return the most of all steps: allocated on a card, resident on the CPU."""
-        return max((max(step[ALLOCATED].values()) for step in self.steps), default=0) if self.on_card \
+        return max((max(step[ALLOCATED].values()) for step in self.steps), default=0) if self.card \
             else resident_bytes()
 
     def close(self) -> None:
         self.ended.set()
         self.thread.join()
+
+
+def cuda() -> Any:
+    """Return torch.cuda; a watch of the CPU does not import torch."""
+    import torch
+
+    return torch.cuda
 
 
 def resident_bytes(name: str = "VmHWM") -> int:
@@ -140,12 +131,3 @@ def resident_bytes(name: str = "VmHWM") -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def taken_bytes() -> int:
-    """Bytes of the whole host that are in use; 0 where the system does not say."""
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return 0
-    fields = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines()}
-    return 1024 * (fields["MemTotal"] - fields["MemAvailable"])

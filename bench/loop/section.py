@@ -3,7 +3,7 @@
 from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import BELOW_ONE, OURS, ByProvider, Goal, Row, judged, section
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 PEERS = ("trl", "trl_nf4", "unsloth")  # whose loops have vLLM too
 PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # as shares are shown

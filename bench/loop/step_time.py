@@ -1,10 +1,9 @@
 """One GRPO step, generation included: ours against TRL's, same model, LoRA, prompts and rewards.
 
     python -m bench.loop.step_time                  makes TRL's environment (.venv-trl) where it is not there yet
-    python -m bench.loop.step_time --trl-python PATH  uses the environment of that interpreter
 
-Both run in turn, each time in a fresh process, with micro-batches of 32 completions: on a CPU as fast as larger ones,
-in the least memory (LOG.md). bench/README.md says how to read the rows.
+Both run in turn, each time in a fresh process, with micro-batches of 32 completions (LOG.md says why); bench/README.md
+says how to read the rows.
 """
 
 import json
@@ -24,7 +23,7 @@ from bench.common.rows import RESULTS, leave, machine, percentiles
 from bench.loop.inputs import PACKAGE
 from lowmem_grpo.models.named import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 OURS, TRL = "lowmem_grpo", "trl"

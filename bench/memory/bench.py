@@ -1,11 +1,7 @@
 """Memory of one training step while the features that save it are switched on one by one: peaks on device and host.
 
     python -m bench.memory.bench                  every case, on fake tensors: minutes on any machine, no GPU
-    python -m bench.memory.bench --shape llama-3.1-8b --context 131072
     python -m bench.memory.bench --device cuda --gib 16  the same step for real, random weights, on a card made smaller
-    python -m bench.memory.bench --picture        only draws docs/memory.svg from the recorded rows
-
-Rows go to bench/results/memory.jsonl; bench/README.md explains them.
 """
 
 import time
@@ -21,7 +17,7 @@ from bench.common.rows import leave, machine, read_rows
 from bench.memory.picture import draw
 from bench.memory.section import newest_cases
 from bench.memory.stages import CASES, STAGES, Case, completion_lengths
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory.svg"
 PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned

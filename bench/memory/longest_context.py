@@ -1,12 +1,10 @@
 """The longest context whose training step fits a limited card: first planned, then tried.
 
-    python -m bench.memory.longest_context --device cuda --gib 16         Llama-3.1-8B, random weights, 8 completions
-    python -m bench.memory.longest_context --shape qwen2.5-1.5b --gib 2   on fake tensors: no card needed
+    python -m bench.memory.longest_context --gib 16     Llama-3.1-8B, 8 completions; with --device cuda for real
 
 Each trial is the step of `bench/memory/bench.py` with every feature on, without sampling. The first trial has the
 planned length. The length then grows where it fits and shrinks where it does not, until both sides are known, the
-model's own longest context fits, or the trials are used up. Each trial leaves a row in
-bench/results/longest_context.jsonl at once.
+model's own longest context fits, or the trials are used up. Each trial leaves a row at once.
 """
 
 import sys
@@ -22,7 +20,7 @@ from bench.common import options, tables
 from bench.common.rows import append_row, machine, run_now
 from bench.memory.bench import PLANNED, bytes_of, planned
 from bench.memory.stages import CASES, Case
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
 CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not

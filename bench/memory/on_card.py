@@ -17,7 +17,7 @@ from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.embedding import embed_on_host, movable
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.sums import Sums
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 CARD = "cuda"
 

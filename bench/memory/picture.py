@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.pictures import panels, save
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 from lowmem_grpo.views.palette import MEMORY
 
 PARTS = {  # of a row: its words and its colour

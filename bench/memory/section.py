@@ -6,7 +6,7 @@ from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import OURS, ByProvider, Goal
 from bench.memory.stages import STAGES
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 SHAPE, CONTEXT, STAGE = "llama-3.1-8b", 20480, "+ 8-bit optimizer"
 
@@ -54,7 +54,7 @@ def newest_cases(rows: Rows) -> dict[tuple[str, ...], Rows]:
 
 
 def memory_table(rows: Rows) -> list[str]:
-    """A column for each stage of each case: peaks on device and host; then planned beside weighed."""
+    """Return a column for each stage of each case: peaks on device and host; then planned beside weighed."""
     cases = newest_cases(rows)
     lines = [
         "", "## Memory of a training step: peaks on device / host in GiB, one feature after the other", "",
@@ -62,59 +62,55 @@ def memory_table(rows: Rows) -> list[str]:
         "real step on fake tensors, which shows the memory of tensors, but not the driver's.", "",
         *tables.markdown(("case", *STAGES, "machine", "commit"), map(case_cells, cases.values())), "",
     ]
-    planned = [row for found in cases.values() for row in found if "planned_bytes" in row and "device_bytes" in row]
-    columns = ("case", "planned, GiB", "weighed or measured, GiB", "ratio", "planned on the host", "weighed")
-    return lines + tables.markdown(columns, map(planned_cells, planned))
+    planned = (row for found in cases.values() for row in found if "planned_bytes" in row and "device_bytes" in row)
+    return lines + tables.page(planned, PLANNED)
 
 
 def name_of(row: dict[str, Any]) -> str:
     return f"{row['shape']}, {row['context']:,} x {row['generations']}"
 
 
-def case_cells(rows: Rows) -> list[str]:
-    """One case: every stage that was run."""
-    by_stage = {row["stage"]: row for row in rows}
-    return [name_of(rows[-1]), *(peaks(by_stage.get(stage)) for stage in STAGES), place(rows[-1]), rows[-1]["commit"]]
-
-
 def place(row: dict[str, Any]) -> str:
     return str(row.get("gpu")) if row["device"] == "cuda" else "fake tensors"
 
 
+def case_cells(rows: Rows) -> list[str]:
+    """Return the cells of a case: every stage that was run."""
+    by_stage, last = {row["stage"]: row for row in rows}, rows[-1]
+    return [name_of(last), *(peaks(by_stage.get(stage)) for stage in STAGES), place(last), last["commit"]]
+
+
 def peaks(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    if "device_bytes" not in row:
-        return str(row.get("error", ""))[:40]
+    if row is None or "device_bytes" not in row:
+        return str((row or {}).get("error", ""))[:40]
     host = f" / {row['host_bytes'] / GIB:.1f}" if row["host_bytes"] else ""
     return f"{row['device_bytes'] / GIB:.1f}{host}"
 
 
-def planned_cells(row: dict[str, Any]) -> list[str]:
-    """Planned beside weighed, in GiB."""
-    sizes = [row[name] / GIB for name in ("planned_bytes", "device_bytes", "planned_host_bytes", "host_bytes")]
-    planned, weighed, *host = (f"{size:.2f}" for size in sizes)
-    return [name_of(row), planned, weighed, f"{sizes[0] / sizes[1]:.3f}", *host]
+PLANNED: tables.Columns = {
+    "case": name_of, "planned, GiB": ("planned_bytes", ".2f", GIB),
+    "weighed or measured, GiB": ("device_bytes", ".2f", GIB),
+    "ratio": lambda row: f"{row['planned_bytes'] / row['device_bytes']:.3f}",
+    "planned on the host": ("planned_host_bytes", ".2f", GIB), "weighed": ("host_bytes", ".2f", GIB)}
+LONGEST: tables.Columns = {
+    "model": lambda row: f"{row['shape']} x {row['generations']}", "bound, GiB": ("gib", "g"),
+    "planned": ("planned_context", ","), "fits": ("longest", ","), "peak, GiB": ("device_bytes", ".2f", GIB),
+    "host, GiB": ("host_bytes", ".2f", GIB), "does not fit": ("failing", ","), "machine": place, "commit": "commit"}
 
 
 def longest_table(rows: Rows) -> list[str]:
-    """Of each model and bound: the longest context that fitted, and the shortest that did not."""
-    columns = ("model", "bound, GiB", "planned", "fits", "peak, GiB", "host, GiB", "does not fit", "machine", "commit")
+    """Return, of each model and bound, the longest context that fitted, and the shortest that did not."""
     cases: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
         name = tuple(row.get(field) for field in ("shape", "generations", "gib", "device", "gpu"))
         cases.setdefault((*name, row["run"]), []).append(row)
-    newest_runs = {name[:-1]: found for name, found in cases.items()}
-    return ["", "## The longest context whose training step fits", "",
-            *tables.markdown(columns, map(longest_cells, newest_runs.values()))]
+    newest_runs = {name[:-1]: searched(found) for name, found in cases.items()}
+    return ["", "## The longest context whose training step fits", "", *tables.page(newest_runs.values(), LONGEST)]
 
 
-def longest_cells(rows: Rows) -> list[str]:
-    """One search."""
-    best = max((row for row in rows if row["fits"]), key=lambda row: row["context"], default=None)
+def searched(rows: Rows) -> dict[str, Any]:
+    """Return one search as a row: that of the longest context that fitted, without bytes where none did."""
+    best = max((row for row in rows if row["fits"]), key=lambda row: row["context"], default={})
     failing = min((row["context"] for row in rows if not row["fits"]), default=None)
-    last = rows[-1]
-    fitted = (("context", ","), ("device_bytes", ".2f", GIB), ("host_bytes", ".2f", GIB))
-    return [f"{last['shape']} x {last['generations']}", f"{last['gib']:g}", f"{last['planned_context']:,}",
-            *(tables.number(best or {}, *figure) for figure in fitted), f"{failing:,}" if failing else "", place(last),
-            last["commit"]]
+    sizes = dict.fromkeys(("device_bytes", "host_bytes"))
+    return rows[-1] | sizes | best | {"longest": best.get("context"), "failing": failing}

@@ -28,13 +28,13 @@ from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.offload.embedding import tables
-from lowmem_grpo.offload.pages import ImmediateCopies
+from lowmem_grpo.offload.pages import Copies
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.optim import make_optimizer
 from lowmem_grpo.train.sums import Sums
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 PROMPT = 512  # tokens, or half a sequence that is shorter
 
@@ -149,7 +149,7 @@ class LogitsPolicy(Policy):
         return batch.at_trained(logprobs), batch.at_trained(logprobs.detach())
 
 
-class CountedCopies(ImmediateCopies):
+class CountedCopies(Copies):
     """Copies to pages that count as host memory."""
 
     def __init__(self, live: CountedStorages) -> None:

@@ -1,12 +1,9 @@
 """Rollouts by our engines and by vLLM with weights of its own: speed, memory, and agreement with the trainer.
 
     python -m bench.rollout.bench                   the 8B shape on the card if there is one, else a tiny one
-    python -m bench.rollout.bench --device cpu      a tiny one on the CPU, within two minutes
-    python -m bench.rollout.bench --targets         no measuring: which targets the recorded rows meet
 
 First a model with random weights and an adapter are written to a folder. Each provider then samples from them in a
-process of its own. What is not installed is named and left out. Rows go to bench/results/rollout.jsonl; bench/README.md
-explains them.
+process of its own. What is not installed is named and left out.
 """
 
 from pathlib import Path
@@ -18,10 +15,9 @@ from rich.console import Console
 
 from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
-from bench.common.rows import leave, machine, percentiles, read_rows, run_now
-from bench.common.targets import OURS, judged
-from bench.common.targets import table as target_table
-from bench.rollout.section import BF16, BNB, COLUMNS, EAGER, FP8_CACHE, GOALS
+from bench.common.rows import leave, machine, percentiles, run_now
+from bench.common.targets import OURS
+from bench.rollout.section import BF16, BNB, COLUMNS, EAGER, FP8_CACHE
 from bench.rollout.shapes import SHAPES
 
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", "transformers_eager", FP8_CACHE)
@@ -64,28 +60,25 @@ def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path)
 @options.RUN
 @options.output("rollout")
 @options.AS_JSON
-@options.TARGETS
 def main(
     device: str | None, shape: str | None, names: tuple[str, ...], rounds: int, threads: int, weights: Path | None,
-    run_name: str | None, output: Path, as_json: bool, targets: bool,
+    run_name: str | None, output: Path, as_json: bool,
 ) -> None:
-    """Measure rollouts, append rows, and show which targets are met."""
+    """Measure rollouts and append rows."""
     console.stderr = as_json
     common = machine(PACKAGES)  # first, so that the commit is the one at the start of the run
     device, shape = options.place(device, shape, common["gpu"])
-    if not targets:
-        size, usual = SHAPES[shape], [name for name in PROVIDERS if device == "cuda" or not name.endswith("_eager")]
-        common |= {"run": run_name or run_now(), "device": device, "shape": shape,
-                   "threads": threads, "sequences": size.sequences, "completion_tokens": size.completion_tokens,
-                   "prompt_tokens": size.prompt_tokens}
-        with model_folder(weights, shape, device) as folder:
-            rows = measure(list(names) or usual, common, rounds, folder)
-        for row in rows:
-            leave(row, output, as_json)
-        measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
-        console.print(tables.terminal(None, list(COLUMNS), measured))
-        tables.print_missing(rows, console)
-    console.print(target_table(judged(GOALS, read_rows(output), None if targets else device)))
+    size, usual = SHAPES[shape], [name for name in PROVIDERS if device == "cuda" or not name.endswith("_eager")]
+    common |= {"run": run_name or run_now(), "device": device, "shape": shape, "threads": threads,
+               "sequences": size.sequences, "completion_tokens": size.completion_tokens,
+               "prompt_tokens": size.prompt_tokens}
+    with model_folder(weights, shape, device) as folder:
+        rows = measure(list(names) or usual, common, rounds, folder)
+    for row in rows:
+        leave(row, output, as_json)
+    measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
+    console.print(tables.terminal(None, list(COLUMNS), measured))
+    tables.print_missing(rows, console)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 from bench.common import tables
 from bench.common.rows import newest
 from bench.common.targets import OURS, ByProvider, Goal, judged, section
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 BNB, BF16 = "vllm_bnb_lora", "vllm_bf16_lora"
 EAGER = "lowmem_grpo_eager"  # ours without CUDA graphs

@@ -1,12 +1,10 @@
 """A few real GRPO steps of the model in the package, with each engine and option.
 
     python -m bench.smoke.bench                      every variant, on the card if there is one, else on the CPU
-    python -m bench.smoke.bench --variant vllm --variant offload
 
 Each variant runs in a process of its own and prints a line: ok, missing and why, or failed and what is wrong. On a real
 card a variant must also leave no memory behind. On the pretend card of bench/gate/pretend.py values mean nothing, so
 only bytes are judged, and a variant that reaches its end was "walked". The exit code is 1 where a variant failed.
-Rows go to bench/results/card_smoke.jsonl.
 """
 
 import sys

@@ -1,7 +1,6 @@
 """Agents in plain Python, under ART's names: `from lowmem_grpo import agents as art`.
 
-Names load when they are first used.
-"""
+Names load when they are first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,7 @@ if TYPE_CHECKING:
         capture_yielded_trajectory,
         yield_trajectory,
     )
-    from lowmem_grpo.agents.gather import (
-        gather_trajectories,
-        gather_trajectory_groups,
-        limit_concurrency,
-        retry,
-    )
+    from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups, limit_concurrency, retry
     from lowmem_grpo.agents.model import Model, TrainableModel
     from lowmem_grpo.agents.train_config import TrainConfig
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup

@@ -33,8 +33,7 @@ class LocalBackend:
         await model.register(backend)
 
     A model that is registered goes on from its newest checkpoint. `async with` closes it, and so does the end of the
-    program.
-    """
+    program."""
 
     def __init__(
         self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
@@ -44,8 +43,7 @@ class LocalBackend:
         names; a model's `_internal_config` wins over them. `model` is one that is loaded already.
 
         `in_process` changes nothing: there is no other process. TypeError for an option that nobody knows, ValueError
-        for one that is not supported.
-        """
+        for one that is not supported."""
         if gpu_cost_per_hour_usd is not None:
             raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
                              "hours in summary.json (train_seconds), and leave it out")
@@ -58,8 +56,7 @@ class LocalBackend:
     # Begin and end
 
     async def register(self, model: Any) -> None:
-        """Load a model that is trained, resume its run, and open its engine. A model that is only asked gets a folder.
-        The same model again changes nothing."""
+        """Load a model that is trained, and resume its run; one that is only asked gets a folder. Twice is as once."""
         folder, key = self.folder(model), (model.project, model.folder_name)
         if not trains(model):
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,15 +98,14 @@ class LocalBackend:
         from step to step; train_config.py says what becomes of them.
 
         Calls in the engine are finished first. Where nothing can be trained on, no step is made, and a warning says
-        why.
-        """
+        why."""
         run = self.run(model)
         groups = list(trajectory_groups)
-        if wrong := [one for one in groups if not isinstance(one, TrajectoryGroup)]:
+        if wrong := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
             raise TypeError(f"train takes groups, and {type(wrong[0]).__name__} is among them: pass "
                             "[TrajectoryGroup(trajectories)]")
-        given: Mapping[str, Any] = {} if config is None else config.model_dump(exclude_none=True)
-        metrics = await run.train(groups, {**given, **options})
+        settings: Mapping[str, Any] = {} if config is None else config.model_dump(exclude_none=True)
+        metrics = await run.train(groups, {**settings, **options})
         saved = run.saved.get(run.step)
         return LocalTrainResult(run.step, metrics, None if saved is None else str(saved))
 
@@ -144,21 +140,19 @@ class LocalBackend:
     # Inside
 
     def folder(self, model: Any) -> Path:
-        """The folder of its run."""
         return self.path / str(model.project) / str(model.folder_name)
 
     def run(self, model: Any) -> LocalRun:
         """The run of a model. ValueError where it is not registered."""
-        found = self.runs.get((model.project, model.folder_name))
-        if found is None:
+        run = self.runs.get((model.project, model.folder_name))
+        if run is None:
             raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
                              "call `await model.register(backend)` first")
-        return found
+        return run
 
 
 Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what trains, and of what a step did
 
 
 def trains(model: Any) -> bool:
-    """Return whether a model is one that is trained."""
     return bool(getattr(model, "trainable", hasattr(model, "base_model")))

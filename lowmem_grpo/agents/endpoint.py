@@ -1,5 +1,4 @@
-"""Trajectories that nobody writes down: of the calls of a session of an endpoint, of those that a coroutine makes, or
-handed over from deep inside of it."""
+"""Trajectories that nobody writes down: of an endpoint's session, of a coroutine's calls, or yielded inside of one."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -12,7 +11,7 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo.agents.trajectories import History, Metadata, Metrics, Trajectory
 from lowmem_grpo.service.endpoint import Endpoint
 from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.sessions import RECORDER, SESSION, Conversation, Session
+from lowmem_grpo.service.sessions import RECORDER, SESSION, RecordedConversation, Session
 
 
 class RolloutSession(Session):
@@ -22,10 +21,8 @@ class RolloutSession(Session):
         self, reward: float = 0.0, metrics: Metrics | None = None, metadata: dict[str, Metadata] | None = None,
         logs: list[str] | None = None,
     ) -> Trajectory:
-        """Return all that the policy said in this session, its conversations as histories of one trajectory.
-
-        Raises ValueError where it said nothing.
-        """
+        """Return what the policy said in this session, its conversations as histories of one trajectory. ValueError
+        where it said nothing."""
         histories = list(map(history_of, self.conversations()))
         if not histories:
             raise ValueError("nothing was said in this session, so that there is nothing to train on: the agent must "
@@ -40,14 +37,12 @@ class AgentEndpoint(Endpoint):
     """An endpoint for rollouts, as `model.serve()` gives it."""
 
     def session(self) -> RolloutSession:
-        """Return an address of its own for one rollout: a context manager, with `base_url`, `api_key` and
-        `trajectory`."""
-        return self.begin(RolloutSession)
+        """Return an address for one rollout: a context manager with `base_url`, `api_key` and `trajectory`."""
+        return self.start_session(RolloutSession)
 
 
-def history_of(conversation: Conversation) -> History:
-    """Return a recorded conversation in the form of ART."""
-    said = [Choice.model_validate(one) if "turn" in one else one for one in conversation.messages_and_choices]
+def history_of(conversation: RecordedConversation) -> History:
+    said = [Choice.model_validate(entry) if "turn" in entry else entry for entry in conversation.messages_and_choices]
     return History(messages_and_choices=said, tools=conversation.tools)
 
 
@@ -82,8 +77,8 @@ async def run_with(coroutine: Awaitable[Any], values: dict[ContextVar[Any], Any]
 
 
 def auto_trajectory(*, required: bool = False) -> Trajectory | None:
-    """The trajectory of the coroutine that `capture_auto_trajectory` runs, with all calls so far; to set its reward.
-    Outside of one None, or RuntimeError if it is required."""
+    """Return the trajectory so far of the coroutine that `capture_auto_trajectory` runs, to set its reward. Outside of
+    one None, or RuntimeError if it is required."""
     capture = CAPTURE.get()
     if capture is not None:
         return capture.refresh()
@@ -93,11 +88,8 @@ def auto_trajectory(*, required: bool = False) -> Trajectory | None:
 
 
 async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
-    """The trajectory of all calls that a coroutine makes through `model.openai_client()` of a model in training; a new
-    conversation becomes a further history. Other clients are not seen: for these, see `model.serve()`.
-
-    Raises ValueError if it made no call.
-    """
+    """Return the trajectory of all calls that a coroutine makes through `model.openai_client()`, each new conversation
+    as a further history; other clients are seen by `model.serve()` only. ValueError if it made no call."""
     capture = Capture()
     await run_with(coroutine, {CAPTURE: capture, RECORDER: capture.session, SESSION: uuid4().hex})
     if not capture.session.replies:

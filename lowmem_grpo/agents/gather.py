@@ -11,7 +11,7 @@ import tenacity
 
 from lowmem_grpo.agents.progress import Progress, described, together
 from lowmem_grpo.agents.trajectories import PendingGroup, Trajectory, TrajectoryGroup, is_awaitable
-from lowmem_grpo.rules import COUNT, NOT_NEGATIVE, require
+from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, require
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,8 +33,7 @@ async def gather_trajectory_groups(
     place (None drops it). timeout: seconds that each rollout may take; one that takes longer is cancelled and counts as
     failed. A rollout that blocks (time.sleep, a loop without await) cannot be cancelled.
 
-    A group that is made by a function of your own may fail as one rollout may; it is left out.
-    """
+    A group that is made by a function of your own may fail as one rollout may; it is left out."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = list(groups)
     for group in chosen:
@@ -44,8 +43,8 @@ async def gather_trajectory_groups(
     sizes = [len(group) if isinstance(group, PendingGroup | TrajectoryGroup) else 1 for group in chosen]
     progress = Progress(max_exceptions, max_metrics, timeout, sum(sizes))
     with progress.shown(pbar_desc):
-        found = await together(whole(group, progress, after_each) for group in chosen)
-    return [group for part in found for group in part]
+        parts = await together(whole(group, progress, after_each) for group in chosen)
+    return [group for part in parts for group in part]
 
 
 async def whole(group: Any, progress: Progress, after_each: AfterEach | None) -> list[TrajectoryGroup]:
@@ -64,9 +63,9 @@ async def whole(group: Any, progress: Progress, after_each: AfterEach | None) ->
     if is_awaitable(after):
         after = await after
     kept = [] if after is None else after if isinstance(after, list) else [after]
-    for one in kept:
-        if not isinstance(one, TrajectoryGroup):
-            raise TypeError(f"after_each returned {described(one)}; it must return the group, a list of groups, or "
+    for item in kept:
+        if not isinstance(item, TrajectoryGroup):
+            raise TypeError(f"after_each returned {described(item)}; it must return the group, a list of groups, or "
                             "None to drop it")
     return kept
 
@@ -111,8 +110,7 @@ def retry(
     of `exceptions`; first `delay` seconds later, then `backoff_factor` times as long each time.
 
     Each time `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises ValueError
-    for settings that make no sense.
-    """
+    for settings that make no sense."""
     require("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
     require("delay", delay, NOT_NEGATIVE)
     require("backoff_factor", backoff_factor, NOT_NEGATIVE)
@@ -132,9 +130,7 @@ def retry(
     return decorator
 
 
-def limit_concurrency(
-    n: int, derive_key: Callable[..., str] | None = None
-) -> Callable[[Function], Function]:
+def limit_concurrency(n: int, derive_key: Callable[..., str] | None = None) -> Callable[[Function], Function]:
     """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` of each key that
     `derive_key` makes of a call's arguments."""
     require("n", n, COUNT, ": write @limit_concurrency(8)")

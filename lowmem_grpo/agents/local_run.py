@@ -24,10 +24,10 @@ from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.runs.whole_files import list_checkpoints
-from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.waiting import LIVE
 from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
 
@@ -38,11 +38,8 @@ TRAIN = "train"  # the split whose numbers the step itself writes
 
 
 class LocalRun:
-    """All of it but the loading happens in the desk's thread, which owns the model.
-
-    Of several ranks each plays rollouts of its own, and all of them open, train, log, delete and close: what one has is
-    put together with what the others have. The first one writes.
-    """
+    """A model's run. All but the loading happens in the desk's thread, which owns the model. Of several ranks each
+    plays its own rollouts, and all of them open, train, log, delete and close together; the first one writes."""
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
@@ -55,14 +52,13 @@ class LocalRun:
     # Begin and end
 
     async def open(self, model: Any = None) -> None:
-        """Load the model, or take one that is loaded; go on from the newest checkpoint. RunInUseError where another
-        process trains into the folder."""
+        """Load the model, or take a loaded one, and resume its run. RunInUseError where another process trains."""
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)
             self.desk = Desk(adapted, seed=self.own_seed())
             try:
-                await self.at_desk(partial(self.begin, adapted), sleep=False)
+                await self.at_desk(partial(self.start_run, adapted), sleep=False)
             except BaseException:
                 self.desk.close()
                 raise
@@ -72,7 +68,6 @@ class LocalRun:
                          template_kwargs=self.trainer.args.chat_template_kwargs)
 
     def loaded(self, model: Any) -> Any:
-        """The model with its adapter."""
         if self.ranks.leads:
             with owned(self.folder):
                 pass  # before a model is loaded for nothing
@@ -83,14 +78,13 @@ class LocalRun:
         seed = self.options.settings(self.folder).seed
         return seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
 
-    def begin(self, model: Any) -> None:
-        """Make the trainer, and begin or resume its run."""
+    def start_run(self, model: Any) -> None:
         self.trainer = TrajectoryTrainer(model, self.options.settings(self.folder), model.loaded.tokenizer)
         self.desk.policy, self.desk.memory = self.trainer.policy, self.trainer.memory
         self.session = self.trainer.running()
         self.session.__enter__()
         self.desk.on_policy_update(self.trainer.state.policy_version)
-        self.look()
+        self.read_checkpoints()
 
     async def close(self, error: BaseException | None = None) -> None:
         """End the run; what is going on is finished first. With an error, it has failed."""
@@ -113,7 +107,6 @@ class LocalRun:
         self.desk.close()
 
     def finish(self, error: BaseException | None) -> None:
-        """Write the end of the run, its adapter and its report."""
         error = error or self.error
         self.session.__exit__(*((None,) * 3 if error is None else (type(error), error, error.__traceback__)))
         self.trainer.model.close_engine()
@@ -127,13 +120,12 @@ class LocalRun:
 
     @property
     def step(self) -> int:
-        """Steps made so far."""
         return int(self.trainer.state.global_step)
 
-    def look(self) -> None:
+    def read_checkpoints(self) -> None:
         """See which checkpoints there are; the first rank, which writes them, tells the others."""
-        found = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
-        self.saved = {int(path.name.rpartition("-")[2]): path for path in found}
+        checkpoints = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
+        self.saved = {int(path.name.rpartition("-")[2]): path for path in checkpoints}
 
     def names(self) -> Mapping[str, Path | str | None]:
         """Return the names that clients can ask for: the base model, each checkpoint, and the policy as it is."""
@@ -143,7 +135,6 @@ class LocalRun:
         return {self.base_model: None, **saved, self.name: LIVE}
 
     def client(self) -> AsyncOpenAI:
-        """openai's client, answered in this process."""
         return client_of(self.chat)
 
     def serve(self, **options: Any) -> AgentEndpoint:
@@ -169,11 +160,10 @@ class LocalRun:
         settings = settings_of(options, self.trainer.args.loss_type, PER_STEP)
         return await self.at_desk(partial(self.update, groups, settings | ({} if save else {"save_strategy": "no"})))
 
-    def update(self, given: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The step itself."""
+    def update(self, gathered: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
         sampled = Sampled(self.chat.histories, [name for name in self.names() if name != self.base_model])
-        groups = sampled.groups(given)
-        told = self.ranks.gather("what was played", (len(groups), len(given), sampled.tally(given, groups)))
+        groups = sampled.groups(gathered)
+        told = self.ranks.gather("what was played", (len(groups), len(gathered), sampled.tally(gathered, groups)))
         counts = Tally.total(tally for _, _, tally in told).metrics()
         if not any(trained for trained, _, _ in told):
             logger.warning("no step was made: none of %d groups can be trained on; the step stays %d",
@@ -181,16 +171,16 @@ class LocalRun:
             return counts
         self.training = True
         try:
-            found = self.trainer.step(groups, counts, **settings)
+            line = self.trainer.step(groups, counts, **settings)
         except BaseException as error:
             self.error = error
             raise
         finally:
             self.training = False
             self.desk.on_policy_update(self.trainer.state.policy_version)
-            self.look()
+            self.read_checkpoints()
         self.error = None
-        return found
+        return line
 
     # Records
 
@@ -216,24 +206,21 @@ class LocalRun:
         return await self.at_desk(find, sleep=False)
 
     def find_best(self, metric: str) -> int | None:
-        """The same, from the records."""
         path = self.folder / METRICS
         names = {metric, metric.removeprefix(f"{TRAIN}/")}
         values: dict[int, list[float]] = {}
         for line in read_lines(path) if path.exists() else []:
             for value in (line[name] for name in names if line.get(name) is not None):
                 values.setdefault(int(line["step"]), []).append(value)
-        means_of = {step: fmean(found) for step, found in values.items() if step in self.saved}
+        means_of = {step: fmean(numbers) for step, numbers in values.items() if step in self.saved}
         if not means_of:
             logger.warning("no checkpoint has %s in %s: none is the best", metric, path)
         return max(means_of, key=lambda step: (means_of[step], step), default=None)
 
     async def delete_checkpoints(self, keep: Sequence[int]) -> None:
-        """Delete all checkpoints but these and the newest."""
         await self.at_desk(partial(self.prune, set(keep)), sleep=False)
 
     def prune(self, keep: set[int]) -> None:
-        """The first rank deletes."""
         if self.ranks.leads:
             prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
-        self.look()
+        self.read_checkpoints()

@@ -31,8 +31,7 @@ class Model(BaseModel, Generic[ConfigT]):
     under `inference_model_name` (its name, if that is None) at `inference_base_url` with `inference_api_key`.
 
     Without a URL it is OpenAI's, and without a URL and a key the key is OPENAI_API_KEY, as that client reads it.
-    `config` is the program's own.
-    """
+    `config` is the program's own."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -66,8 +65,7 @@ class Model(BaseModel, Generic[ConfigT]):
         """The backend with which it is registered. ValueError without one."""
         if self._backend is None:
             raise ValueError(f"the model {self.name!r} has no backend yet: call `await model.register(backend)` first")
-        backend: LocalBackend = self._backend
-        return backend
+        return self._backend
 
     async def register(self, backend: "LocalBackend") -> None:
         """Hand it to a backend, which keeps its folder."""
@@ -153,8 +151,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     `_internal_config` holds options of loading, LoRA and training (`art.dev.InternalModelConfig`); it may also be set
     afterwards, before `register`. `lora_config` has LoRA's own by ART's names (`art.LoRAConfig`), and `run_name` names
-    the run's folder, where it is not the model's name.
-    """
+    the run's folder, where it is not the model's name."""
 
     base_model: str
     trainable: bool = True
@@ -204,8 +201,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
         """The arguments that litellm.completion needs for this model; opens an address on this machine (`serve`)."""
         self.serve()
-        found = super().litellm_completion_params(step)
-        return found | {"model": f"hosted_vllm/{found['model']}"}
+        params = super().litellm_completion_params(step)
+        return params | {"model": f"hosted_vllm/{params['model']}"}
 
     async def get_step(self) -> int:
         return await self.backend().get_step(self)
@@ -216,8 +213,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     ) -> Any:
         """One step on these groups, and a checkpoint. Returns a LocalTrainResult.
 
-        `config` is a TrainConfig; `_config` and `options` are options of `backend.train`.
-        """
+        `config` is a TrainConfig; `_config` and `options` are options of `backend.train`."""
         del verbose  # what a step says does not depend on it
         return await self.backend().train(self, groups_of(trajectory_groups), config=config, **(dict(_config or {})),
                                           **options)
@@ -229,11 +225,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         await run.delete_checkpoints([] if best is None else [best])
 
 
-def groups_of(given: Any) -> list[TrajectoryGroup]:
+def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
     """Groups as they are; trajectories and errors as one group. TypeError for anything else."""
-    if isinstance(given, TrajectoryGroup):
-        return [given]
-    items = [given] if isinstance(given, BaseModel | str) or not isinstance(given, Iterable) else list(given)
+    if isinstance(rollouts, TrajectoryGroup):
+        return [rollouts]
+    is_item = isinstance(rollouts, BaseModel | str) or not isinstance(rollouts, Iterable)
+    items = [rollouts] if is_item else list(rollouts)
     groups = [item for item in items if isinstance(item, TrajectoryGroup)]
     if len(groups) == len(items):
         return groups

@@ -96,7 +96,6 @@ class ModelOptions:
                             template_of(config) or self.chat_template)
 
     def settings(self, folder: Path) -> GRPOConfig:
-        """Return the settings of a run in this folder."""
         return GRPOConfig(**DEFAULTS | self.training, output_dir=str(folder))
 
     def load(self, base_model: str) -> Any:
@@ -117,7 +116,6 @@ class ModelOptions:
 
 
 def template_of(config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a config, as a text or by its file."""
     text, path = config.get("chat_template"), config.get("chat_template_path")
     if text is not None and path is not None:
         raise ValueError("_internal_config has chat_template and chat_template_path; give one of them")
@@ -125,7 +123,6 @@ def template_of(config: Mapping[str, Any]) -> str | None:
 
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the options that have none of these names."""
     return {name: value for name, value in options.items() if name not in names}
 
 
@@ -136,8 +133,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return the context of a model in tokens, at most CONTEXT; None, which is its own, where its config does not
-    say."""
+    """Return a model's context in tokens, at most CONTEXT; None, its own, where the config does not say."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

@@ -14,8 +14,8 @@ from uuid import uuid4
 from tqdm import auto
 
 from lowmem_grpo.config.launcher import this_place
-from lowmem_grpo.rules import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 from lowmem_grpo.service.sessions import SESSION
+from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -59,7 +59,6 @@ class Progress:
                 logger.warning("%d of %d rollouts failed: %s", len(self.failures), self.total, reasons)
 
     def done(self, trajectory: Any) -> None:
-        """Count a rollout that has ended."""
         if id(trajectory) not in self.counted:
             self.counted[id(trajectory)] = trajectory
             trajectory.count_tokens()
@@ -99,7 +98,7 @@ class Progress:
                 return result
             raise TypeError(f"a rollout returned {described(result)}; it must return {noun}: end it with `return "
                             "trajectory`")
-        except (Exception, asyncio.CancelledError) as raised:  # of the user's code
+        except (Exception, asyncio.CancelledError) as raised:  # by the user's code
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
@@ -115,8 +114,7 @@ def current(total: int) -> Progress:
 
 
 async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Return the results of all, in order. If one raises, or this is cancelled, the others are cancelled and have
-    ended."""
+    """Return the results of all, in order. On an error or a cancellation the others are cancelled, and awaited."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,8 +1,7 @@
 """RULER: a judge sees the trajectories of a group side by side and scores them relative to each other.
 
 After ART's function of this name, on the judges of this package: one at a URL by its name, one that is given, or the
-base model of a run itself. See docs/judge.md.
-"""
+base model of a run itself. See docs/judge.md."""
 
 import asyncio
 import copy
@@ -19,14 +18,13 @@ from pydantic import BaseModel
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
 from lowmem_grpo.rewards.judge.chat_api import is_address
-from lowmem_grpo.rewards.judge.forms import EQUAL
+from lowmem_grpo.rewards.judge.forms import EQUAL, Transcript, as_line, compared, transcript_of
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Ratings
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
-from lowmem_grpo.rewards.judge.transcript import Transcript, as_line, compared, transcript_of
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
-from lowmem_grpo.rules import TEXT, require
-from lowmem_grpo.service.call import Call
+from lowmem_grpo.service.waiting import Call
+from lowmem_grpo.utils import TEXT, require
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +69,10 @@ async def ruler(
 
     What all began with is shown once, and trajectories that are alike are shown once. If there is nothing to compare,
     all get 0.5 and the judge is not asked. Raises JudgeError if it gives no scores, ValueError and TypeError for what
-    makes no sense.
-    """
+    makes no sense."""
     judge = judge_of(judge_model, extra_litellm_params)
     histories = [[History(messages_and_choices=list(map(message_of, messages)))] for messages in message_lists]
-    return await scored(histories, judge, rubric, told(tools), debug)
+    return await scored(histories, judge, rubric, tools_text(tools), debug)
 
 
 async def ruler_score_group(
@@ -88,22 +85,21 @@ async def ruler_score_group(
     The group itself stays as it is. In the new one `metrics["ruler_score"]` holds the score too,
     `metrics["independent_reward"]` the former reward, and `logs` the judge's reason. All conversations of a trajectory
     are judged. With `swallow_exceptions`, a judge that fails is logged and gives None: return it from `after_each`, and
-    the group is left out.
-    """
+    the group is left out."""
     if not isinstance(group, TrajectoryGroup):
         raise TypeError(f"ruler_score_group takes one TrajectoryGroup, and got a {type(group).__name__}; it fits "
                         "gather_trajectory_groups(..., after_each=lambda group: ruler_score_group(group, ...))")
     judge = judge_of(judge_model, extra_litellm_params)
     common = tools_of(group.trajectories)
     try:
-        scores = await scored([one.histories for one in group.trajectories], judge, rubric, common, debug)
+        scores = await scored([trajectory.histories for trajectory in group.trajectories], judge, rubric, common, debug)
     except JudgeError as error:
         if not swallow_exceptions:
             raise
         logger.warning("a group of %d trajectories is left out: %s", len(group), error)
         return None
     pairs = zip(group.trajectories, scores, strict=True)
-    return group.model_copy(update={"trajectories": [rewarded(one, score) for one, score in pairs]})
+    return group.model_copy(update={"trajectories": [rewarded(trajectory, score) for trajectory, score in pairs]})
 
 
 def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
@@ -116,7 +112,6 @@ def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
 async def scored(
     trajectories: Sequence[Sequence[History]], judge: Judge, rubric: str, tools: str, debug: bool
 ) -> list[TrajectoryScore]:
-    """The scores of trajectories, each given as its conversations."""
     require("rubric", rubric, TEXT)
     seen = [lines_of(histories, tools) for histories in trajectories]
     different = list(dict.fromkeys(seen))
@@ -125,24 +120,23 @@ async def scored(
     else:
         ratings = await asked(judge, compared(tools, different, rubric))
     known = dict(zip(different, ratings, strict=True))
-    found = [TrajectoryScore(trajectory_id=str(number), score=known[one][0], explanation=known[one][1])
-             for number, one in enumerate(seen, start=1)]
+    scores = [TrajectoryScore(trajectory_id=str(number), score=known[transcript][0], explanation=known[transcript][1])
+             for number, transcript in enumerate(seen, start=1)]
     if debug:
-        for score in found:
+        for score in scores:
             logger.warning("RULER: trajectory %s gets %g: %s", score.trajectory_id, score.score, score.explanation)
-    return found
+    return scores
 
 
 async def asked(judge: Judge, question: Any) -> Ratings:
-    """The judge's ratings. JudgeError without them."""
     now: Any = judge.rate([question])
     if inspect.isawaitable(now):
         now = await now
-    found: Ratings | None = now.found.get(question) if isinstance(now, Round) else None
-    if found is None:
+    ratings: Ratings | None = now.found.get(question) if isinstance(now, Round) else None
+    if ratings is None:
         why = f"{now.troubles[-1].problem}; {now.troubles[-1].fix}" if now.troubles else "it did not say why"
         raise JudgeError(f"the judge {judge.name} gave no scores: {why}")
-    return found
+    return ratings
 
 
 def lines_of(histories: Sequence[History], tools: str) -> Transcript:
@@ -152,26 +146,24 @@ def lines_of(histories: Sequence[History], tools: str) -> Transcript:
     for number, history in enumerate(histories, start=1):
         if number > 1:
             lines.append(as_line({"conversation": number}))
-        if history.tools and told(history.tools) != tools:
-            lines.append(told(history.tools))
+        if history.tools and tools_text(history.tools) != tools:
+            lines.append(tools_text(history.tools))
         lines += transcript_of(history.messages())
     return tuple(lines)
 
 
 def tools_of(trajectories: Sequence[Trajectory]) -> str:
-    """The tools that all trajectories have, told once."""
-    each = {told(one.tools) for one in trajectories}
+    each = {tools_text(trajectory.tools) for trajectory in trajectories}
     return each.pop() if len(each) == 1 else ""
 
 
-def told(tools: list[dict[str, Any]] | None) -> str:
+def tools_text(tools: list[dict[str, Any]] | None) -> str:
     """The tools as the judge reads them; empty where there are none."""
     return "\n".join([TOOLS, *map(as_line, tools)]) if tools else ""
 
 
 def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
-    """The judge of this name, the same one for the same name and parameters. Raises ValueError and TypeError for what
-    is no judge."""
+    """Return the judge of this name and these parameters, made once. ValueError and TypeError for what is none."""
     options = dict(params or {})
     if isinstance(named, Judge):
         if options:
@@ -198,8 +190,7 @@ def judge_of_run() -> Judge:
         names = ", ".join(run.name for run in OPEN) or "register one first"
         raise ValueError(f"the judge 'self' is the base model of the model in training, and there are {len(OPEN)} "
                          f"({names}): give judge_model=model.judge()")
-    judge: Judge = OPEN[0].judge()
-    return judge
+    return OPEN[0].judge()
 
 
 def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
@@ -226,8 +217,7 @@ def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
 
 
 class DeskJudge(SelfJudge):
-    """The base model, asked through the desk that owns the engine: its replies are decoded between the turns of
-    rollouts, with the adapter off."""
+    """The base model, asked through the desk that owns the engine: between turns of rollouts, without adapter."""
 
     after_sampling = False
     rate: Any

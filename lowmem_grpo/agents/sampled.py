@@ -1,8 +1,6 @@
-"""What the policy drew of trajectories: the turns that their choices name, as groups that are trained on.
-
-A choice that names no turn is another model's, and context like any message. A trajectory without a choice may hold
-plain messages: those that the policy is known to have said are its turns. What no held turn explains is never trained.
-"""
+"""What the policy drew of trajectories: the turns that their choices name, as groups that are trained on. A choice that
+names no turn is context like any message. Without choices, plain messages that the policy is known to have said are its
+turns. What no held turn explains is never trained."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,19 +37,19 @@ class Sampled:
     lost: list[str] = field(default_factory=list)  # why trajectories were left out
     left_out: int = 0  # groups
 
-    def groups(self, given: Iterable[TrajectoryGroup]) -> list[RolloutGroup]:
+    def groups(self, gathered: Iterable[TrajectoryGroup]) -> list[RolloutGroup]:
         """The groups that can be trained on; what is left out is told in the log, and counted."""
-        made = [self.group(number, group) for number, group in enumerate(given)]
+        made = [self.group(number, group) for number, group in enumerate(gathered)]
         for words in self.lost[:SAID]:
             logger.warning("left out of training: %s", words)
         if len(self.lost) > SAID:
             logger.warning("%d trajectories were left out of training in this step", len(self.lost))
         return [group for group in made if group is not None]
 
-    def group(self, number: int, given: TrajectoryGroup) -> RolloutGroup | None:
+    def group(self, number: int, group: TrajectoryGroup) -> RolloutGroup | None:
         """A group of what can be trained; None where fewer than two are left to compare."""
         members: list[Member] = []
-        for place, trajectory in enumerate(given.trajectories):
+        for place, trajectory in enumerate(group.trajectories):
             try:
                 members.append(Member(self, trajectory))
             except UnexplainedError as error:
@@ -59,26 +57,26 @@ class Sampled:
         if len(members) < LEAST:
             self.left_out += 1
             logger.warning("group %d is left out of training: %d of its rollouts can be trained on (%d failed), and a "
-                           "reward means something only beside another", number, len(members), len(given.exceptions))
+                           "reward means something only beside another", number, len(members), len(group.exceptions))
             return None
         made = group_of([member.histories for member in members])
-        made.row = dict(given.metadata)
+        made.row = dict(group.metadata)
         for rollout, member in zip(made.rollouts, members, strict=True):
             rollout.reward, rollout.extras = float(member.trajectory.reward), dict(member.trajectory.metadata)
             rollout.opening = member.opening
         return made
 
-    def tally(self, given: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> "Tally":
+    def tally(self, gathered: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> "Tally":
         """Return how many trajectories there were and what became of them, and what the caller measured."""
-        given = list(given)
-        found = Tally({
-            "trajectories/total": sum(map(len, given)),
+        gathered = list(gathered)
+        tally = Tally({
+            "trajectories/total": sum(map(len, gathered)),
             "trajectories/trained": sum(len(group.rollouts) for group in groups),
             "trajectories/unexplained": len(self.lost), "groups/left_out": self.left_out,
-            "trajectories/exceptions": sum(len(group.exceptions) for group in given),
+            "trajectories/exceptions": sum(len(group.exceptions) for group in gathered),
         })
-        found.measure("metrics/", (one.metrics for group in given for one in group.trajectories))
-        return found.measure("group_metrics/", (group.metrics for group in given))
+        tally.measure("metrics/", (trajectory.metrics for group in gathered for trajectory in group.trajectories))
+        return tally.measure("group_metrics/", (group.metrics for group in gathered))
 
 
 class Member:
@@ -89,7 +87,7 @@ class Member:
         self.of, self.held, self.trajectory = of, of.held, trajectory
         self.turns: dict[str, Turn] = {}  # each once, so that histories share it
         self.opening: list[Message] = []  # before the first turn
-        chosen = any(isinstance(one, Choice) for each in trajectory.histories for one in each.messages_and_choices)
+        chosen = any(isinstance(entry, Choice) for each in trajectory.histories for entry in each.messages_and_choices)
         self.histories = [self.read(number, history, chosen) for number, history in enumerate(trajectory.histories)]
         if not self.turns:
             raise UnexplainedError(
@@ -164,7 +162,6 @@ class Tally:
 
     @classmethod
     def total(cls, tallies: Iterable["Tally"]) -> "Tally":
-        """Return all of them together."""
         total = cls()
         for tally in tallies:
             for name, count in tally.counts.items():
@@ -174,7 +171,6 @@ class Tally:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums and the means."""
         return self.counts | {name: fmean(values) if values else 0.0 for name, values in sorted(self.values.items())}
 
     def of_split(self, split: str) -> dict[str, float]:

@@ -56,7 +56,6 @@ FATES: Table = {  # options without effect here, and refused where they ask for 
 
 
 def loss_type(value: Any, settings: Settings) -> Settings:
-    """Return the loss by ART's name, or by ours."""
     name = LOSSES.get(value, value)
     if name not in LOSS_TYPES:
         raise ValueError(f"loss_fn is {value!r}; allowed are {', '.join({**LOSSES, **LOSS_TYPES})}")
@@ -64,8 +63,7 @@ def loss_type(value: Any, settings: Settings) -> Settings:
 
 
 def kl(value: Any, settings: Settings) -> Settings:
-    """Return the KL term whose gradient is ART's: it lowers the advantage of a token by coef * (log pi - log ref), less
-    its mean."""
+    """Return the KL term with ART's gradient: a token's advantage falls by coef * (log pi - log ref), less its mean."""
     return {"beta": value, **({"kl_estimator": "k2", "use_bias_correction_kl": False} if value else {})}
 
 
@@ -106,11 +104,9 @@ HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # in this order: a
 
 
 def settings_of(options: Mapping[str, Any], usual: str, known: tuple[str, ...]) -> Settings:
-    """Return the settings of a step. `usual` is the loss type of the run, and `known` are settings that may be given by
-    their own names. Where `loss_type` is given, `epsilon` and `epsilon_high` mean what they mean there.
-
-    TypeError for an option that nobody knows; ValueError, with the fix, for one that is not supported.
-    """
+    """Return the settings of a step. `usual` is the run's loss type, and `known` are settings by their own names;
+    beside a given `loss_type`, `epsilon` and `epsilon_high` keep their own meaning. TypeError for an option that nobody
+    knows; ValueError, with the fix, for one that is not supported."""
     others = {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}
     refuse(others, FATES, {*HONOURED, *known}, "train")
     settings: Settings = {"loss_type": options.get("loss_type", usual)}

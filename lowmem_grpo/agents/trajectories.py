@@ -1,8 +1,5 @@
-"""What a rollout in plain Python returns: the messages of an agent, and what the whole was worth.
-
-The tokens are not here. A `Choice` that came from `model.openai_client()` names the turn that it was made of (`turn`),
-and the turn holds the ids as the engine returned them.
-"""
+"""What a rollout in plain Python returns: the messages of an agent, and what the whole was worth. The tokens are with
+the turn that a `Choice` of `model.openai_client()` names (`turn`), as the engine returned them."""
 
 import copy
 import time
@@ -43,7 +40,7 @@ class History(BaseModel):
 
     def messages(self) -> list[dict[str, Any]]:
         """All as messages, as they are sent to a model."""
-        return [message_of(one) for one in self.messages_and_choices]
+        return [message_of(entry) for entry in self.messages_and_choices]
 
 
 class Trajectory(History):
@@ -60,7 +57,6 @@ class Trajectory(History):
 
     @property
     def histories(self) -> list[History]:
-        """All conversations, the first one first."""
         return [self, *self.additional_histories]
 
     def log(self, message: str) -> None:
@@ -82,8 +78,7 @@ class Trajectory(History):
             self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
 
     def count_tokens(self) -> None:
-        """Note how many tokens its choices have, in all conversations, as the metric `completion_tokens`; nothing where
-        a choice does not say it."""
+        """Note the tokens of all choices as the metric `completion_tokens`, if every choice says how many."""
         choices = [entry for history in self.histories for entry in history.messages_and_choices
                    if isinstance(entry, Choice)]
         counts = list(map(tokens_of, choices))
@@ -92,8 +87,8 @@ class Trajectory(History):
 
     def for_logging(self) -> dict[str, Any]:
         """All of it as plain data; each message says whether it is one that can be trained on."""
-        messages = [message | {"trainable": isinstance(one, Choice)}
-                    for one, message in zip(self.messages_and_choices, self.messages(), strict=True)]
+        messages = [message | {"trainable": isinstance(entry, Choice)}
+                    for entry, message in zip(self.messages_and_choices, self.messages(), strict=True)]
         return {**self.model_dump(exclude={"messages_and_choices", "additional_histories"}), "messages": messages}
 
     def __str__(self) -> str:
@@ -121,8 +116,7 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
     """Rollouts of one task, which are compared with each other; and what those raised that failed.
 
     Members are trajectories, errors, or rollouts that have not ended: with one of these, `await TrajectoryGroup(...)`
-    gives the group. What is none of these counts as a rollout that failed. The order is the one given.
-    """
+    gives the group. What is none of these counts as a rollout that failed. The order is the one given."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -137,10 +131,10 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
         metadata: dict[str, Metadata] | None = None, metrics: Metrics | None = None, logs: list[str] | None = None,
     ) -> None:
         members = members_of(trajectories)
-        kept = [one for one in members if isinstance(one, Trajectory | Mapping)]
-        lost = [one for one in members if not isinstance(one, Trajectory | Mapping)]
+        kept = [member for member in members if isinstance(member, Trajectory | Mapping)]
+        lost = [member for member in members if not isinstance(member, Trajectory | Mapping)]
         super().__init__(
-            trajectories=kept, exceptions=[failure_of(one) for one in (*lost, *exceptions)], metadata=metadata or {},
+            trajectories=kept, exceptions=list(map(failure_of, (*lost, *exceptions))), metadata=metadata or {},
             metrics=metrics or {}, logs=logs or [],
         )
 
@@ -174,38 +168,37 @@ class PendingGroup(Awaitable[TrajectoryGroup]):
         """The group, once all have ended. Raises what a rollout raised, if more failed than the gathering allows."""
         progress = current(len(self))
 
-        async def one(member: Any) -> Any:
+        async def finish(member: Any) -> Any:
             if is_awaitable(member):
                 member = await progress.watch(member, (Trajectory,), "its Trajectory")
             if isinstance(member, Trajectory):
                 progress.done(member)
             return member
 
-        return self.make(await together(map(one, self.members)))
+        return self.make(await together(map(finish, self.members)))
 
 
-def is_awaitable(given: object) -> bool:
-    return hasattr(given, "__await__")
+def is_awaitable(value: object) -> bool:
+    return hasattr(value, "__await__")
 
 
-def members_of(given: Any) -> list[Any]:
+def members_of(members: Any) -> list[Any]:
     """Return the members of a group. Raises TypeError for what is one member and no list of them."""
-    if is_awaitable(given) or isinstance(given, BaseModel | str | Mapping) or not isinstance(given, Iterable):
-        if hasattr(given, "close"):
-            given.close()  # a coroutine that nobody will await
-        raise TypeError(f"TrajectoryGroup takes a list of rollouts or trajectories, and got {described(given)}: write "
-                        "TrajectoryGroup(rollout(model, task) for _ in range(8))")
-    return list(given)
+    if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
+        if hasattr(members, "close"):
+            members.close()  # a coroutine that nobody will await
+        raise TypeError("TrajectoryGroup takes a list of rollouts or trajectories, and got "
+                        f"{described(members)}: write TrajectoryGroup(rollout(model, task) for _ in range(8))")
+    return list(members)
 
 
-def failure_of(given: Any) -> FailedRollout | Mapping[str, Any]:
-    """Return the record of a failure."""
-    if isinstance(given, FailedRollout | Mapping):
-        return given
-    if not isinstance(given, BaseException):
-        given = TypeError(f"{described(given)} stands in place of a Trajectory")
-    words = "".join(traceback.format_exception(given))
-    return FailedRollout(type=type(given).__name__, message=str(given), traceback=words)
+def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
+    if isinstance(failure, FailedRollout | Mapping):
+        return failure
+    if not isinstance(failure, BaseException):
+        failure = TypeError(f"{described(failure)} stands in place of a Trajectory")
+    words = "".join(traceback.format_exception(failure))
+    return FailedRollout(type=type(failure).__name__, message=str(failure), traceback=words)
 
 
 def tokens_of(choice: Choice) -> int | None:
@@ -215,15 +208,15 @@ def tokens_of(choice: Choice) -> int | None:
     return said if isinstance(said, int) else len(logged) if logged else None
 
 
-def message_of(given: Any) -> dict[str, Any]:
+def message_of(entry: Any) -> dict[str, Any]:
     """A choice as the assistant's message; a message as it is, with a text as content. TypeError for anything else."""
-    if isinstance(given, Choice):
-        message: dict[str, Any] = {"role": "assistant", "content": given.message.content or ""}
-        calls = [call.model_dump(mode="json") for call in given.message.tool_calls or []]
+    if isinstance(entry, Choice):
+        message: dict[str, Any] = {"role": "assistant", "content": entry.message.content or ""}
+        calls = [call.model_dump(mode="json") for call in entry.message.tool_calls or []]
         return message | ({"tool_calls": calls} if calls else {})
-    if isinstance(given, BaseModel):  # the client's own object of a message
-        given = given.model_dump(mode="json", exclude_none=True)
-    if not isinstance(given, Mapping) or "role" not in given:
-        raise TypeError(f"messages_and_choices holds {described(given)}; it takes the choices of a completion "
+    if isinstance(entry, BaseModel):  # the client's own object of a message
+        entry = entry.model_dump(mode="json", exclude_none=True)
+    if not isinstance(entry, Mapping) or "role" not in entry:
+        raise TypeError(f"messages_and_choices holds {described(entry)}; it takes the choices of a completion "
                         "(completion.choices[0]) and messages such as {'role': 'user', 'content': 'Hello'}")
-    return {**given, "content": given.get("content") or ""}
+    return {**entry, "content": entry.get("content") or ""}

@@ -18,10 +18,8 @@ def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
 
 
 def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
-    """Return the model, and what makes it answer with the adapter in a folder (None without one).
-
-    `options` are those of FastLanguageModel.from_pretrained. A broken adapter is refused before anything is loaded.
-    """
+    """Return the model, and what makes it answer with an adapter (None without one), which is checked before anything
+    is loaded. `options` are those of FastLanguageModel.from_pretrained."""
     layers, tokenizer = (None, None) if adapter is None else (layers_of(read_adapter(adapter)[1]),
                                                               tokenizer_beside(adapter))
     bare, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, **options)

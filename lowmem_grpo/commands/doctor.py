@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 from lowmem_grpo.views.terminal import columns
 
 WIDTH = 100
@@ -22,8 +22,7 @@ UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes"
 def doctor(as_json: bool) -> None:
     """Check libraries, card, memory and disk. Say what a run will use, what is missing, and how to get it.
 
-    The exit status is 1 if training is not possible at all, else 0.
-    """
+    The exit status is 1 if training is not possible at all, else 0."""
     from lowmem_grpo.preflight.doctor import examine
 
     logging.disable(logging.WARNING)  # hides warnings of libraries that load: the report says what is wrong
@@ -48,14 +47,12 @@ def report(checkup: Any) -> list[str]:
 
 
 def card_lines(card: dict[str, Any]) -> dict[str, Any]:
-    """The card's facts; one line where there is none."""
     if card.get("name") is None:
         return {"name": "none", **({"driver": card["driver"]} if card.get("driver") else {})}
     return {name: value for name, value in card.items() if value is not None}
 
 
 def section(title: str, facts: dict[str, Any]) -> list[str]:
-    """A title, its facts one a line, an empty line."""
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"
@@ -65,7 +62,6 @@ def section(title: str, facts: dict[str, Any]) -> list[str]:
 
 
 def shown(name: str, value: Any) -> str:
-    """A fact as a person reads it."""
     if name.endswith("_bytes"):
         return size_text(value)
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

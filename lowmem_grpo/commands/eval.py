@@ -23,7 +23,7 @@ class Candidate:
     load_in_4bit: bool
     out: Path  # where results go without --out
     note: str = ""
-    revision: str | None = None  # of the base model on the hub
+    revision: str | None = None  # the base model's, on the hub
     load_in_fp8: bool | str = False  # as it was in training
 
     def load(self, engine: str, context: int) -> tuple[Any, Any]:
@@ -56,11 +56,9 @@ class Candidate:
               help="k of pass@k; may be given several times.  [default: 1, 2, 4 ... up to --samples]")
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1),
-              help="Longest answer.  [default: as in training, the recipe's, or "
-              f"{MAX_TOKENS}]")
-@click.option("--max-seq-length", type=click.IntRange(1),
-              help=f"Longest prompt and answer together.  [default: {CONTEXT}, "
-              f"or {PROMPT_ROOM} more than the longest answer]")
+              help=f"Longest answer.  [default: as in training, the recipe's, or {MAX_TOKENS}]")
+@click.option("--max-seq-length", type=click.IntRange(1), help="Longest prompt and answer together.  [default: "
+              f"{CONTEXT}, or {PROMPT_ROOM} more than the longest answer]")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
               help="How the base model is held.  [default: as in training, else 16 bit]")
@@ -75,8 +73,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     """Test TARGET on prompts with known answers. TARGET is a model (hub name or folder), a run, a checkpoint or an
     adapter.
 
-    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json.
-    """
+    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json."""
     check_source(chosen)
     with plain_errors():
         from lowmem_grpo.commands.options import check_data, check_model
@@ -106,7 +103,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         if as_json:
             click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2))
         else:
-            from lowmem_grpo.views.eval_table import show_result
+            from lowmem_grpo.views.tables import show_result
 
             show_result(result, subject.note, show)
             click.echo(f"all answers: {folder / FILE}")
@@ -134,10 +131,8 @@ def refuse_beside_recipe() -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and the adapter that TARGET and --adapter mean, held as asked, else as the record says.
-
-    A model that is named has the record's revision only where the record is of this very model.
-    """
+    """Return the model and adapter that TARGET and --adapter mean, held as asked, else as the record says, with the
+    record's revision where it is of this very model."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
@@ -146,8 +141,8 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, l
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
         return Candidate(target, None, bool(load_in_4bit), place, load_in_fp8=load_in_fp8)
     place = path if adapter is None else adapter
-    found = find_adapter(place, unfinished=True)
-    record = base_of_adapter(found.folder)
+    saved = find_adapter(place, unfinished=True)
+    record = base_of_adapter(saved.folder)
     model = target if named else record.model
     if model is None:
         raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
@@ -155,25 +150,23 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, l
     if load_in_4bit is None and not load_in_fp8:
         load_in_4bit, in_fp8 = record.load_in_4bit, record.load_in_fp8 or False
     revision = record.revision if record.model == model else None
-    return Candidate(model, found.folder, bool(load_in_4bit), place, found.note, revision, in_fp8)
+    return Candidate(model, saved.folder, bool(load_in_4bit), place, saved.note, revision, in_fp8)
 
 
 def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Sample and score: the content of eval.json."""
     from lowmem_grpo.config.sampling import SamplingParams
     from lowmem_grpo.rollout.assessment import answer
     from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
 
     rows, functions, max_tokens, play = problems(subject, chosen)
-    params = SamplingParams(
-        n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens, seed=chosen["seed"]
-    )
+    params = SamplingParams(n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens,
+                            seed=chosen["seed"])
     context = chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM)
     model, request = subject.load(chosen["engine"], context)
     measure = answer if play is None else play.answers
-    found = {"base": measure(model, rows, functions, params)}
+    measured = {"base": measure(model, rows, functions, params)}
     if request is not None:
-        found["adapter"] = measure(model, rows, functions, params, request)
+        measured["adapter"] = measure(model, rows, functions, params, request)
     ks = sorted(set(chosen["ks"])) or powers_of_two(params.n)
     return {
         "model": subject.model, "revision": subject.revision,
@@ -181,9 +174,9 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
         "load_in_4bit": subject.load_in_4bit, "load_in_fp8": subject.load_in_fp8,
         "recipe": chosen["recipe"], "dataset": chosen["dataset"],
         "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
-        "seed": params.seed, **{name: described(answers, ks) for name, answers in found.items()},
-        **({"difference": compared(found["base"], found["adapter"])} if len(found) > 1 else {}),
-        "rows": answered_rows(rows, found),
+        "seed": params.seed, **{name: described(answers, ks) for name, answers in measured.items()},
+        **({"difference": compared(measured["base"], measured["adapter"])} if len(measured) > 1 else {}),
+        "rows": answered_rows(rows, measured),
     }
 
 

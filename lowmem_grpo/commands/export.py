@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.export.gguf import TYPES
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 from lowmem_grpo.views.terminal import plain_errors, quiet
 
 
@@ -20,8 +20,7 @@ from lowmem_grpo.views.terminal import plain_errors, quiet
               help="How the base model was held in training, if the adapter does not say.")
 @click.option("--fp8", "load_in_fp8", is_flag=True, default=None, help="The same: in FP8, a scale for each row.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
-              help="Of a merged model.  [default: that of the run, else "
-              "bfloat16]")
+              help="Of a merged model.  [default: that of the run, else bfloat16]")
 @click.option("--gguf-type", type=click.Choice(TYPES), default="bf16", show_default=True)
 @click.option("--llama-cpp", type=click.Path(path_type=Path), help="Folder of llama.cpp, for --format gguf.")
 @click.option("--device", help="Where weights are merged: cpu or cuda:0.  [default: the card, if there is one]")
@@ -35,8 +34,7 @@ def export(
     """Export the adapter of RUN, which is the folder of a run, of a checkpoint, or of a saved adapter.
 
     The export is loaded back and compared before its folder gets its name. A model is merged one tensor at a time, so
-    this needs no card, and no memory for the whole model.
-    """
+    this needs no card, and no memory for the whole model."""
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     with plain_errors():
@@ -57,7 +55,6 @@ def export(
 
 
 def summary(done: Any) -> list[str]:
-    """Return lines on what was made and what was compared."""
     of = f" and {done.base}" if done.base else ""
     lines = [f"{done.format}: {done.folder} ({size_text(done.bytes)}), from the {done.source}{of}"]
     checks = done.checks

@@ -33,8 +33,7 @@ def generate(
 ) -> None:
     """Answer PROMPT as a chat message, with the base model or with a saved adapter.
 
-    With --recipe, an episode is played and shown turn by turn.
-    """
+    With --recipe, an episode is played and shown turn by turn."""
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
         from lowmem_grpo.commands.options import check_adapter, check_model
@@ -62,7 +61,6 @@ def generate(
 
 
 def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
-    """click.UsageError unless it is clear what to do."""
     if (prompt is None) == (recipe is None):
         raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
                                ("" if prompt is None else "; not both"))
@@ -78,7 +76,6 @@ def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples
 def answer(
     prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
 ) -> None:
-    """Print the answers to a prompt."""
     from lowmem_grpo.commands.asked_model import CONTEXT, adapter_and_base, load
 
     folder, base = adapter_and_base(adapter)

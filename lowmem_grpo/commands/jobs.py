@@ -11,7 +11,7 @@ import click
 from lowmem_grpo.views.terminal import plain_errors
 
 if TYPE_CHECKING:
-    from lowmem_grpo.service.remote import Remote
+    from lowmem_grpo.service.home import ServerClient
 
 EVERY = 1.0  # seconds between looks at a log
 SERVER = click.option(
@@ -33,7 +33,7 @@ def submit(
 ) -> None:
     """Submit RECIPE with options as `lowmem-grpo run` takes them: key=value or --key value."""
     with plain_errors():
-        from lowmem_grpo.jobs.job import JobRequest, seconds_of
+        from lowmem_grpo.jobs.queue import JobRequest, seconds_of
 
         limit = None if time_limit is None else seconds_of(time_limit)
         asked = JobRequest(recipe, list(options), priority, limit, share)
@@ -48,14 +48,14 @@ def submit(
 def jobs(number: int | None, server: Path, as_json: bool) -> None:
     """List the jobs, the newest first, or show the one with this NUMBER."""
     with plain_errors():
-        found = remote(server).get("/jobs" if number is None else f"/jobs/{number}")
-        shown = found["jobs"] if number is None else [found]
+        reply = remote(server).get("/jobs" if number is None else f"/jobs/{number}")
+        shown = reply["jobs"] if number is None else [reply]
         if as_json:
-            click.echo(json.dumps(found, indent=2))
+            click.echo(json.dumps(reply, indent=2))
         elif not shown:
             click.echo("no jobs yet: `lowmem-grpo submit RECIPE [key=value ...]`")
         else:
-            from lowmem_grpo.views.job_table import show_jobs
+            from lowmem_grpo.views.tables import show_jobs
 
             show_jobs(shown)
 
@@ -106,9 +106,7 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
         click.echo(f"job {number}: {job['state']}")
 
 
-def remote(server: Path) -> "Remote":
-    """The server that a file names."""
-    from lowmem_grpo.service.home import read_address
-    from lowmem_grpo.service.remote import Remote
+def remote(server: Path) -> "ServerClient":
+    from lowmem_grpo.service.home import ServerClient, read_address
 
-    return Remote(read_address(server))
+    return ServerClient(read_address(server))

@@ -1,9 +1,12 @@
 """`lowmem-grpo new`: write a commented recipe for your own data, without asking questions."""
 
+import errno
 import json
 import keyword
+import os
 import pkgutil
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowmem_grpo import recipes
-from lowmem_grpo.data.kinds import is_file_name, refuse_unreadable
+from lowmem_grpo.data.kinds import ONE_ROW, has_one_row, is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.views.terminal import plain_errors
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 LOOKED = 1000  # rows that are looked at
 LONGEST = 100  # characters of a name
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+UNWRITABLE = "nothing can be written to {}: {}; choose another folder with --out FOLDER"
 EXAMPLES = 256  # rows that are written where there is no data yet
 KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # new_recipe.KINDS, without imports
 ABOUT_DATA = ("data", "prompt_column", "answer_column", "answers")
@@ -43,8 +47,7 @@ def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> No
     """Write NAME.py, a short commented recipe for your own data, ready for `lowmem-grpo run ./NAME.py`.
 
     It looks at the columns and the first rows of --data, and says what it takes for questions and answers. With --agent
-    there is an environment in the place of data, which you change into your own.
-    """
+    there is an environment in the place of data, which you change into your own."""
     with plain_errors():
         check_name(name, out)
         check_place(out / f"{name}.py", overwrite)
@@ -79,9 +82,11 @@ def is_installed(name: str, out: Path) -> bool:
 
 
 def check_place(recipe: Path, overwrite: bool) -> None:
-    """Raise ValueError where the recipe cannot be written."""
     if recipe.parent.exists() and not recipe.parent.is_dir():
         raise ValueError(f"--out {recipe.parent} is no folder")
+    place = next(place for place in (recipe.parent.absolute(), *recipe.parent.absolute().parents) if place.exists())
+    if not shutil.disk_usage(place).free:
+        raise ValueError(UNWRITABLE.format(recipe.parent, os.strerror(errno.ENOSPC)))
     if recipe.exists() and (not overwrite or not recipe.is_file()):
         raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")
 
@@ -102,8 +107,7 @@ def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:
 
 
 def write_example(name: str, out: Path, **chosen: Any) -> list[str]:
-    """Write a recipe and rows that the embedded model can learn; return what to tell. ValueError for options that are
-    about the user's data, and for other data in the place of the rows."""
+    """Write a recipe, and rows that the embedded model can learn; return what to tell. ValueError for data options."""
     if option := next((option for option in ABOUT_DATA if chosen[option]), ""):
         raise ValueError(f"--{option.replace('_', '-')} is about --data FILE, which is not given")
     from lowmem_grpo.data.layouts import Columns
@@ -125,11 +129,12 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
     is_file = is_file_name(data)
     if is_file:
         refuse_unreadable(Path(data))
+        if has_one_row(Path(data)):
+            raise ValueError(ONE_ROW.format(data))
     elif not HUB_NAME.fullmatch(data):
         raise ValueError(f"there is no file {data!r}; --data takes a jsonl, json, csv or parquet file, or a dataset of "
                          "the hub (OWNER/NAME)")
     from lowmem_grpo.data.files import first_rows
-    from lowmem_grpo.recipes.new_recipe import recipe_for
 
     rows: list[dict[str, Any]] = []
     told = []
@@ -141,13 +146,14 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
         if is_file:
             raise
         told = [f"{data} could not be looked at: {error}"]
+    from lowmem_grpo.recipes.new_recipe import recipe_for  # imports torch, so after what a file's rows may be wrong in
+
     named = chosen["prompt_column"], chosen["answer_column"], chosen["answers"]
     recipe = recipe_for(name, out, data, rows, *named, split)
     return write_recipe(recipe, told + guesses(recipe))
 
 
 def guesses(recipe: "NewRecipe") -> list[str]:
-    """Return what was taken for what, and how to change it."""
     from lowmem_grpo.recipes.new_recipe import KINDS as ABOUT
 
     columns, others, lines = recipe.columns, ", ".join(recipe.others[:12]), []
@@ -184,17 +190,14 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
 
 
 def save(recipe: Path, text: str, rows: str = "") -> None:
-    """Write example rows and the recipe. ValueError where the folder does not take them."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         if rows:
             recipe.with_suffix(".jsonl").write_text(rows, "utf-8")
         recipe.write_text(text, "utf-8")
     except OSError as error:
-        raise ValueError(f"nothing can be written to {recipe.parent}: {error.strerror or error}; choose another folder "
-                         "with --out FOLDER") from error
+        raise ValueError(UNWRITABLE.format(recipe.parent, error.strerror or error)) from error
 
 
 def command_name(recipe: Path) -> str:
-    """Return how a command names the recipe."""
     return str(recipe) if recipe.is_absolute() else f"./{recipe.as_posix()}"

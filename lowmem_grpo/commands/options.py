@@ -1,5 +1,4 @@
-"""What a command line asks for, checked before a heavy library is imported: recipes, models and files. The options of a
-recipe are read from its file, which is not run."""
+"""What a command line asks for, checked before a heavy library is imported; recipes are read, and not run."""
 
 import ast
 import textwrap
@@ -18,10 +17,10 @@ from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.hub import REPO, find_dataset
 from lowmem_grpo.models.named import find
 from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
-from lowmem_grpo.rules import check_value
 from lowmem_grpo.runs.files import place_fault
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import find_adapter
+from lowmem_grpo.utils import check_value
 from lowmem_grpo.views.sinks import refuse_absent_sinks
 from lowmem_grpo.views.terminal import columns
 
@@ -34,11 +33,9 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Refuse what `fill`, the recipe and its trainer would refuse, as the recipe's file says it: the file is read, and
-    not run. Returns the settings of the run, as far as the file writes them out.
-
-    Raises ValueError, OSError or click.UsageError. What the file does not say in so many words is left to the recipe.
-    """
+    """Refuse what `fill`, the recipe and its trainer would refuse, and return the run's settings, as far as the
+    recipe's file writes them out: it is read, and not run. ValueError, OSError or click.UsageError. The rest is left to
+    the recipe."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
@@ -49,7 +46,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
             return {}  # Python shows the line, when the file is loaded
         raise
     owner = named(tree, "OPTIONS")
-    shared = {one.name for one in fields(RecipeOptions)}
+    shared = {setting.name for setting in fields(RecipeOptions)}
     written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     if not own and owner != "RecipeOptions":
@@ -91,8 +88,7 @@ def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -
 
 
 def check_run_folder(settings: dict[str, Any]) -> None:
-    """Raise RecordError or OSError where a run with these settings would find another one in its folder, or could not
-    write there."""
+    """Raise RecordError or OSError where a run would find another one in its folder, or could not write there."""
     if "output_dir" not in settings:
         return
     folder = Path(settings["output_dir"])
@@ -121,7 +117,6 @@ def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
 
 
 def check_adapter(path: Path | None, unfinished: bool = True) -> None:
-    """Raise RunError or CheckpointError for a path that leads to no adapter."""
     if path is not None:
         find_adapter(path, unfinished)
 
@@ -130,7 +125,6 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def file_of(recipe: str) -> Path:
-    """The file of a recipe of the package."""
     return Path(recipes.__path__[0], f"{recipe}.py")
 
 
@@ -140,10 +134,11 @@ def recipe_help(path: Path) -> str:
     own = list(options_of(tree, named(tree, "OPTIONS")))
     names = {option[0] for option in own}
     shared = [option for option in options_of(common, "RecipeOptions") if option[0] not in {*names, "config"}]
+    presets = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
     parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own),
              listed("Options of every recipe:", shared),
-             presets_of(tree), FOOT]
-    return "\n\n".join(part for part in parts if part)
+             "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *presets]) if presets else "", FOOT]
+    return "\n\n".join(filter(None, parts))
 
 
 def parsed(path: Path) -> ast.Module:
@@ -168,7 +163,6 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value that an expression writes out; None where it does not."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):
@@ -201,7 +195,6 @@ def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
 
 
 def text_of(node: ast.stmt | None) -> str:
-    """The text of a statement that is only a string; empty for any other statement."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return " ".join(node.value.value.split())
     return ""
@@ -217,15 +210,8 @@ def listed(title: str, options: list[Option]) -> str:
     return "\n".join([title, *paragraphs]) if paragraphs else ""
 
 
-def presets_of(tree: ast.Module) -> str:
-    """A line for each preset that the file defines."""
-    lines = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
-    return "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *lines]) if lines else ""
-
-
 def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
-    """Return the arguments of each preset that the file writes out, by its size; none where it takes them from
-    elsewhere."""
+    """Return the arguments of each preset that the file itself writes out, by its size."""
     value = assigned(tree, "PRESETS")
     pairs = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
     return {str(key.value): dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value
@@ -244,8 +230,7 @@ def written_presets(tree: ast.Module) -> dict[str, Any]:
 
 
 def rewards_of(tree: ast.Module) -> list[str]:
-    """Return the reward functions that the file's only Lesson writes out as a list; none where it says them otherwise.
-    """
+    """Return the reward functions that the file's only Lesson writes out as a list; else none."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
     values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
                                                                        if word.arg == "rewards"))]

@@ -9,7 +9,7 @@ import click
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
-from lowmem_grpo.rules import check_given, up_to
+from lowmem_grpo.utils import check_given, up_to
 from lowmem_grpo.views.terminal import plain_errors
 
 MOST_PROMPTS = 100_000  # in a step
@@ -52,8 +52,7 @@ def plan(
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
     This needs no card and no weights. Prompts times generations is the number of completions in a step: all of them
-    are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time.
-    """
+    are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time."""
     with plain_errors():
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
         from lowmem_grpo.memory.families import planned_as
@@ -80,25 +79,25 @@ def plan(
         asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES),
                         longest_completion=max_completion_length, ranks=gpus)
         longest = planner.max_context(config, asked, card) if max_context else None
-        found = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
-        work = Workload.within(found.settings.context, prompts, found.settings.num_generations, prompt_length,
-                               completion_length, max_completion_length)
-        time = plan_time(found, ModelShape.of(config), work)
+        memory = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        fitted = memory.settings
+        work = Workload.within(fitted.context, prompts, fitted.num_generations, prompt_length, completion_length,
+                               max_completion_length)
+        time = plan_time(memory, ModelShape.from_config(config), work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
-            click.echo(json.dumps(found.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
+            click.echo(json.dumps(memory.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
         else:
-            from lowmem_grpo.views.plan_table import show
+            from lowmem_grpo.views.tables import show
 
-            show(found, longest, time=time)
+            show(memory, longest, time=time)
             click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
-    if not found.fits:
+    if not memory.fits:
         raise SystemExit(1)
 
 
 def stored_in_fp8(config: Any) -> bool:
-    """Return whether a checkpoint with this config is in FP8, which it keeps; ValueError for another form that is
-    refused."""
+    """Return whether a checkpoint keeps its weights in FP8; ValueError for another form that is refused."""
     if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
         from lowmem_grpo.models.stored_form import stored_form
 

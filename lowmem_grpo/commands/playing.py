@@ -4,9 +4,7 @@ import json
 import random
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +57,11 @@ def play(
 
 
 def preset_of(recipe: str) -> Preset:
-    """The recipe's preset for this machine."""
     presets = getattr(find_recipe(recipe), "PRESETS", {})
     return choose("auto", presets)[1] if presets else Preset("tiny", CONTEXT, 16, 32)
 
 
 def patient() -> dict[str, float]:
-    """Settings with which a person has time to think."""
     return {"environment_timeout": PATIENCE, "episode_timeout": PATIENCE}
 
 
@@ -75,14 +71,13 @@ def against(played: Play, recipe: str) -> Play:
     if not callable(factory) or not hasattr(factory(), "opponent"):
         raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "
                          "(a function of what the opponent sees, which returns a reply). Use --you beside")
-    return replace(played, environment=partial(seated, factory))
 
+    def seated() -> Any:
+        environment = factory()
+        environment.opponent = answer_to
+        return environment
 
-def seated(factory: Callable[[], Any]) -> Any:
-    """An environment whose opponent is asked on the terminal."""
-    made = factory()
-    made.opponent = answer_to
-    return made
+    return replace(played, environment=seated)
 
 
 def answer_to(told: str) -> str:
@@ -103,12 +98,10 @@ def ask() -> str:
 
 
 def say(who: str, text: str) -> None:
-    """Show what somebody said."""
     click.echo(click.style(f"{who}: ", fg=COLOURS.get(who, "yellow"), bold=True) + text)
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:
-    """Return how an episode went, in one line."""
     paid = sum(turn.reward or 0.0 for turn in rollout.turns)
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
@@ -116,5 +109,4 @@ def ended(who: str, rollout: Rollout, right: bool | None) -> str:
 
 
 def record(rollout: Rollout, right: bool | None, seed: int) -> dict[str, Any]:
-    """An episode as plain values."""
     return {"right": right, "ending": rollout.ending, "seed": seed, "turns": turn_records(rollout)}

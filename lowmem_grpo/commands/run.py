@@ -1,4 +1,4 @@
-"""`lowmem-grpo run`: run a recipe of the package or a recipe file, list the recipes, or show the options of one."""
+"""`lowmem-grpo run`: run a recipe or a recipe file, list them, or show the options of one; `report`."""
 
 import sys
 import textwrap
@@ -61,3 +61,13 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
         module = find_recipe(recipe)
         leave_busy_cores(before)  # libraries were loaded meanwhile, which takes seconds
         run_module(module, list(options), recipe)
+
+
+@click.command(short_help="Write the report page of a run again.")
+@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def report(run_dir: Path) -> None:
+    """Write RUN_DIR/report.html from the files of a run, which may still be in progress."""
+    with plain_errors():
+        from lowmem_grpo.views.report import write_report
+
+        click.echo(write_report(run_dir))

@@ -1,8 +1,9 @@
-"""`lowmem-grpo serve`: one card as a service, for programs and people elsewhere."""
+"""`lowmem-grpo serve`: one card as a service; `watch`: the live page of runs that were started elsewhere."""
 
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from socket import socket
 
 import click
 
@@ -10,13 +11,15 @@ from lowmem_grpo.config.launcher import one_process
 from lowmem_grpo.models.named import find, public_name
 from lowmem_grpo.views.terminal import plain_errors
 
-LACKING = "`lowmem-grpo serve` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
+LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
+HOST = click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Which address of this machine listens. Any but loopback "
+    "needs --key-file, and a proxy before it for TLS.")
 
 
 @click.command(short_help="Serve this card over HTTP: a queue of jobs.")
 @click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Which address of this machine listens. Any but "
-              "loopback needs --key-file, and a proxy before it for TLS.")
+@HOST
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("~/.lowmem-grpo"),
               show_default=True, help="What the server keeps; one server at a time has it.")
 @click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -41,8 +44,7 @@ def serve(
     """Serve this card: recipes that are submitted wait here, and run when it is free.
 
     It prints its address, and keeps the key of whoever starts it in the folder, where `lowmem-grpo submit` finds both.
-    Jobs that run go on when the server ends, and the next one finds them.
-    """
+    Jobs that run go on when the server ends, and the next one finds them."""
     with plain_errors():
         one_process("the server")
         check_loading(load_in_4bit, load_in_fp8, engine, model)
@@ -53,13 +55,13 @@ def serve(
             from lowmem_grpo.jobs.queue import JobQueue
             from lowmem_grpo.jobs.routes import make_jobs_app, make_jobs_page
             from lowmem_grpo.models.card_check import driver_version
-            from lowmem_grpo.service.page.routes import Beside, page_app
+            from lowmem_grpo.service.page.page import Beside, page_app
             from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
 
             if model is not None:  # torch comes with it, for which a queue has no use
                 from lowmem_grpo.service.tinker.serving import serve_model
         except ImportError as error:
-            raise ImportError(f"{LACKING} ({error})") from error
+            raise ImportError(f"{LACKING.format('serve')} ({error})") from error
         from lowmem_grpo.service.users import OWNER, Allowance, User, Users, read_users
 
         usual = Allowance().but(limits.split())
@@ -71,8 +73,7 @@ def serve(
         home = Home(folder)
         with ended_by_signals(), home.owned() as database:
             listening = open_socket(host, port)
-            name = "127.0.0.1" if host == "0.0.0.0" else host
-            address = Address(f"http://{name}:{listening.getsockname()[1]}", home.key())
+            address = Address(address_of(host, listening), home.key())
             path = home.announce(address)
             queue = JobQueue(database, home.jobs)
             dispatcher = Dispatcher(queue, recipes, has_card=driver_version() is not None)
@@ -82,7 +83,7 @@ def serve(
             users, everywhere = Users(address.key, others), not is_loopback(host)
             app = make_jobs_app(queue, users, partial(checked, recipes), everywhere,
                                 None if served is None else served.routers())
-            page = make_jobs_page(queue, users, name)
+            page = make_jobs_page(queue, users, visible_name(host))
             server = made_for(Beside(page_app(page, everywhere), app))
             page.closing = lambda: server.should_exit
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
@@ -140,5 +141,51 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
 
 
 def listed(recipes: Path) -> str:
-    """The recipe files of a folder, in words."""
     return ", ".join(sorted(path.name for path in recipes.glob("*.py"))) or "no files"
+
+
+def visible_name(host: str) -> str:
+    """Return the name under which this machine's own programs reach an address that listens."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def address_of(host: str, listening: socket) -> str:
+    return f"http://{visible_name(host)}:{listening.getsockname()[1]}"
+
+
+@click.command(short_help="Watch runs on a live page in the browser.")
+@click.argument("runs_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--port", default=8401, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@HOST
+@click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Who else may look, a line NAME KEY each.")
+def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
+    """Serve a page of the runs in RUNS_DIR and below it, which moves while they write.
+
+    It reads their files and nothing else, so they may run anywhere that writes there. The link that is printed works
+    once; the key signs further browsers in."""
+    with plain_errors():
+        try:
+            from lowmem_grpo.service.page.page import Page, page_app
+            from lowmem_grpo.service.page.sources import RunsSource
+            from lowmem_grpo.service.page.watching import CardUse
+            from lowmem_grpo.service.server import ended_by_signals, is_loopback, made_for, open_socket
+            from lowmem_grpo.service.users import SignIn
+        except ImportError as error:
+            raise ImportError(f"{LACKING.format('watch')} ({error})") from error
+        from lowmem_grpo.service.users import OWNER, User, Users, new_key, read_users
+
+        others = [] if key_file is None else read_users(key_file)
+        if not is_loopback(host) and not others:
+            raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each who "
+                             "may look has a key, and put a proxy with TLS before the page")
+        key = new_key()
+        sign_in = SignIn(Users(key, others))
+        page = Page(RunsSource(runs_dir), sign_in, CardUse())
+        with ended_by_signals(), open_socket(host, port) as listening:
+            url = address_of(host, listening)
+            click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"
+                       f"key {key} (for further browsers, at {url})")
+            server = made_for(page_app(page, not is_loopback(host)))
+            page.closing = lambda: server.should_exit
+            server.run(sockets=[listening])

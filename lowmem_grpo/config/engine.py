@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
-from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges, number, one_of
+from lowmem_grpo.utils import TRUTH, Rule, at_least, check_ranges, number, one_of
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)
@@ -22,12 +22,12 @@ class EngineSettings:
     `sampling_weights` only."""
 
     gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
-    kv_cache_bytes: int | None = None  # of the key-value cache, instead of gpu_memory_utilization
+    kv_cache_bytes: int | None = None  # for the key-value cache, instead of gpu_memory_utilization
     max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
     block_size: int | None = None  # tokens of a block of the cache. None: vLLM's own; 32 for short contexts on the CPU
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
-    kv_cache_dtype: str = AUTO  # of the key-value cache: the model's, or 8-bit floats (CACHE_DTYPES)
+    kv_cache_dtype: str = AUTO  # what the key-value cache holds: the model's, or 8-bit floats (CACHE_DTYPES)
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "gpu_memory_utilization": GPU_SHARE, "enforce_eager": TRUTH,
@@ -48,7 +48,6 @@ class EngineSettings:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether the key-value cache is to be held in 8 bits."""
         return in_8_bits(self.kv_cache_dtype)
 
 
@@ -67,13 +66,13 @@ def named_device(device: str | None, device_map: Any) -> str | None:
         device_map = next(iter(device_map.values()))
     mapped = None if device_map in ANYWHERE else str(device_map)
     mapped = f"cuda:{mapped}" if mapped is not None and mapped.isdigit() else mapped
-    given = None if device is None else str(device)
-    if given is not None and mapped not in (None, given):
+    named = None if device is None else str(device)
+    if named is not None and mapped not in (None, named):
         raise ValueError(f"device is {device!r} and device_map names {mapped!r}; give one of them")
     if mapped is not None and not DEVICE.fullmatch(mapped):
         allowed = ", ".join(repr(place) for place in ANYWHERE if place)
         raise ValueError(f"device_map is {device_map!r}; allowed are {allowed}, and one device such as 'cuda:0' or "
                          "'cpu'")
-    if given is not None and not DEVICE.fullmatch(given):
+    if named is not None and not DEVICE.fullmatch(named):
         raise ValueError(f"device is {device!r}; allowed are 'cpu', 'cuda' and one card such as 'cuda:0'")
-    return given or mapped
+    return named or mapped

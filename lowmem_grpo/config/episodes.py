@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE, Rule, number, one_of
+from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, Rule, number, one_of
 
 HISTORIES = ("append", "template")
 

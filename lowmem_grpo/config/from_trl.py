@@ -1,10 +1,6 @@
-"""Settings of TRL and transformers, as objects of their own classes, read field by field into ours.
-
-Neither library is imported: such an object is known by the class that it comes from. A field counts as set where it
-differs from that of an object of the class with nothing set. What we lack is accepted at its default and refused, with
-advice, where it was set. A default of theirs that is another than ours is taken over (`TAKEN_OVER`) or not:
-`DIFFERENT` says what happens instead.
-"""
+"""Settings of TRL and transformers, known by their class without an import, read field by field into ours. A field
+counts as set where it differs from the default there; what we lack is refused where it was set, and other defaults are
+taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead)."""
 
 import logging
 from dataclasses import fields
@@ -13,7 +9,6 @@ from typing import Any, TypeVar
 from lowmem_grpo.config.shared import TrainSettings, field_names
 
 logger = logging.getLogger(__name__)
-
 CLASSES = {  # (the library, the class) -> our class that it may become
     ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig", ("trl", "RLOOConfig"): "RLOOConfig",
     ("transformers", "TrainingArguments"): "TrainSettings",
@@ -33,52 +28,46 @@ COMPUTED = ("use_cpu", "generation_batch_size")  # the second one says the same 
 Settings = TypeVar("Settings", bound=TrainSettings)
 
 
-def settings_of(given: Any, ours: type[Settings]) -> Settings:
-    """The settings as an object of our class: as they are, our defaults for None, or read from another library's.
-
-    TypeError for anything else; ValueError for a field that was set there and is not supported here.
-    """
-    if given is None:
+def settings_of(settings: Any, ours: type[Settings]) -> Settings:
+    """Return the settings as ours, read from another library's where need be; TypeError or ValueError for others."""
+    if settings is None:
         return ours()
-    if isinstance(given, ours):
-        return given
-    base = origin_of(given)
+    if isinstance(settings, ours):
+        return settings
+    base = origin_of(settings)
     if base is None or CLASSES[known_as(base)] not in (ours.__name__, "TrainSettings"):
-        raise TypeError(
-            f"args is a {type(given).__module__}.{type(given).__name__}; allowed are {ours.__name__} of lowmem_grpo, "
-            f"trl.{ours.__name__} and transformers.TrainingArguments"
-        )
-    return converted(given, base, ours)
+        raise TypeError(f"args is a {type(settings).__module__}.{type(settings).__name__}; allowed are {ours.__name__} "
+                        f"of lowmem_grpo, trl.{ours.__name__} and transformers.TrainingArguments")
+    return converted(settings, base, ours)
 
 
-def is_settings(given: Any) -> bool:
+def is_settings(value: Any) -> bool:
     """Return whether it is an object with a trainer's settings, of ours, of TRL or of transformers."""
-    return isinstance(given, TrainSettings) or origin_of(given) is not None
+    return isinstance(value, TrainSettings) or origin_of(value) is not None
 
 
-def origin_of(given: Any) -> Any:
+def origin_of(settings: Any) -> Any:
     """Return the class that a settings object comes from, most special first; None for anything else."""
-    return next((cls for cls in type(given).__mro__ if known_as(cls) in CLASSES), None)
+    return next((cls for cls in type(settings).__mro__ if known_as(cls) in CLASSES), None)
 
 
 def known_as(cls: type) -> tuple[str, str]:
-    """Return the library and the name of a class."""
     return cls.__module__.partition(".")[0], cls.__name__
 
 
-def converted(given: Any, base: Any, ours: type[Settings]) -> Settings:
+def converted(settings: Any, base: Any, ours: type[Settings]) -> Settings:
     """Return our settings with what the object of the class `base` says; what differs is told in a line of the log."""
     usual = base(use_cpu=True)  # without it the classes refuse machines without a card
-    options: dict[str, Any] = {"use_cpu": given.use_cpu}
-    for name in (field.name for field in fields(given) if field.name not in COMPUTED):
-        value = plain(getattr(given, name))
+    options: dict[str, Any] = {"use_cpu": settings.use_cpu}
+    for name in (field.name for field in fields(settings) if field.name not in COMPUTED):
+        value = plain(getattr(settings, name))
         if value != plain(getattr(usual, name, None)) or (name in TAKEN_OVER and name in field_names(ours)):
             options[name] = value
-    found = ours(**options)
+    config = ours(**options)
     told = "; ".join(f"{name}: {words}" for name, words in DIFFERENT.items() if name not in options
-                     and plain(getattr(usual, name, None)) not in (None, getattr(found, name, None)))
+                     and plain(getattr(usual, name, None)) not in (None, getattr(config, name, None)))
     logger.warning("args is a %s.%s; where it is at its defaults, these differ here: %s", *known_as(base), told)
-    return found
+    return config
 
 
 def plain(value: Any) -> Any:

@@ -11,18 +11,15 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
-from lowmem_grpo.rules import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, one_of
-from lowmem_grpo.units import count_text
+from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, count_text, one_of
 
-MUST_AGREE = ("temperature", "n", "max_tokens")  # of vllm_sampling_params: the trainer needs GRPOConfig's own
+MUST_AGREE = ("temperature", "n", "max_tokens")  # in vllm_sampling_params: the trainer needs GRPOConfig's own
 TRLS_SHARE = 0.3  # the default of vllm_gpu_memory_utilization there
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
 @dataclass
-class GRPOConfig(
-    LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, OverlapSettings, TrainSettings
-):
+class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, OverlapSettings, TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
@@ -58,6 +55,8 @@ class GRPOConfig(
     """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
     use_vllm: bool = False
     """True insists that the model was loaded with vLLM as its engine; False takes whichever it was loaded with."""
+    vllm_mode: str = "colocate"
+    """vLLM works in this process, on the trainer's own weights; another value is refused."""
     vllm_gpu_memory_utilization: float | None = None
     """How much of the card vLLM may fill, for a model that is given by its name; None is 0.5, the loader's own."""
     vllm_max_model_length: int | None = None
@@ -102,9 +101,8 @@ class GRPOConfig(
     """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "num_generations": (
-            "a whole number, 2 or more: GRPO compares completions of one prompt (8 is usual)", at_least(2)[1]
-        ),
+        "num_generations": ("a whole number, 2 or more: GRPO compares completions of one prompt (8 is usual)",
+                            at_least(2)[1]),
         "temperature": ("above 0, as at 0 all completions of a prompt are the same (1.0 is usual)", POSITIVE[1]),
         "max_prompt_length": COUNT, "steps_per_generation": COUNT, "num_iterations": COUNT,
         "generation_batch_size": COUNT,
@@ -118,6 +116,7 @@ class GRPOConfig(
     }
 
     def __post_init__(self) -> None:
+        self.top_p = GRPO_DEFAULTS["top_p"] if self.top_p is None else self.top_p  # as TRL's own examples leave it
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
         elif self.vllm_sampling_params is not None:
@@ -137,16 +136,12 @@ class GRPOConfig(
         self.check_reference()
         self.sampling(None)
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
-            raise ValueError(
-                f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
-                f"({self.num_generations})"
-            )
+            raise ValueError(f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
+                             f"({self.num_generations})")
         every = self.gradient_accumulation_steps
         if self.steps_per_generation is not None and self.steps_per_generation % every:
-            raise ValueError(
-                f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
-                f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation"
-            )
+            raise ValueError(f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
+                             f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation")
         if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
             raise ValueError(
                 f"replay_buffer_size is {self.replay_buffer_size} and vllm_importance_sampling_correction is False: "
@@ -180,11 +175,9 @@ class GRPOConfig(
         if self.multi_objective_aggregation == "normalize_then_sum":
             name = "normalize_then_sum (GDPO)"
         if self.turn_discount is not None and name not in COMPARING:
-            raise ValueError(
-                f"turn_discount is {self.turn_discount}, which compares turns with the mean of their group, and the "
-                f"advantages are those of {name}; take advantage_estimator={' or '.join(map(repr, COMPARING))}, or "
-                "leave turn_discount out"
-            )
+            raise ValueError(f"turn_discount is {self.turn_discount}, which compares turns with the mean of their "
+                             f"group, and the advantages are those of {name}; take "
+                             f"advantage_estimator={' or '.join(map(repr, COMPARING))}, or leave turn_discount out")
         if self.turn_discount is not None and self.kl_in_reward:
             raise ValueError(f"turn_discount is {self.turn_discount}, and with loss_type 'rloo' and beta {self.beta} "
                              "the KL term is part of the reward of a whole completion; set beta=0, or leave "
@@ -192,11 +185,11 @@ class GRPOConfig(
 
     def check_sampling_params(self) -> None:
         """`vllm_sampling_params` does not contradict the fields that say the same."""
-        given, defaults = self.vllm_sampling_params, SamplingParams()
+        params, defaults = self.vllm_sampling_params, SamplingParams()
         same = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                 "n": "num_generations", "max_tokens": "max_completion_length"}
         for theirs, ours in same.items():
-            value = getattr(given or defaults, theirs)
+            value = getattr(params or defaults, theirs)
             mine, default = getattr(self, ours), getattr(defaults, theirs)
             if value not in (default, mine) and (theirs in MUST_AGREE or mine != GRPO_DEFAULTS[ours]):
                 raise ValueError(
@@ -235,7 +228,6 @@ class GRPOConfig(
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts behind one optimizer step."""
         return math.ceil(self.batch_size / self.num_generations)
 
     @property
@@ -256,36 +248,30 @@ class GRPOConfig(
         """Return what was rounded up, for the user to see; None where everything divides."""
         if self.batch_size == self.completions_per_step:
             return None
-        return (
-            f"per_device_train_batch_size ({self.per_device_train_batch_size}) x gradient_accumulation_steps "
-            f"({self.gradient_accumulation_steps}) = {self.batch_size} completions do not make whole groups of "
-            f"num_generations ({self.num_generations}); each step uses {self.completions_per_step}"
-        )
+        return (f"per_device_train_batch_size ({self.per_device_train_batch_size}) x gradient_accumulation_steps "
+                f"({self.gradient_accumulation_steps}) = {self.batch_size} completions do not make whole groups of "
+                f"num_generations ({self.num_generations}); each step uses {self.completions_per_step}")
 
     def doubts(self) -> list[str]:
         """Return what TRL warns of: settings of which a paper says otherwise."""
-        found = []
+        doubts = []
         if self.loss_type == "luspo" and self.level != "sequence":
-            found.append("loss_type is 'luspo' and importance_sampling_level 'token'; its paper has 'sequence'")
+            doubts.append("loss_type is 'luspo' and importance_sampling_level 'token'; its paper has 'sequence'")
         if self.level == "sequence" and self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            found.append(f"importance_sampling_level is 'sequence', and loss_type {self.loss_type!r} sums over tokens, "
-                         "which weights each sequence by its completion length. GSPO's paper has loss_type 'grpo'")
-        return found
+            doubts.append(f"importance_sampling_level is 'sequence', and loss_type {self.loss_type!r} sums over "
+                          "tokens, which weights each sequence by its completion length. GSPO's paper has loss_type "
+                          "'grpo'")
+        return doubts
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
-        """Return the sampling options of training."""
-        given = self.vllm_sampling_params or SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
-        return replace(
-            given, n=n or self.num_generations, max_tokens=self.max_completion_length, seed=seed,
-            temperature=self.temperature,
-        )
+        own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
+        return replace(self.vllm_sampling_params or own, n=n or self.num_generations, seed=seed,
+                       max_tokens=self.max_completion_length, temperature=self.temperature)
 
     @property
     def draws(self) -> Draws:
-        """The order in which the prompts of each step are sampled; a seed in `vllm_sampling_params` changes the seeds
-        of all steps."""
-        given = self.vllm_sampling_params
-        params = self.sampling(given.seed if given else None)
+        """Return the draws of all steps; a seed in `vllm_sampling_params` changes all of theirs."""
+        params = self.sampling(getattr(self.vllm_sampling_params, "seed", None))
         return Draws(self.prompts_per_generation, params, self.seed)
 
 
@@ -294,10 +280,8 @@ def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
     None. ValueError if prompt and completion do not fit the context."""
     wanted = prompt or 1
     if wanted + completion > context:
-        raise ValueError(
-            f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context of "
-            f"{context} tokens; lower one of them, or load with a larger max_seq_length"
-        )
+        raise ValueError(f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context "
+                         f"of {context} tokens; lower one of them, or load with a larger max_seq_length")
     return prompt or context - completion
 
 

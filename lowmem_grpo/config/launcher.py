@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lowmem_grpo.later import torch
+from lowmem_grpo.utils import torch
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM sets to its own
 CARDS = "CUDA_VISIBLE_DEVICES"
@@ -31,28 +30,25 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and shows what the run does."""
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Return which of `count` things, in their order, are this process's: neighbours, as many as any other's, or
-        one fewer."""
+        """Return this process's part of `count` things: neighbours, as many as any other's, or one fewer."""
         return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
 def this_place() -> Place:
-    """The place that a launcher gave this process; without a launcher it is the only one. ValueError where the
-    launcher's variables do not fit together."""
-    given = {name: os.environ[name] for name in NAMES if name in os.environ}
-    if given.get("WORLD_SIZE", "1") == "1":
+    """Return the place that a launcher gave this process; ValueError where its variables do not fit together."""
+    variables = {name: os.environ[name] for name in NAMES if name in os.environ}
+    if variables.get("WORLD_SIZE", "1") == "1":
         return Place()
     try:
-        count = int(given["WORLD_SIZE"])
-        place = Place(int(given["RANK"]), count, int(given.get("LOCAL_RANK", given["RANK"])))
+        count = int(variables["WORLD_SIZE"])
+        place = Place(int(variables["RANK"]), count, int(variables.get("LOCAL_RANK", variables["RANK"])))
     except (KeyError, ValueError):
         place = Place(-1)
     if not 0 <= place.rank < place.count or not 0 <= place.local <= place.rank:
-        told = ", ".join(f"{name}={given.get(name)!r}" for name in NAMES)
+        told = ", ".join(f"{name}={variables.get(name)!r}" for name in NAMES)
         raise ValueError(f"this process is to be one of several, and its variables do not fit together: {told}. Start "
                          "it with torchrun --nproc-per-node N, or unset them for a run in one process")
     return place
@@ -71,8 +67,7 @@ def own_device(cards: int) -> str:
 
 
 def take_card() -> None:
-    """Let this process see only its own card of those that its machine's processes share. It has to be called before
-    torch looks for cards. ValueError where there are fewer cards than processes, as far as that can be told."""
+    """Show this process only its own card, before torch looks; ValueError for fewer cards than processes."""
     place = this_place()
     if place.count == 1:
         return
@@ -94,8 +89,7 @@ def used_by_others() -> tuple[float, float]:
 
 
 def leave_busy_cores(before: tuple[float, float]) -> None:
-    """Compute with fewer threads where other programs kept cores busy since `before`, as threads wait for each other at
-    every operation. Nothing changes on a card, and where the user chose."""
+    """Compute with fewer threads where other programs kept cores busy since `before`, unless the user chose."""
     if not STAT.is_file() or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
         return
     seconds, computed = (now - then for now, then in zip(used_by_others(), before, strict=True))

@@ -4,23 +4,12 @@ are refused. The options that are honoured are parameters of `loader.FastLanguag
 from numbers import Integral
 from typing import Any
 
+from lowmem_grpo import utils
 from lowmem_grpo.config.unsupported import Table, any_value, off, only
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
-from lowmem_grpo.rules import (
-    DECAY,
-    NUMBER_DICT,
-    PATH,
-    POSITIVE,
-    TEXT,
-    TEXTS,
-    TRUTH,
-    WHOLE,
-    Rule,
-    at_least,
-    up_to,
-)
+from lowmem_grpo.utils import Rule, at_least, up_to
 
-BOTH: Table = {  # of from_pretrained and of get_peft_model
+BOTH: Table = {  # options of from_pretrained and of get_peft_model
     **off("Leave it out; weights are quantized to NF4 by load_in_4bit=True.", "qat_scheme"),
     **off("LoRA is trained on linear layers; name modules in target_modules.", "target_parameters"),
     **off("All layers of the base stay on the card: plan with `lowmem-grpo plan`, and make room with load_in_4bit=True "
@@ -73,16 +62,21 @@ DTYPE: Rule = ('float32, bfloat16, float16 or "auto"', lambda value: str(value).
     "float32", "bfloat16", "float16", "auto", "float", "half"))  # the last two are other names of torch
 MOST_RANK = 1 << 16
 PLAIN: dict[str, Rule] = {  # options of from_pretrained
-    "model_name": PATH, "max_seq_length": at_least(1, Integral), "dtype": DTYPE, "load_in_4bit": TRUTH,
-    "load_in_16bit": TRUTH, "revision": TEXT, "cache_dir": PATH, "local_files_only": TRUTH, "offload_embedding": TRUTH,
+    "model_name": utils.PATH, "max_seq_length": at_least(1, Integral), "dtype": DTYPE,
+    **dict.fromkeys(("load_in_4bit", "load_in_16bit"), utils.TRUTH), "revision": utils.TEXT, "cache_dir": utils.PATH,
+    **dict.fromkeys(("local_files_only", "offload_embedding"), utils.TRUTH),
 }
 LORA: dict[str, Rule] = {  # options of get_peft_model
-    "r": up_to(MOST_RANK, Integral), "lora_alpha": POSITIVE, "lora_dropout": DECAY, "random_state": WHOLE,
-    "use_rslora": TRUTH, **dict.fromkeys(("target_modules", "exclude_modules"), TEXTS),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), NUMBER_DICT),
+    "r": up_to(MOST_RANK, Integral), "lora_alpha": utils.POSITIVE, "lora_dropout": utils.DECAY,
+    "random_state": utils.WHOLE, "use_rslora": utils.TRUTH,
+    **dict.fromkeys(("target_modules", "exclude_modules"), utils.TEXTS),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), utils.PATTERN_NUMBERS),
+    "layers_to_transform": utils.WHOLES, "finetune_last_n_layers": utils.WHOLE,
 }
 NO_NAME = ('from_pretrained needs model_name: a name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", a folder, or '
            '"tiny", the embedded model that shows how things work')
+NO_MODEL = ("get_peft_model needs the model that from_pretrained returned: model, tokenizer = "
+            "FastLanguageModel.from_pretrained(model_name=...), then FastLanguageModel.get_peft_model(model)")
 
 
 def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
@@ -93,15 +87,14 @@ def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
 
 
 def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8: bool | str | None) -> str:
-    """The form that a loader's options ask for: FP8 or 16 bits where they say so, else NF4, unless `load_in_4bit` is
-    False. ValueError for two answers."""
+    """Return the form that a loader's options ask for, NF4 where nothing else is; ValueError for two answers."""
     if load_in_fp8 not in (None, False, True, "block"):
         raise ValueError(f'load_in_fp8 is {load_in_fp8!r}; it must be True (a scale for each row), "block" (one for '
                          "128 x 128 weights) or False")
     asked = {"load_in_4bit": load_in_4bit, "load_in_16bit": load_in_16bit, "load_in_fp8": load_in_fp8}
-    given = [f"{name}={value!r}" for name, value in asked.items() if value]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} contradict each other; give one of them")
+    chosen = [f"{name}={value!r}" for name, value in asked.items() if value]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} contradict each other; give one of them")
     if load_in_fp8:
         return FP8 if load_in_fp8 is True else FP8_BLOCK
     return BITS_16 if load_in_16bit or load_in_4bit is False else NF4

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.config.shared import CheckedCall
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.rules import COUNT, TEXTS, ZERO_OR_MORE, Rule, check_ranges, number
+from lowmem_grpo.utils import COUNT, TEXTS, ZERO_OR_MORE, Rule, check_ranges, number
 
 PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
 FORMAT = "The form of the text is not constrained; reward it instead."
@@ -85,9 +85,9 @@ class Draws:
 
     count: int
     params: SamplingParams  # its seed, if it has one, becomes part of every draw's
-    seed: int  # of the run
+    seed: int  # the run's own
 
-    def of(self, step: int, extra_round: int = 0) -> SamplingParams:
+    def for_step(self, step: int, extra_round: int = 0) -> SamplingParams:
         """The draw of a step, or one of its extra rounds of dynamic sampling."""
         again = f"-{extra_round}" if extra_round else ""
         seed = random.Random(f"{self.seed}-{self.params.seed}-{step}{again}").getrandbits(62)
@@ -109,36 +109,31 @@ def vLLMSamplingParams(**settings: Any) -> Any:  # noqa: N802 - Unsloth's name
     return kind(**settings)
 
 
-def as_sampling_params(given: Any, longest: int) -> SamplingParams:
-    """`given` as our SamplingParams; None gives the defaults. `longest` stands for vLLM's max_tokens=None.
-
-    Raises ValueError for a field that we do not know and that is not at its default, TypeError for another kind of
-    object.
-    """
-    if given is None or isinstance(given, SamplingParams):
-        return given or SamplingParams()
-    names = public_fields(given)
+def as_sampling_params(params: Any, longest: int) -> SamplingParams:
+    """Return our SamplingParams for None (defaults), ours or vLLM's; `longest` stands for vLLM's max_tokens=None.
+    ValueError for an unknown field that is set, TypeError for another kind of object."""
+    if params is None or isinstance(params, SamplingParams):
+        return params or SamplingParams()
+    names = public_fields(params)
     if not {"n", "temperature", "max_tokens"} <= set(names):
-        raise TypeError(f"sampling_params is a {type(given)}; pass a lowmem_grpo.SamplingParams, or vLLM's own")
-    check_others(given, [name for name in names if name not in (*OURS, *DERIVED)])
-    values = {name: getattr(given, name) for name in names if name in OURS}
-    return SamplingParams(**values | {"max_tokens": longest if given.max_tokens is None else given.max_tokens})
+        raise TypeError(f"sampling_params is a {type(params)}; pass a lowmem_grpo.SamplingParams, or vLLM's own")
+    check_others(params, [name for name in names if name not in (*OURS, *DERIVED)])
+    values = {name: getattr(params, name) for name in names if name in OURS}
+    return SamplingParams(**values | {"max_tokens": longest if params.max_tokens is None else params.max_tokens})
 
 
-def public_fields(given: Any) -> list[str]:
+def public_fields(params: Any) -> list[str]:
     """The public fields of a msgspec struct (vLLM's), a dataclass or a plain object."""
-    kind = type(given)
+    kind = type(params)
     names = getattr(kind, "__struct_fields__", None) or getattr(kind, "__dataclass_fields__", None)
-    return [name for name in names or getattr(given, "__dict__", {}) if not name.startswith("_")]
+    return [name for name in names or getattr(params, "__dict__", {}) if not name.startswith("_")]
 
 
-def check_others(given: Any, names: list[str]) -> None:
+def check_others(params: Any, names: list[str]) -> None:
     """Raise ValueError for each of the fields that differs from its default."""
-    default = type(given)()  # compared by repr: arrays have no single ==
-    shown = {name: (repr(getattr(given, name)), repr(getattr(default, name))) for name in names}
+    default = type(params)()  # compared by repr: arrays have no single ==
+    shown = {name: (repr(getattr(params, name)), repr(getattr(default, name))) for name in names}
     different = [f"{name}={value}" for name, (value, usual) in shown.items() if value != usual]
     if different:
-        raise ValueError(
-            f"sampling_params sets {', '.join(different)}, which is not supported; leave it out. Supported are "
-            f"{', '.join(OURS)}"
-        )
+        raise ValueError(f"sampling_params sets {', '.join(different)}, which is not supported; leave it out. "
+                         f"Supported are {', '.join(OURS)}")

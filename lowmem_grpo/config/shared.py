@@ -1,28 +1,26 @@
 """The settings that every trainer has, and how unknown options are refused."""
 
-import difflib
+import json
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse
+from lowmem_grpo import utils
+from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse, suggestion
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.rules import (
+from lowmem_grpo.utils import (
     COUNT,
-    DECAY,
-    PATH,
     POSITIVE,
-    SHARE,
     TRUTH,
     ZERO_OR_MORE,
     Rule,
     check_ranges,
+    count_text,
     number,
     one_of,
     require,
 )
-from lowmem_grpo.units import count_text
 
 OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
@@ -33,28 +31,36 @@ NAMES: Rule = ("a name, or a list of names", lambda value: value is None or isin
 REPO_NAME: Rule = ("OWNER/NAME, or a NAME of your own",
                    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value)))
 STRATEGIES = ("no", "steps", "epoch")
+ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields, for the parsers of TRL's scripts to know
+# them; the table of unsupported options says which values are accepted
+BARE = {"nargs": "?", "const": True}  # to such a parser, the bare name of a field with this metadata is True
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
 def field_names(cls: Any) -> set[str]:
-    """The names of a dataclass's fields."""
     return {field.name for field in fields(cls)}
 
 
 class CheckedCall(type):
     """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
-
-    A class may have its own tables: of options with one meaning, `unsupported`, and of older names, `renamed`.
-    """
+    A class may have its own tables `unsupported` and `renamed`."""
 
     unsupported: Table = OF_GRPO
     renamed: dict[str, str] = RENAMED
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
-        refuse({name: value for name, value in options.items() if name not in known}, cls.unsupported, known,
-               cls.__name__)
+        refuse({name: value for name, value in options.items() if name not in known or name in ONE_MEANING},
+               cls.unsupported, known, cls.__name__)
         return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
+
+
+def of_json(value: Any) -> Any:
+    """Return what a text of JSON holds; another value, and a text that is none, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
@@ -102,21 +108,24 @@ class TrainSettings(metaclass=CheckedCall):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] | None = None
-    """Options of the schedule, such as {"min_lr_rate": 0.1} of "cosine_with_min_lr"."""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    """Options of the schedule, such as {"min_lr_rate": 0.1} of "cosine_with_min_lr"; may be JSON, on a command line."""
     warmup_steps: float = 0
     """Steps; below 1 it is a share of all steps, as in transformers 5."""
     warmup_ratio: float = 0.0
 
     # precision and memory
     bf16: bool | None = None
-    fp16: bool | None = None
-    gradient_checkpointing: bool | None = None
+    fp16: bool | None = field(default=None, metadata=BARE)
+    gradient_checkpointing: bool | None = field(default=None, metadata=BARE)
     """None keeps what get_peft_model set up."""
     disable_dropout: bool = False
     """True sets every dropout of the model to 0, that of LoRA too."""
     use_cpu: bool = False
     """True loads a model that is given by its name on the CPU, and refuses one that lies elsewhere."""
+
+    trust_remote_code: bool = False
+    """Of ONE_MEANING."""
 
     # records and checkpoints
     logging_steps: int = 1
@@ -157,14 +166,16 @@ class TrainSettings(metaclass=CheckedCall):
     """The space of the hub that trackio writes to; None keeps everything on this machine."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "output_dir": PATH,
+        "output_dir": utils.PATH,
         "max_steps": number("a whole number above 0, or -1 to go by num_train_epochs",
                             lambda value: value % 1 == 0 and (value > 0 or value == -1)),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
-        "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": DECAY, "adam_beta2": DECAY,
-        "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE, "max_grad_norm": POSITIVE,
-        "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": SHARE,
+        "lr_scheduler_kwargs": utils.OF_KINDS[dict],
+        "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": utils.DECAY,
+        "adam_beta2": utils.DECAY, "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE,
+        "max_grad_norm": POSITIVE, "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE,
+        "warmup_ratio": utils.SHARE,
         "logging_steps": COUNT, "nonfinite_steps": COUNT, "save_strategy": one_of(*STRATEGIES), "save_steps": COUNT,
         "save_total_limit": COUNT, "eval_strategy": one_of(*STRATEGIES), "eval_steps": COUNT,
         **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "push_to_hub", "disable_dropout", "use_cpu",
@@ -177,6 +188,7 @@ class TrainSettings(metaclass=CheckedCall):
         require("report_to", self.report_to, NAMES)
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        self.lr_scheduler_kwargs = of_json(self.lr_scheduler_kwargs)
         for name in ("optim", "save_strategy", "eval_strategy"):
             setattr(self, name, str(getattr(getattr(self, name), "value", getattr(self, name))))
         check_ranges(self)
@@ -232,13 +244,20 @@ class TrainSettings(metaclass=CheckedCall):
         rises = not str(self.best_metric).endswith("loss") if greater is None else greater
         return value > than if rises else value < than
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what the constructor would refuse: scripts set options one by one."""
+        name = type(self).renamed.get(name, name)
+        table = type(self).unsupported
+        if name in table and (name in ONE_MEANING or name not in field_names(type(self))):
+            refuse({name: value}, table, (), type(self).__name__)
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         """An option that is no field reads as what happens: other libraries' callbacks and scripts ask for some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
-            close = difflib.get_close_matches(name, field_names(type(self)), n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise AttributeError(f"{type(self).__name__} has no option {name!r}{hint}")
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}"
+                                 f"{suggestion(name, field_names(type(self)))}")
         return fixed.allowed(name)[0]
 
     @property
@@ -256,7 +275,6 @@ class TrainSettings(metaclass=CheckedCall):
 
     @property
     def completions_per_step(self) -> int:
-        """Completions behind one optimizer step."""
         return self.batch_size
 
     @property
@@ -265,8 +283,6 @@ class TrainSettings(metaclass=CheckedCall):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for records and checkpoints; a token of the hub is in none of them."""
-        found = asdict(self)
-        if found["model_init_kwargs"]:
-            found["model_init_kwargs"] = {name: str(value) for name, value in found["model_init_kwargs"].items()
-                                          if name not in ("token", "use_auth_token")}
-        return found
+        loading = {name: str(value) for name, value in (self.model_init_kwargs or {}).items()
+                   if name not in ("token", "use_auth_token")}
+        return asdict(self) | ({"model_init_kwargs": loading} if self.model_init_kwargs else {})

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar
 
-from lowmem_grpo.rules import TRUTH, Rule, at_least, check_ranges, one_of
+from lowmem_grpo.utils import TRUTH, Rule, at_least, check_ranges, one_of
 
 PARALLEL = "parallel"
 LATE = "the rewards {} are computed after sampling (score_while_sampling=True computes them before)"
@@ -89,20 +89,16 @@ class OverlapSettings:
         for name, wanted in needs(self).items():
             value = getattr(self, name)
             if value not in wanted:
-                raise ValueError(
-                    f"train_while_sampling={self.train_while_sampling!r} trains a group before the others are sampled, "
-                    f"and {name}={value!r} needs all of them; set {name}={wanted[0]!r}, or leave train_while_sampling "
-                    "out"
-                )
+                raise ValueError(f"train_while_sampling={self.train_while_sampling!r} trains a group before the others "
+                                 f"are sampled, and {name}={value!r} needs all of them; set {name}={wanted[0]!r}, or "
+                                 "leave train_while_sampling out")
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
     """Return the values of other fields with which a group is trained as it would be alone."""
-    once = {
-        "num_iterations": (1,), "steps_per_generation": (None, config.gradient_accumulation_steps),
-        "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
-        "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),
-        "advantage_estimator": ("grpo", "rloo", "passk"), "multi_objective_aggregation": ("sum_then_normalize",),
-        "score_while_sampling": (None, True), "normalize_advantages": (False,),
-    }
+    once = {"num_iterations": (1,), "steps_per_generation": (None, config.gradient_accumulation_steps),
+            "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
+            "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),
+            "advantage_estimator": ("grpo", "rloo", "passk"), "multi_objective_aggregation": ("sum_then_normalize",),
+            "score_while_sampling": (None, True), "normalize_advantages": (False,)}
     return once | ({"beta": (0.0,)} if config.train_while_sampling == PARALLEL else {})

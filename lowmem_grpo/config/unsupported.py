@@ -1,12 +1,9 @@
-"""Options of other libraries that are none here: which values are accepted, and what to do.
-
-A value that asks for what happens anyway is accepted and has no effect, so that settings copied from elsewhere work.
-Any other value is refused. No value is accepted and then ignored.
-"""
+"""Options of other libraries that are none here. A value that asks for what happens anyway is accepted, so that copied
+settings work; any other is refused with what to do, and none is ignored."""
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,11 +14,7 @@ RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}  # olde
 
 @cache
 def transformers_defaults() -> dict[str, Any]:
-    """Return the default of each field of transformers' TrainingArguments, where it is a plain value.
-
-    They are in a file of ours, because importing the class takes seconds and a wrong option is refused at once. A test
-    compares the file with the class.
-    """
+    """Return the plain defaults of TrainingArguments from a file, as importing the class takes seconds."""
     source = files("lowmem_grpo") / "assets" / "training_arguments.json"
     defaults: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     return defaults
@@ -38,7 +31,6 @@ class Fixed:
     any_value: bool = False  # it changes no result: every value is accepted
 
     def accepts(self, name: str, value: Any) -> bool:
-        """Return whether the option `name` may have this value."""
         return self.any_value or (self.may_be_off and is_off(value)) or named(value) in self.allowed(name)
 
     def allowed(self, name: str) -> tuple[Any, ...]:
@@ -56,9 +48,9 @@ class Harmless(Fixed):
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether all that is not free is at its default."""
-        found, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
-        return isinstance(found, Mapping) and all(key in self.free or (key in usual and usual[key] == one)
-                                                  for key, one in found.items())
+        options, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
+        return isinstance(options, Mapping) and all(key in self.free or (key in usual and usual[key] == setting)
+                                                  for key, setting in options.items())
 
 
 Table = dict[str, Fixed]
@@ -70,8 +62,7 @@ def at_default(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
 
 
 def only(advice: str, **values: Any) -> Table:
-    """Return options that transformers does not have (or has with another meaning), each with its value, or a tuple of
-    them."""
+    """Return options that transformers lacks, or means otherwise, each with its value or a tuple of them."""
     return {name: Fixed(advice, value if isinstance(value, tuple) else (value,)) for name, value in values.items()}
 
 
@@ -95,16 +86,17 @@ def named(value: Any) -> Any:
     return getattr(value, "__name__", getattr(value, "value", value))
 
 
-def refuse(options: Mapping[str, Any], table: Mapping[str, Fixed], known: Collection[str], owner: str) -> None:
-    """Raise TypeError for an option that nobody knows, and ValueError for one that asks for what is not done here.
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean A or B?" of the known names that are nearly this one; else nothing."""
+    close = difflib.get_close_matches(name, known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
-    `known` are the options that are honoured; `owner` is whose options they are.
-    """
+
+def refuse(options: Mapping[str, Any], table: Mapping[str, Fixed], known: Collection[str], owner: str) -> None:
+    """TypeError for an unknown option, ValueError for what is not done here; `known` are honoured, by `owner`."""
     for name, value in options.items():
         if name not in table:
-            close = difflib.get_close_matches(name, [*table, *known], n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise TypeError(f"{owner} has no option {name!r}{hint}")
+            raise TypeError(f"{owner} has no option {name!r}{suggestion(name, {*table, *known})}")
         if not table[name].accepts(name, value):
             allowed = " or ".join(map(repr, table[name].allowed(name)))
             raise ValueError(f"{owner}: {name}={value!r} is not supported (allowed: {allowed}). {table[name].advice}")
@@ -204,6 +196,8 @@ OF_GRPO: Table = EVERY_TRAINER | {
     **only("Constrained decoding is not supported; reward the format instead.",
            vllm_structured_outputs_regex=None, vllm_guided_decoding_regex=None),
     **only(LEAVE_OUT, use_liger_loss=(False, None, True), cache_implementation=None,
-           ds3_gather_for_generation=(True, False), use_transformers_continuous_batching=False,
-           transformers_continuous_batching_config=None, use_transformers_paged=False, log_multimodal=(True, False)),
+           ds3_gather_for_generation=(True, False), log_multimodal=(True, False)),
+    # sequences of a step are sampled side by side, and one that ends makes room, whoever asks
+    **any_value("use_transformers_continuous_batching", "use_transformers_paged", usual=False),
+    **any_value("transformers_continuous_batching_config"),
 }

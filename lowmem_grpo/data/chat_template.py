@@ -23,7 +23,6 @@ class ChatFormat:
     turns: tuple[str, str, str] = ("", "", "")  # where the turns of system, user and assistant look different
 
     def before(self, place: int) -> str:
-        """Return what comes before the content of a turn of system, user or assistant."""
         return self.turns[place] or self.turn.replace("{role}", self.roles[place])
 
 
@@ -87,36 +86,33 @@ def get_chat_template(
     token, which then ends the turns. `system_message` is for conversations that have none. The other two options change
     nothing here. ValueError for an unknown name.
     """
-    keys = checked_mapping(mapping)
+    if other := sorted(set(mapping or {}) - MAPPING.keys()):
+        raise ValueError(f"mapping has {other[0]!r}; its keys are {', '.join(MAPPING)}")
+    keys = MAPPING | (mapping or {})
     plain = keys == MAPPING and system_message is None
     if isinstance(chat_template, str):
         form, own = format_of(chat_template), str(tokenizer.chat_template or "")
-        has_it = marker_of(form) in own
+        has_it = (form.turn.partition("{role}")[0] or form.before(2)) in own  # how its turns begin, up to the role
         logger.info("chat template %s: %s", chat_template, "the tokenizer's own has this format and stays" if has_it
                     else "made for this tokenizer")
         body = own if has_it else written(form, end_of(tokenizer, form, map_eos_token))
         stop = form.end
     else:
-        (body, stop), has_it = given_template(chat_template), True
-    if map_eos_token:
-        stop_at(tokenizer, stop)
-    if has_it:
-        body = body if plain else reading(keys, system_message) + "{%- set messages = own.messages -%}\n" + body
-    else:
+        if len(chat_template) != 2 or not all(isinstance(part, str) for part in chat_template):
+            raise ValueError(f"chat_template is {chat_template!r}; pass a name, or (template, end token)")
+        (body, stop), has_it = chat_template, True
+    if map_eos_token and is_token(tokenizer, stop) and tokenizer.eos_token != stop:
+        logger.info("end token: %r instead of %r", stop, tokenizer.eos_token)
+        tokenizer.eos_token = stop
+    if not has_it:
         body = reading(keys, system_message) + body
+    elif not plain:
+        body = reading(keys, system_message) + "{%- set messages = own.messages -%}\n" + body
     tokenizer.chat_template = body
     return tokenizer
 
 
-def checked_mapping(mapping: dict[str, str] | None) -> dict[str, str]:
-    """The names of keys and roles; ValueError for others than those of MAPPING."""
-    if other := sorted(set(mapping or {}) - MAPPING.keys()):
-        raise ValueError(f"mapping has {other[0]!r}; its keys are {', '.join(MAPPING)}")
-    return MAPPING | (mapping or {})
-
-
 def format_of(name: str) -> ChatFormat:
-    """The format of that name; ValueError lists the names."""
     if name.lower() not in FORMATS:
         close = difflib.get_close_matches(name.lower(), FORMATS, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
@@ -125,40 +121,18 @@ def format_of(name: str) -> ChatFormat:
     return FORMATS[name.lower()]
 
 
-def given_template(given: tuple[str, str]) -> tuple[str, str]:
-    """(template, end token), checked."""
-    if len(given) != 2 or not all(isinstance(part, str) for part in given):
-        raise ValueError(f"chat_template is {given!r}; pass a name, or (template, end token)")
-    return given
-
-
-def marker_of(form: ChatFormat) -> str:
-    """Return what the turns of a format begin with, up to the role's name, as a template spells it."""
-    return form.turn.partition("{role}")[0] or form.before(2)
-
-
 def is_token(tokenizer: Any, text: str) -> bool:
-    """Return whether the tokenizer has this text as one token."""
-    found = tokenizer.convert_tokens_to_ids(text)
-    return found is not None and found != tokenizer.unk_token_id
+    number = tokenizer.convert_tokens_to_ids(text)
+    return number is not None and number != tokenizer.unk_token_id
 
 
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
-    """Return the token that ends a turn: the format's end token, or the tokenizer's, where that is the one that it has.
-    """
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
 
 
-def stop_at(tokenizer: Any, end: str) -> None:
-    """Make a token that the tokenizer has its end token."""
-    if is_token(tokenizer, end) and tokenizer.eos_token != end:
-        logger.info("end token: %r instead of %r", end, tokenizer.eos_token)
-        tokenizer.eos_token = end
-
-
 def written(form: ChatFormat, end: str) -> str:
-    """A template of this format, which reads `own.messages`."""
+    """Return a template of this format, which reads `own.messages`."""
     system, user, assistant = (form.before(place) for place in range(3))
     rest = form.newline if form.open_ended else end + form.newline
     return constant("form", {"system": system, "user": user, "assistant": assistant, "end": end + form.newline,
@@ -166,13 +140,13 @@ def written(form: ChatFormat, end: str) -> str:
 
 
 def reading(keys: dict[str, str], system_message: str | None) -> str:
-    """The part of a template that reads messages under the dataset's own names into `own.messages`."""
+    """Return the part of a template that reads messages under the dataset's own names into `own.messages`."""
     roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
     return constant("keys", {"role": keys["role"], "content": keys["content"], "roles": roles,
                              "system": system_message}) + READ
 
 
 def constant(name: str, value: dict[str, Any]) -> str:
-    """A dictionary of a template. JSON's words for None and truth are Jinja's too, once `null` is `none`."""
+    """Return a dictionary of a template. JSON's words for None and truth are Jinja's too, once `null` is `none`."""
     text = json.dumps(value, ensure_ascii=False)
     return "{%- set " + name + " = " + text.replace(": null", ": none") + " -%}\n"

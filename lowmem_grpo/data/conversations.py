@@ -17,7 +17,7 @@ def standardize_sharegpt(
     aliases_for_user: Sequence[str] = ALIASES["user"], aliases_for_assistant: Sequence[str] = ALIASES["assistant"],
     batch_size: int = 1000, num_proc: int | None = None,
 ) -> Any:
-    """The dataset with its conversations as lists of {"role", "content"}, in the same column.
+    """Return the dataset with its conversations as lists of {"role", "content"}, in the same column.
 
     `dataset` is a Dataset, an IterableDataset or a DatasetDict, or a list of rows. The aliases are names of roles;
     other roles, such as "tool", stay as they are. `tokenizer` changes nothing. DataError where no column holds
@@ -45,16 +45,14 @@ standardize_data_formats = standardize_sharegpt  # Unsloth's newer name
 
 
 def column_of(columns: list[str]) -> str:
-    """The column with conversations."""
-    found = next((name for name in COLUMNS if name in columns), None)
-    if found is None:
-        raise DataError(f"the dataset's columns are {', '.join(columns)}; one of {', '.join(COLUMNS)} must hold the "
-                        "conversations: rename yours with dataset.rename_column(NAME, 'conversations')")
-    return found
+    for column in COLUMNS:
+        if column in columns:
+            return column
+    raise DataError(f"the dataset's columns are {', '.join(columns)}; one of {', '.join(COLUMNS)} must hold the "
+                    "conversations: rename yours with dataset.rename_column(NAME, 'conversations')")
 
 
 def message_of(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """One message with role and content."""
     role = next((message[key] for key in ROLE_KEYS if message.get(key) is not None), None)
     content = next((message[key] for key in CONTENT_KEYS if message.get(key) is not None), None)
     if role is None or content is None:

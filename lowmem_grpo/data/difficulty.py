@@ -11,18 +11,16 @@ LONGEST_REST = 8  # epochs
 class Visit:
     """The outcome of a row's last visit."""
 
-    reward: float | None = None  # of all completions, if they earned the same
+    reward: float | None = None  # what all completions earned, if that is the same
     fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
     back: int = 0  # the epoch in which the row is sampled again
 
 
 class DifficultyPools:
     """Remembers the last visit of each row. A row whose completions all earn the same is left out for 1 epoch; if that
-    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew.
-
-    "learning" are rows with a spread. Of the others, "easy" are those that earned the best reward seen in the run, and
-    "hard" those that earned less. Until two different rewards have been seen, they are all "hard".
-    """
+    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew. "learning" are rows with a
+    spread. Of the others, "easy" are those that earned the best reward seen in the run, and "hard" those that earned
+    less. Until two different rewards have been seen, they are all "hard"."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}
@@ -30,7 +28,6 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
-        """Return whether a row is left out in an epoch."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -46,11 +43,9 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
-        """All rows come back at once; their counts of fruitless visits stay."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Number of visited rows in each pool, by their last visit."""
         same = [visit.reward for visit in self.rows.values() if visit.reward is not None]
         told = self.best is not None and self.worst is not None and self.worst < self.best
         easy = sum(told and reward == self.best for reward in same)
@@ -65,6 +60,5 @@ class DifficultyPools:
         return {"rows": rows, "worst": self.worst, "best": self.best}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a `state`."""
         self.rows = {index: Visit(*rest) for index, *rest in state["rows"]}
         self.worst, self.best = state["worst"], state["best"]

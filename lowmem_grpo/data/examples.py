@@ -28,7 +28,7 @@ class Example(Prompt):
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) which of these are trained; None for all
-    input_ids: list[int] = field(default_factory=list)  # of the whole row, as it was cut
+    input_ids: list[int] = field(default_factory=list)  # the whole row, as it was cut
     labels: list[int] = field(default_factory=list)  # these where they are trained, else IGNORED
 
 
@@ -39,18 +39,16 @@ class Examples(Prompt):
     parts: list[Example] = field(default_factory=list)
 
 
-def each_of(found: Any) -> list[Example]:
+def each_of(encoded: Any) -> list[Example]:
     """Return the examples of what an encoder made of a row: one, several, or none where it gave a reason."""
-    return found.parts if isinstance(found, Examples) else [found] if isinstance(found, Example) else []
+    return encoded.parts if isinstance(encoded, Examples) else [encoded] if isinstance(encoded, Example) else []
 
 
 class ExampleEncoder(PromptEncoder):
     """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or says why it cannot.
-
     `end_ids` are the tokens that end a sampled completion. `truncation` is what is cut off a row of more than
-    `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out.
-    The columns `tools` (a list, or its JSON) and `chat_template_kwargs` are for the chat template, as in TRL.
-    """
+    `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out. The
+    columns `tools` (a list, or its JSON) and `chat_template_kwargs` are for the chat template, as in TRL."""
 
     continues = True  # whether a completion goes on with a prompt's last message, where that is the assistant's
 
@@ -64,13 +62,12 @@ class ExampleEncoder(PromptEncoder):
         self.said: set[str] = set()
 
     def say_once(self, message: str) -> None:
-        """Log a warning, once in a run."""
         if message not in self.said:
             self.said.add(message)
             logger.warning(message)
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
+        """Return the example, or the reason for leaving the row out."""
         prompt = super().encode(row) if self.truncation is None else self.of_any_length(row)
         if isinstance(prompt, str):
             return prompt
@@ -102,7 +99,6 @@ class ExampleEncoder(PromptEncoder):
         return Example(row, ids[:first], text, None, 0, ids[first:end], None if all(mask) else mask, ids, labels)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the run's options of the chat template, with the row's own."""
         tools, own = row.get("tools"), row.get("chat_template_kwargs") or {}
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -111,14 +107,13 @@ class ExampleEncoder(PromptEncoder):
         own = {name: value for name, value in own.items() if value is not None} | ({"tools": tools} if tools else {})
         return {**self.template_kwargs, **own, **({} if self.continues else NEW_TURN)}
 
-    def whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
+    def render_whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
         """Return the template's text of messages to which nothing is added."""
         self.need_template()
         return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
-        """Return what the template puts after the rendered prompt; DataError if it then renders the prompt differently.
-        """
+        """Return what the template puts after the rendered prompt; DataError if it renders that differently then."""
         *prompt, last = row["prompt"]
         said = row["completion"]
         answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]
@@ -126,19 +121,17 @@ class ExampleEncoder(PromptEncoder):
             answer = {**last, **answer, "content": last["content"] + (answer.get("content") or "")}
         else:
             prompt = row["prompt"]
-        whole = self.whole([*prompt, answer], row)
+        whole = self.render_whole([*prompt, answer], row)
         if not whole.startswith(rendered):
             at = len(shared_start(whole, rendered))
-            raise DataError(
-                "the chat template renders a prompt differently once its answer follows: "
-                f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. "
-                "The model would be trained on other text than it samples from: change tokenizer.chat_template or "
-                "chat_template_kwargs, or make prompt and completion plain strings"
-            )
+            raise DataError("the chat template renders a prompt differently once its answer follows: "
+                            f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. The model "
+                            "would be trained on other text than it samples from: change tokenizer.chat_template or "
+                            "chat_template_kwargs, or make prompt and completion plain strings")
         return whole[len(rendered) :]
 
     def ended(self, text: str) -> list[int] | None:
-        """The text's ids up to its end token, which is added if it has none; None if text follows the end token."""
+        """Return the text's ids up to its end token, or with one behind them; None if text follows the end token."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
         if not ends:
@@ -154,19 +147,17 @@ class ExampleEncoder(PromptEncoder):
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop
 
     def with_end(self, ids: list[int]) -> list[int]:
-        """Return the ids, with the tokenizer's end token behind them unless their last token is an end token; white
-        space may follow that."""
+        """Return the ids with the tokenizer's end token behind them, unless they end with one and white space."""
         last = next((token for token in reversed(ids) if str(self.tokenizer.decode([token])).strip()), None)
         return ids if last in self.end_ids else [*ids, self.end_id]
 
     @property
     def end_id(self) -> int:
         """The tokenizer's end token; DataError if it has none."""
-        found: Any = self.tokenizer.eos_token_id
-        if found is None:
+        if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end token, so a model would never learn to stop; set "
                             "tokenizer.eos_token")
-        return int(found)
+        return int(self.tokenizer.eos_token_id)
 
 
 def shared_start(text: str, other: str) -> str:
@@ -176,7 +167,7 @@ def shared_start(text: str, other: str) -> str:
 
 
 def unusable(prompt: Any, completion: Any) -> str | None:
-    """Why a completion cannot follow this prompt; None if it can."""
+    """Return why a completion cannot follow this prompt; None if it can."""
     if completion in (None, [], "") or (isinstance(completion, str) and not completion.strip()):
         return "empty completion"
     if isinstance(completion, str):

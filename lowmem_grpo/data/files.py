@@ -15,8 +15,7 @@ from lowmem_grpo.hub import find_dataset
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
-    """A dataset with a column `prompt` from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset
-    on the hub. OSError if it is not there, ValueError for a missing column."""
+    """Return `read_rows`, with the prompts in a column `prompt`. ValueError where their column is missing."""
     rows = read_rows(source, split)
     if prompt_column not in rows.column_names:
         raise ValueError(f"{source} has no column {prompt_column!r}; it has {listed(rows.column_names)}. Name the "
@@ -48,24 +47,22 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
-    """The first rows of a source; from the hub, only these are loaded. OSError as in `read_rows`; ValueError for a
-    dataset that the hub does not have."""
+    """Return the first rows of a source; from the hub, only these are loaded. Errors are those of `read_rows`."""
     if is_file_name(source):
         rows = read_rows(source)
         return [dict(rows[index]) for index in range(min(count, len(rows)))]
     rows = read_rows(source, split, streaming=True)
     try:
         with quiet_datasets():
-            found = [dict(row) for row in rows.take(count)]
+            first = [dict(row) for row in rows.take(count)]
     except (DatasetsError, ValueError) as error:
         raise OSError(f"no rows from {source!r}: {reason(Path(source), error)}") from error
-    if not found:
+    if not first:
         raise OSError(f"no rows from {source!r}: the split {split!r} is empty")
-    return found
+    return first
 
 
 def reason(path: Path, error: BaseException) -> str:
-    """Why nothing was read, in one line."""
     if path.suffix.lower() == ".jsonl" and path.is_file() and (line := broken_line(path)):
         return line
     said = str(error.__cause__ or error).splitlines() or ["it is empty"]
@@ -73,7 +70,7 @@ def reason(path: Path, error: BaseException) -> str:
 
 
 def cell_text(value: Any) -> str | None:
-    """A cell as text, None for an empty one. 5.0 becomes "5": tables turn 5 into 5.0 if other cells are empty."""
+    """Return a cell as text, None for an empty one. 5.0 becomes "5": tables turn 5 into 5.0 if others are empty."""
     if value is None or value != value:  # NaN is an empty cell
         return None
     if isinstance(value, float) and value.is_integer():
@@ -83,7 +80,7 @@ def cell_text(value: Any) -> str | None:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Inside, the library shows no bars and no log lines; its errors are raised anyway."""
+    """Let the library show no bars and no log lines inside; its errors are raised anyway."""
     logger, shown = logging.getLogger("datasets"), is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,6 +1,5 @@
 """The kinds of data files; needs no library, so that a file that is missing, empty or broken is refused at once."""
 
-import codecs
 import csv
 import json
 from collections.abc import Collection, Sequence
@@ -8,27 +7,21 @@ from itertools import islice
 from pathlib import Path
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-CHUNK = 1 << 20  # bytes of a file that are read at a time
 NAMED = 12  # columns that a message lists
 LOOKED = 10_000  # lines that are parsed before the library reads all of them
+ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
 
-def refuse_missing(path: Path) -> None:
-    """OSError unless this is a file of a known kind."""
-    if path.suffix.lower() not in KINDS or not path.is_file():
-        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
-
-
 def is_file_name(source: str) -> bool:
-    """Return whether the source is a file, and not a dataset on the hub."""
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
 
 
 def refuse_unreadable(path: Path) -> None:
     """Raise OSError for a file that is missing, that has no rows, or whose first rows are broken."""
-    refuse_missing(path)
     kind = path.suffix.lower()
+    if kind not in KINDS or not path.is_file():
+        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
     if kind == ".parquet":
         with path.open("rb") as file:
             why = "" if file.read(len(PARQUET)) == PARQUET else "it is not a parquet file"
@@ -50,41 +43,53 @@ def rows_fault(path: Path, kind: str) -> str:
     return broken_line(path, LOOKED) if kind == ".jsonl" else ""
 
 
+def has_one_row(path: Path) -> bool:
+    """Return whether a readable text file has one row only; False where the library has to read it to tell."""
+    kind = path.suffix.lower()
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        if kind == ".csv":
+            return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # the first has the names
+        if kind == ".jsonl":
+            return len([*islice((line for line in file if line.strip()), 2)]) == 1
+        try:
+            held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < 1 << 20 else None
+        except ValueError:
+            return False
+        return isinstance(held, list) and len(held) == 1
+
+
 def check_rows(path: Path) -> None:
-    """OSError for a .json file that is one object with a list of rows inside: the library would read it as one row."""
+    """Raise OSError for a .json file that is one object around a list of rows: it would be read as one row."""
     with path.open(encoding="utf-8") as file:
         first, second = [*islice((line for line in file if line.strip()), 2), "", ""][:2]
         if not first.lstrip("\ufeff \t").startswith("{") or (second and first.rstrip().endswith("}")):
             return
         file.seek(0)
         try:
-            found = json.loads(file.read().lstrip("\ufeff"))
+            content = json.loads(file.read().lstrip("\ufeff"))
         except ValueError:
             return  # the library says what is wrong with it
-    for name, held in found.items():
+    for name, held in content.items():
         if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
             raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
                           "expected is the list itself, or a .jsonl file with one object a line")
 
 
 def check_encoding(path: Path) -> None:
-    """OSError unless a text file is in UTF-8."""
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    """Raise OSError unless a text file is in UTF-8."""
+    place = 0
     with path.open("rb") as file:
-        while True:
-            chunk = file.read(CHUNK)
+        for line in file:
             try:
-                decoder.decode(chunk, final=not chunk)
+                line.decode()
             except UnicodeDecodeError as error:
                 raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
                               f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
-            if not chunk:
-                return
-            place += len(chunk)
+            place += len(line)
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
-    """The first line that is not a JSON object, and why; empty if all are, or the first `most`."""
+    """Return the first line that is not a JSON object, and why; empty if all are, or the first `most`."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in islice(enumerate(file, 1), most):
             try:
@@ -116,6 +121,5 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first few of the columns' names, and how many more there are."""
     rest = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")

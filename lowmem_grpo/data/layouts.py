@@ -30,7 +30,7 @@ ANSWERS = ("reward_model.ground_truth", "answer.normalized_value", "answers_span
            "gold", "output", "response", "completion", "result", "ideal", "reference")
 TESTED = re.compile(r'\bassert\b|def (check|test)\w*\(|"inputs?":.*"outputs?":|"outputs?":.*"inputs?":', re.DOTALL)
 TESTS = ("test_list", "tests", "test", "test_cases", "unit_tests", "input_output", "verification_info",
-         "private_test_cases", "private_tests", "public_test_cases", "public_tests")  # of code
+         "private_test_cases", "private_tests", "public_test_cases", "public_tests")
 FUNCTIONS = ("entry_point", "fn_name", "metadata")  # name what these test
 CHOICES = ("choices", "options", "endings")
 BELONGING = ("context", "passage", "article", "input", "starter_code", "tools", *CHOICES)  # that a prompt needs as well
@@ -49,23 +49,16 @@ MOST = 100  # the largest number of columns to guess from
 class Columns:
     """The two columns, and why they were chosen."""
 
-    prompt: str = ""
-    """Empty if it cannot be told."""
-    answer: str | None = ""
-    """Empty if it cannot be told; None if no answers are wanted."""
+    prompt: str = ""  # empty if it cannot be told
+    answer: str | None = ""  # empty if it cannot be told; None if no answers are wanted
     why_prompt: str = ""
     why_answer: str = ""
-
-    more: tuple[str, ...] = ()
-    """Further columns that go into the prompt."""
-    tests: tuple[str, ...] = ()
-    """Where answers are tests of code: their column, and the one that names what they test."""
-    system: str = ""
-    """The column with system prompts; empty if there is none."""
+    more: tuple[str, ...] = ()  # further columns that go into the prompt
+    tests: tuple[str, ...] = ()  # where answers are tests of code: their column, and the one that names what they test
+    system: str = ""  # the column with system prompts; empty if there is none
 
     @property
     def known(self) -> bool:
-        """Whether nothing has to be filled in."""
         return self.prompt != "" and self.answer != ""
 
 
@@ -83,8 +76,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
-    """Return a prompt as chat messages, without an answer at its end. A text is the user's. `system` is the first
-    message, unless a chat has its own."""
+    """Return a prompt as chat messages, without an answer at its end, and with `system` first unless it has its own."""
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()
@@ -147,8 +139,10 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
     if prompt is not None and prompt == answer:
         raise ValueError(f"prompts and answers cannot both be the column {prompt!r}; name two of {listed(names)}")
     if len(names) == 1 and prompt is None and not answered(rows, names[0]):
-        raise ValueError(f"{source} has one column, {names[0]!r}{separated(names[0])}; a recipe needs prompts and "
-                         f"answers. Add a column, or write --prompt-column {names[0]!r} for rewards without answers")
+        word = "semicolons" if ";" in names[0] else "tabs" if "\t" in names[0] else ""
+        hint = f" (its fields are separated by {word}: save it with commas)" if word else ""
+        raise ValueError(f"{source} has one column, {names[0]!r}{hint}; a recipe needs prompts and answers. Add a "
+                         f"column, or write --prompt-column {names[0]!r} for rewards without answers")
     if len(names) > MOST:
         raise ValueError(f"{source} has {len(names)} columns, too many to guess from: name two with --prompt-column "
                          f"and --answer-column. The first are {listed(names)}")
@@ -157,7 +151,7 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
 
 
 def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> None:
-    """ValueError for layouts whose prompt or answer cannot be told from columns."""
+    """Raise ValueError for layouts whose prompt or answer cannot be told from columns."""
     truth = value_at(rows[0], "reward_model.ground_truth") if "reward_model" in rows[0] else None
     keys = [f"reward_model.ground_truth.{key}" for key in truth] if isinstance(truth, dict) else []
     options = [name for name in names.values() if OPTION.fullmatch(name if len(name) == 1 else name.lower())]
@@ -184,7 +178,6 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
 
 
 def is_asked(rows: list[dict[str, Any]], *names: str) -> bool:
-    """Return whether one of the columns holds texts or chats."""
     return any(isinstance(cell := value_at(row, name), str) or chat_in(cell) for row in rows for name in names)
 
 
@@ -194,32 +187,24 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
     return bool(chats) and 2 * sum(chat[-1]["role"] == "assistant" for chat in chats) > len(chats)
 
 
-def with_more(rows: list[dict[str, Any]], found: Columns) -> Columns:
+def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
     """Return the same columns, with those that a prompt cannot be answered without. A chat gets none."""
-    names = {name.strip().lower(): name for name in rows[0] if name not in (found.prompt, found.answer)}
-    column = found.answer or ""
+    names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
+    column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
     tests += [names[name] for name in FUNCTIONS if tests and name in names][:1]
     system = next((names[name] for name in SYSTEM if name in names and is_asked(rows, names[name])), "")
-    found = replace(found, tests=tuple(tests), system=system)
-    if not found.prompt or any(chat_in(value_at(row, found.prompt)) for row in rows):
-        return found
-    if found.prompt.lower() == "question" and "body" in names:
-        return replace(found, prompt=names["body"], more=(found.prompt,))
+    columns = replace(columns, tests=tuple(tests), system=system)
+    if not columns.prompt or any(chat_in(value_at(row, columns.prompt)) for row in rows):
+        return columns
+    if columns.prompt.lower() == "question" and "body" in names:
+        return replace(columns, prompt=names["body"], more=(columns.prompt,))
     named = [column] * (column.lower() == "test_list")  # only these tests name the function
-    return replace(found, more=(*(names[name] for name in BELONGING if name in names), *named))
-
-
-def separated(name: str) -> str:
-    """Return a line on a table whose first line uses another separator than the comma; empty if it uses none."""
-    for mark, word in ((";", "semicolons"), ("\t", "tabs")):
-        if mark in name:
-            return f" (its fields are separated by {word}: save it with commas)"
-    return ""
+    return replace(columns, more=(*(names[name] for name in BELONGING if name in names), *named))
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """A guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
+    """Guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
     why_prompt = why_answer = "named"
     tests = [usual for usual in TESTS for name in names if name.lower() == usual and any(
         holds_tests(row[name]) for row in rows)]
@@ -238,11 +223,12 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
     if len(names) == 2 and not (prompt and answer):
         if not prompt and not answer:
             prompt, why_prompt = longer_or_first(rows, names)
-        first, second = names
+        other = names[1] if names[0] == (prompt or answer) else names[0]
+        why = "guessed: the other one of two columns"
         if not answer:
-            answer, why_answer = second if prompt == first else first, "guessed: the other one of two columns"
+            answer, why_answer = other, why
         else:
-            prompt, why_prompt = second if answer == first else first, "guessed: the other one of two columns"
+            prompt, why_prompt = other, why
     return Columns(prompt, answer, why_prompt, why_answer)
 
 
@@ -256,24 +242,23 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """The column with the most usual name, or the only one whose name contains such a word; and how it was found. Empty
-    texts if there is none."""
+    """Return the column with the most usual name, or the only one with such a word in it, and how it was found."""
     lower = {name.strip().lower(): name for name in reversed(names)}
-    found = next((lower[name] for name in usual if name in lower), "")
+    match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]
-    if not found and len(part) == 1:
-        found = part[0]
-    return found, "guessed from its name" if found else ""
+    if not match and len(part) == 1:
+        match = part[0]
+    return match, "guessed from its name" if match else ""
 
 
-def checked(rows: list[dict[str, Any]], found: Columns, source: str) -> Columns:
-    """The same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
-    for name in (found.prompt, found.answer):
+def checked(rows: list[dict[str, Any]], columns: Columns, source: str) -> Columns:
+    """Return the same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
+    for name in (columns.prompt, columns.answer):
         if name and all(value_at(row, name) in (None, "", []) for row in rows):
             raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "
                              "another one with --prompt-column or --answer-column")
-    asked = [found.prompt] if found.prompt else list(rows[0])
+    asked = [columns.prompt] if columns.prompt else list(rows[0])
     if not is_asked(rows, *asked):
         raise ValueError(f"{source} has no texts in {listed(asked)}: prompts are texts, or lists of chat messages; "
                          "name their column with --prompt-column")
-    return found
+    return columns

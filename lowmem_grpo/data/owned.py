@@ -9,10 +9,8 @@ UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def owned(value: Any) -> Any:
-    """Return a copy that shares no list, dict or array with `value`, nor a dataclass such as `types.Turn`.
-
-    Everything else in it stays the same object: an environment, a client, a function, the routes of a turn.
-    """
+    """Return a copy that shares no list, dict or array with `value`, nor a dataclass such as `types.Turn`. Everything
+    else in it stays the same object: an environment, a client, a function, the routes of a turn."""
     if type(value) in UNCHANGING:
         return value
     if isinstance(value, dict):
@@ -26,15 +24,9 @@ def owned(value: Any) -> Any:
     if type(value) in (tuple, set):
         return type(value)(map(owned, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return of_fields(value)
+        twin = copy.copy(value)
+        for name, part in getattr(value, "__dict__", {}).items():
+            if isinstance(part, (list, dict)):  # others may lead back to it, or be as large as the routes of a turn
+                object.__setattr__(twin, name, owned(part))  # also where it is frozen
+        return twin
     return copy.deepcopy(value) if hasattr(value, "dtype") else value
-
-
-def of_fields(value: Any) -> Any:
-    """Return a copy of a dataclass whose lists and dicts are owned: others may lead back to it, or be as large as the
-    routes of a turn."""
-    made = copy.copy(value)
-    for name, part in getattr(value, "__dict__", {}).items():
-        if isinstance(part, (list, dict)):
-            object.__setattr__(made, name, owned(part))  # also where it is frozen
-    return made

@@ -55,10 +55,9 @@ class PackEncoder:
         return getattr(self.inner, name)
 
     def encode(self, row: Row) -> Examples | str:
-        """Return the examples, or the reason for leaving the pack out."""
-        found = [self.inner.encode(one) for one in row["rows"]]
-        parts = [part for one in found for part in each_of(one)]
-        return Examples(row, [], "", parts=parts) if parts else str(found[0])
+        results = [self.inner.encode(member) for member in row["rows"]]
+        parts = [part for result in results for part in each_of(result)]
+        return Examples(row, [], "", parts=parts) if parts else str(results[0])
 
 
 def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEncoder) -> tuple[Any, Any]:
@@ -69,14 +68,15 @@ def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEnc
                         "packing out (sequences are packed without padding anyway), or pass a datasets.Dataset")
     size = encoder.max_prompt_length
     if strategy == "bfd":
-        lengths = [min(size, sum(len(part.input_ids) for part in each_of(one))) for one in encoded(rows, encoder)]
+        lengths = [min(size, sum(len(part.input_ids) for part in each_of(result)))
+                   for result in encoded(rows, encoder)]
         return PackedRows(rows, best_fit(lengths, size)), PackEncoder(encoder)
-    examples = [part for one in encoded(rows, of_any_length(encoder)) for part in each_of(one)]
+    examples = [part for result in encoded(rows, of_any_length(encoder)) for part in each_of(result)]
     if strategy == "wrapped":
-        ids = list(chain.from_iterable(one.input_ids for one in examples))
-        return list(pieces(ids, list(chain.from_iterable(one.labels for one in examples)), size)), tokens
-    split = [piece for one in examples for piece in pieces(one.input_ids, one.labels, size)]
-    return PackedRows(split, best_fit([len(one["input_ids"]) for one in split], size)), PackEncoder(tokens)
+        ids = list(chain.from_iterable(example.input_ids for example in examples))
+        return list(pieces(ids, list(chain.from_iterable(example.labels for example in examples)), size)), tokens
+    split = [piece for example in examples for piece in pieces(example.input_ids, example.labels, size)]
+    return PackedRows(split, best_fit([len(piece["input_ids"]) for piece in split], size)), PackEncoder(tokens)
 
 
 def of_any_length(encoder: Any) -> Any:
@@ -91,18 +91,17 @@ def of_any_length(encoder: Any) -> Any:
 
 def encoded(rows: Any, encoder: Any) -> list[Any]:
     """Return what the encoder makes of each row, or why it makes nothing; DataError where it makes nothing of any."""
-    found = [encoder.encode(rows[index]) for index in range(len(rows))]
-    reasons = Counter(one for one in found if isinstance(one, str))
+    results = [encoder.encode(rows[index]) for index in range(len(rows))]
+    reasons = Counter(result for result in results if isinstance(result, str))
     told = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-    if reasons.total() == len(found):
+    if reasons.total() == len(results):
         raise DataError(f"no row of the dataset can be used: {told or 'there are none'}")
     if reasons:
-        logger.warning("%d of %d rows are left out of training: %s", reasons.total(), len(found), told)
-    return found
+        logger.warning("%d of %d rows are left out of training: %s", reasons.total(), len(results), told)
+    return results
 
 
 def pieces(ids: list[int], labels: list[int], size: int) -> Iterator[Row]:
-    """Yield rows of at most `size` tokens, in order."""
     for at in range(0, len(ids), size):
         yield {"input_ids": ids[at : at + size], "labels": labels[at : at + size]}
 

@@ -15,8 +15,6 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 logger = logging.getLogger(__name__)
 
 SHOWN = 3  # how many bad rows of a kind are named in the log
-
-
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 
 
@@ -31,12 +29,11 @@ class Prompt:
     row: dict[str, Any]
     ids: list[int]
     text: str  # rendered, as the model sees it
-    index: int | None = None  # of the row in its dataset
+    index: int | None = None  # the row's place in its dataset
     epoch: int = 0  # in which it was drawn
 
 
 def as_group(prompt: Prompt, rollouts: list[Rollout]) -> RolloutGroup:
-    """The prompt with its completions."""
     return RolloutGroup(prompt.row, prompt.ids, rollouts, row_index=prompt.index)
 
 
@@ -56,17 +53,17 @@ class PromptEncoder:
         self.template_kwargs = template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
-        """The prompt, or the reason for leaving the row out."""
-        found = self.of_any_length(row)
-        if isinstance(found, str) or len(found.ids) <= self.max_prompt_length:
-            return found
+        """Return the prompt, or the reason for leaving the row out."""
+        prompt = self.of_any_length(row)
+        if isinstance(prompt, str) or len(prompt.ids) <= self.max_prompt_length:
+            return prompt
         if not self.truncate:
             return f"prompt longer than {self.max_prompt_length} tokens"
-        ids = found.ids[-self.max_prompt_length :]
+        ids = prompt.ids[-self.max_prompt_length :]
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
-        """The prompt, however long, or the reason for leaving the row out."""
+        """Return the prompt, however long, or the reason for leaving the row out."""
         prompt: Any = row.get("prompt")
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -91,25 +88,19 @@ class PromptEncoder:
         return chat_text(self.tokenizer, messages, options)
 
     def need_template(self) -> None:
-        """Raise DataError where the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
-            raise DataError(
-                "the dataset holds chat messages, and the tokenizer has no chat template: set tokenizer.chat_template, "
-                "load an instruct model, or make `prompt` a plain string"
-            )
+            raise DataError("the dataset holds chat messages, and the tokenizer has no chat template: set "
+                            "tokenizer.chat_template, load an instruct model, or make `prompt` a plain string")
 
 
 def is_chat(prompt: Any) -> bool:
     """Return whether `prompt` is a non-empty list of messages with a role and text, or with tool calls."""
-    return (
-        isinstance(prompt, list) and len(prompt) > 0 and all(map(is_message, prompt))
-        and any(m.get("tool_calls") or m["content"].strip() for m in prompt)
-    )
+    return isinstance(prompt, list) and all(map(is_message, prompt)) and any(
+        message.get("tool_calls") or message["content"].strip() for message in prompt)
 
 
 def odd_role(messages: list[Any], tokenizer: Any) -> str:
-    """Return which role is neither a usual one nor named in the chat template, which would write it as it is; empty
-    where there is none."""
+    """Return why a role is refused: the chat template would write an unusual one as it is. Empty where none is."""
     template = str(tokenizer.chat_template)
     odd = [role for role in (str(message["role"]) for message in messages)
            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template]
@@ -122,7 +113,8 @@ def no_chat(value: Any, name: str) -> str:
         return f"empty {name}"
     if not isinstance(value, list):
         return f"{name} is {type(value).__name__}, not text or chat"
-    place, wrong = next(((place, one) for place, one in enumerate(value, 1) if not is_message(one)), (0, None))
+    place, wrong = next(((place, message) for place, message in enumerate(value, 1) if not is_message(message)),
+                        (0, None))
     parts = wrong.get("content") if isinstance(wrong, dict) else None
     kind = next((str(part["type"]) for part in parts if isinstance(part, dict) and "type" in part), "") \
         if isinstance(parts, list) else ""
@@ -137,20 +129,16 @@ def is_message(message: Any) -> bool:
 
 
 def check_dataset(dataset: Any, column: str = "prompt") -> None:
-    """A dataset has a length, rows by index, and the column."""
+    """Raise DataError for a dataset without a length, rows by index, or the column."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a streamed dataset "
-            "can be made into one with datasets.Dataset.from_list(list(stream.take(N))))"
-        )
+        raise DataError(f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a "
+                        "streamed dataset can be made into one with datasets.Dataset.from_list(list(stream.take(N))))")
     if len(dataset) == 0:
         raise DataError("the dataset has no rows")
     columns = getattr(dataset, "column_names", None) or list(dataset[0])
     if column not in columns:
-        raise DataError(
-            f"the dataset has no column {column!r}; its columns are {', '.join(columns)}. Rename one "
-            f"(dataset.rename_column('question', {column!r})) or add it with dataset.map(...)"
-        )
+        raise DataError(f"the dataset has no column {column!r}; its columns are {', '.join(columns)}. Rename one "
+                        f"(dataset.rename_column('question', {column!r})) or add it with dataset.map(...)")
 
 
 @dataclass
@@ -183,7 +171,7 @@ class PromptSource:
             self.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
+        """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
         prompts: list[Prompt] = []
         fruitless: set[int] = set()  # rows met since the last usable one, which may lie in two epochs
         passed = 0  # places in the order since then
@@ -216,7 +204,6 @@ class PromptSource:
         return self.order[place]
 
     def end_epoch(self) -> None:
-        """Pass over what is left of the epoch."""
         self.position += -self.position % len(self.dataset)
 
     def count_skip(self, index: int, reason: str) -> None:
@@ -235,10 +222,8 @@ class PromptSource:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; the dataset must have the same number of rows."""
         if state["rows"] != len(self.dataset):
-            raise DataError(
-                f"the checkpoint was made with a dataset of {state['rows']} rows, this one has {len(self.dataset)}; "
-                "resume with the same dataset"
-            )
+            raise DataError(f"the checkpoint was made with a dataset of {state['rows']} rows, this one has "
+                            f"{len(self.dataset)}; resume with the same dataset")
         self.position, self.skipped = state["position"], Counter(state["skipped"])
         if self.pools is not None and "pools" in state:
             self.pools.restore(state["pools"])

@@ -11,12 +11,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data.brought import columns_of, rows_of
 from lowmem_grpo.data.examples import ExampleEncoder
 from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.packing import packed
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, columns_of, rows_of
 from lowmem_grpo.data.texts import (
     AnswerEncoder,
     CompletionEncoder,
@@ -55,10 +54,9 @@ class Shapes:
     formatting_func: Callable[..., Any] | None = None
     wrap: Callable[[Any], Any] | None = None  # makes another encoder of one, as `train_on_responses_only` does
 
-    def read(self, given: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
-        """The rows, and what encodes them, in packs where the run packs; DataError where no column says what to train
-        on."""
-        rows, encoder = self.read_rows(given, parameter)
+    def read(self, dataset: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
+        """Return the rows, or packs of them, and what encodes them; DataError where no column says what to train on."""
+        rows, encoder = self.read_rows(dataset, parameter)
         config = self.config
         packing = config.packing if parameter == "train_dataset" or config.eval_packing is None else config.eval_packing
         if config.assistant_only_loss and isinstance(encoder, (TextEncoder, TokenEncoder)):
@@ -69,12 +67,14 @@ class Shapes:
             return rows, encoder
         return packed(rows, encoder, config.packing_strategy, self.encoder(TokenEncoder))
 
-    def read_rows(self, given: Any, parameter: str) -> tuple[Any, ExampleEncoder]:
-        """Return the rows, each by itself, and what encodes them."""
-        rows = rows_of(given, parameter)
+    def read_rows(self, dataset: Any, parameter: str) -> tuple[Any, ExampleEncoder]:
+        rows = rows_of(dataset, parameter)
         columns = columns_of(rows)
         if not columns and not isinstance(rows, Stream):
             raise DataError(f"{parameter} has no rows")
+        if self.formatting_func is not None and not callable(self.formatting_func):
+            raise DataError(f"formatting_func is {self.formatting_func!r}; it must be a function that makes a text of "
+                            "a row")
         if self.formatting_func is not None:
             return changed(rows, self.formatted(rows), ["text"]), self.encoder(TextEncoder)
         if "input_ids" in columns:
@@ -90,20 +90,16 @@ class Shapes:
             return rows, encoder
         if "conversations" in columns:
             return self.conversations(rows, "conversations")
-        raise DataError(
-            f"the dataset's columns are {', '.join(columns)}; needed are prompt and completion (text, or chat "
-            "messages), messages, or a text: dataset_text_field names its column, which is now "
-            f"{self.config.dataset_text_field!r}. Rename some (dataset.rename_column('answer', 'completion')), or pass "
-            "a formatting_func that makes a text of a row"
-        )
+        raise DataError(f"the dataset's columns are {', '.join(columns)}; needed are prompt and completion (text, or "
+                        "chat messages), messages, or a text: dataset_text_field names its column, which is now "
+                        f"{self.config.dataset_text_field!r}. Rename some (dataset.rename_column('answer', "
+                        "'completion')), or pass a formatting_func that makes a text of a row")
 
     def encoder(self, kind: type[ExampleEncoder], prompt_too: bool = False) -> Any:
-        """An encoder of this kind, with the run's settings."""
         return kind(self.tokenizer, self.longest, self.end_ids, self.config.chat_template_kwargs,
                     self.config.truncation_mode, prompt_too)
 
     def completions(self) -> ExampleEncoder:
-        """Return what encodes rows with a prompt and a completion."""
         encoder = self.encoder(CompletionEncoder, prompt_too=self.config.completion_only_loss is False)
         encoder.turns = self.encoder(ConversationEncoder)
         encoder.turns.assistant_only = bool(self.config.assistant_only_loss)
@@ -123,8 +119,7 @@ class Shapes:
         return changed(rows, lambda row: kept(row) | {"messages": messages_of(row, column)}, ["messages"]), encoder
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """Return a function that makes a row of one text by `formatting_func`, whether that takes one row or a batch of
-        columns."""
+        """Return what makes a row of one text by `formatting_func`, which takes one row or a batch of columns."""
         plain: Any = self.formatting_func
 
         def function(row: dict[str, Any]) -> Any:
@@ -152,7 +147,6 @@ def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
 
 
 def changed(rows: Any, change: Callable[[dict[str, Any]], dict[str, Any]], columns: list[str]) -> Any:
-    """The rows with a change made to each when it is read."""
     if not isinstance(rows, Stream):
         return Changed(rows, change, columns)
     rows.change_each(change)
@@ -160,14 +154,14 @@ def changed(rows: Any, change: Callable[[dict[str, Any]], dict[str, Any]], colum
 
 
 def kept(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that are for the chat template."""
     return {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
 
 
 def messages_of(row: dict[str, Any], column: str) -> Any:
-    """The chat messages of a row; those with `from` and `value` get the usual names."""
+    """Return the chat messages of a row; those with `from` and `value` get the usual names."""
     messages = row.get(column)
     if not isinstance(messages, list):
         return messages
-    return [{"role": ROLES.get(one["from"], one["from"]), "content": one.get("value")}
-            if isinstance(one, dict) and "from" in one and "role" not in one else one for one in messages]
+    return [{"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+            if isinstance(message, dict) and "from" in message and "role" not in message else message
+            for message in messages]

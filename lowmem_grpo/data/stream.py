@@ -1,4 +1,12 @@
-"""Rows that come one after another, without a length: a streamed dataset, or a generator.
+"""The kinds of datasets that people bring, as rows by index or as a stream.
+
+    rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a DataFrame or Arrow table
+    a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
+    refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
+
+Rows are read as plain values, and their chat messages without the keys that Arrow filled with None and with one text
+for a content of text parts (`lowmem_grpo.messages`). Other libraries' classes are known by the names of their modules:
+none of them is imported.
 
 A run on a stream has a position, the number of rows that it has drawn. To go on from there, the stream is begun again
 and passed over up to it, so it must give the same rows in the same order.
@@ -6,15 +14,21 @@ and passed over up to it, so it must give the same rows in the same order.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource, check_dataset
+from lowmem_grpo.messages import joined_text, plain_message, without_none
 
 logger = logging.getLogger(__name__)
 
+CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
+IMAGES = ("image", "images", "pixel_values")  # columns, of which TRL trains on what they hold
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of the parts of a message
+TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns that are read here
 Row = dict[str, Any]
 
 
@@ -29,13 +43,12 @@ class Stream:
         self.ahead: deque[Row] = deque()
         self.drawn = 0  # rows, since the stream was last begun
 
-    def begin(self, round_number: int = 0) -> None:
+    def start_round(self, round_number: int = 0) -> None:
         """Begin the stream, or begin it again; DataError for an iterator, which cannot be."""
         if self.iterator is not None and isinstance(self.rows, Iterator):
-            raise DataError(
-                f"the rows are a {type(self.rows).__name__}, which can be read only once, and {self.drawn} rows were "
-                "not enough; pass the generator's function (train_dataset=rows, not rows()), or lower max_steps"
-            )
+            raise DataError(f"the rows are a {type(self.rows).__name__}, which can be read only once, and {self.drawn} "
+                            "rows were not enough; pass the generator's function (train_dataset=rows, not rows()), or "
+                            "lower max_steps")
         if hasattr(self.rows, "set_epoch"):  # a shuffled dataset has another order in each round
             self.rows.set_epoch(round_number)
         self.iterator = self.changed(iter(self.rows() if callable(self.rows) else self.rows))
@@ -43,7 +56,7 @@ class Stream:
         self.drawn = 0
 
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
-        """The rows as they are drawn; DataError for one that is no dict."""
+        """Yield the rows as they are drawn; DataError for one that is no dict."""
         for row in rows:
             if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
                 row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
@@ -52,39 +65,34 @@ class Stream:
             yield self.read(row)
 
     def read(self, row: Row) -> Row:
-        """Return a row in plain values, with the change that is made to each."""
         return self.plain(row) if self.change is None else self.change(self.plain(row))
 
     def change_each(self, change: Callable[[Row], Row]) -> None:
-        """Make a change to every row that was not drawn yet."""
         self.ahead = deque(map(change, self.ahead))
         self.change = change
 
     def peek(self, count: int) -> list[Row]:
-        """The next rows, at most `count`, which stay to be drawn."""
+        """Return the next rows, at most `count`, which stay to be drawn."""
         if self.iterator is None:
-            self.begin()
+            self.start_round()
         assert self.iterator is not None
         self.ahead.extend(islice(self.iterator, max(0, count - len(self.ahead))))
         return list(islice(self.ahead, count))
 
     def draw(self) -> Row | None:
-        """The next row; None at the end."""
         if not self.peek(1):
             return None
         self.drawn += 1
         return self.ahead.popleft()
 
-    def put_back(self, rows: Iterable[Row]) -> None:
-        """Rows that were the last ones drawn, to be drawn again."""
-        given = list(rows)
-        self.ahead.extendleft(reversed(given))
-        self.drawn -= len(given)
+    def put_back(self, rows: list[Row]) -> None:
+        self.ahead.extendleft(reversed(rows))
+        self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
-        """As if so many rows had been drawn in this round."""
+        """Go on as if so many rows had been drawn in this round."""
         if drawn < self.drawn or round_number:
-            self.begin(round_number)
+            self.start_round(round_number)
         while self.drawn < drawn:
             if self.draw() is None:
                 raise DataError(f"the stream ended after {self.drawn} rows, and the checkpoint had drawn {drawn}; "
@@ -92,7 +100,6 @@ class Stream:
 
     @property
     def column_names(self) -> list[str]:
-        """The columns of the next row."""
         return list((self.peek(1) or [{}])[0])
 
 
@@ -116,7 +123,7 @@ class StreamSource(PromptSource):
         return float(self.rounds)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
+        """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             row = self.dataset.draw()
@@ -139,12 +146,10 @@ class StreamSource(PromptSource):
             raise DataError("the dataset has no rows")
         if self.fruitful < self.rounds or not self.position - sum(self.skipped.values()):
             raise DataError(f"no row of the dataset can be used: {self.skip_summary()}")
-        self.dataset.begin(self.rounds + 1)
+        self.dataset.start_round(self.rounds + 1)
         self.rounds += 1
 
-    def end_epoch(self) -> None:
-        """Begin the stream again."""
-        self.next_round()
+    end_epoch = next_round
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs to go on from here."""
@@ -168,6 +173,114 @@ class StreamSource(PromptSource):
 def source_of(
     dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None
 ) -> PromptSource:
-    """The prompts of rows by index, or of a Stream."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
     return kind(dataset, encoder, seed, shuffle, pools)
+
+
+class PlainRows:
+    """Gives rows by index, each in plain values when it is read."""
+
+    def __init__(self, rows: Any) -> None:
+        shape = getattr(rows, "format", None) if comes_from(rows, "datasets", "Dataset") else None
+        if shape and shape["type"] in CONVERTED:
+            rows = rows.with_format(None, columns=shape["columns"], output_all_columns=shape["output_all_columns"])
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        return plain_row(row) if isinstance(row, Mapping) else row
+
+    @property
+    def column_names(self) -> list[str] | None:
+        """Return the names of the columns: those of all rows of a list, and None where nothing says them."""
+        if isinstance(self.rows, (list, tuple)):
+            return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
+        return getattr(self.rows, "column_names", None)
+
+
+def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
+    """Return a row in plain values: with `arrays` every array is a list, otherwise those of objects and of tokens."""
+    return {name: without_none(plain(value, True)) if name == "tools" else plain(value, arrays or name in TOKENS)
+            for name, value in row.items()}
+
+
+def plain(value: Any, arrays: bool) -> Any:
+    if hasattr(value, "tolist") and (arrays or str(getattr(value, "dtype", "")) == "object"):
+        value = value.tolist()
+    if isinstance(value, list):
+        parts = (plain(part, arrays) for part in value)
+        return [joined_text(plain_message(part)) if isinstance(part, dict) else part for part in parts]
+    return {key: plain(part, arrays) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
+    """Return the dataset as rows by index, or as a Stream; DataError, with what to pass instead, if it is neither."""
+    if dataset is None:
+        raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
+                        "datasets.Dataset")
+    if isinstance(dataset, str):
+        raise DataError(f"{parameter} is {dataset!r}, which is text; pass datasets.load_dataset({dataset!r}, "
+                        "split='train')")
+    if isinstance(dataset, (PlainRows, Stream)):
+        return dataset
+    if comes_from(dataset, "pandas", "DataFrame"):
+        rows = dataset.astype(object).where(dataset.notna(), None).to_dict("records")  # None for an empty cell
+        dataset = [plain_row(row, arrays=True) for row in rows]
+    dataset = dataset.to_pylist() if comes_from(dataset, "pyarrow", "Table") else dataset
+    if isinstance(dataset, Mapping):
+        raise DataError(f"{parameter} is a {type(dataset).__name__}{of_several(dataset, parameter)}")
+    if isinstance(dataset, (list, tuple)) and dataset and not isinstance(dataset[0], Mapping):
+        raise DataError(f"{parameter} is a list of {type(dataset[0]).__name__}; each row must be a dict of columns, "
+                        "for example {'prompt': 'What is 2 + 2?', 'answer': '4'}")
+    if comes_from(dataset, "datasets", "IterableDataset") or comes_from(dataset, "torch", "IterableDataset"):
+        refuse_images(getattr(dataset, "column_names", None) or [], {}, parameter)
+        return Stream(dataset, partial(plain_row, arrays=comes_from(dataset, "datasets", "IterableDataset")))
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        rows = PlainRows(dataset)
+        refuse_images(rows.column_names or [], rows[0] if len(rows) else {}, parameter)
+        return rows
+    if isinstance(dataset, Iterable) or callable(dataset):
+        return Stream(dataset, plain_row)
+    check_dataset(dataset)
+    return dataset
+
+
+def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
+    """Raise DataError where a column, or a message of the first row, holds images."""
+    row = first if isinstance(first, Mapping) else {}  # another form is refused where rows are read
+    held = next((name for name in IMAGES if name in columns or name in row), None)
+    if held is not None:
+        raise DataError(f"{parameter} has the column {held!r}, and images are not supported: only text is trained "
+                        f"here. Where the text says enough, leave it out: dataset.remove_columns([{held!r}])")
+    parts = [(name, part.get("type")) for name, value in row.items() if isinstance(value, list) for message in value
+             if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+             for part in message["content"] if isinstance(part, Mapping)]
+    if held := next((name for name, kind in parts if kind in IMAGE_PARTS), None):
+        raise DataError(f"{parameter} has images in the messages of {held!r}, and images are not supported: only text "
+                        "is trained here. Where the text says enough, leave these parts of the messages out")
+
+
+def comes_from(value: Any, library: str, name: str) -> bool:
+    return any(cls.__name__ == name and cls.__module__.partition(".")[0] == library for cls in type(value).__mro__)
+
+
+def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
+    """Return what a mapping holds, and what to pass instead."""
+    names = list(dataset)
+    if any(isinstance(value, Sequence) and not hasattr(value, "column_names") for value in dataset.values()):
+        return (f" with the columns {', '.join(map(repr, names))}; pass datasets.Dataset.from_dict(...) of it, or "
+                "a list of rows")
+    wanted = "train" if parameter == "train_dataset" else "test"
+    split = next((name for name in (wanted, *names) if name in names), "train")
+    return f" with the splits {', '.join(map(repr, names)) or '(none)'}; pass one of them: dataset[{split!r}]"
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """Return the names of the columns; those of the first row where the dataset does not say."""
+    named = getattr(dataset, "column_names", None)
+    if named is not None:
+        return list(named)
+    return list(dataset[0]) if len(dataset) else []

@@ -25,7 +25,6 @@ class TextEncoder(ExampleEncoder):
     column = "text"
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
         text = row.get(self.column)
         if not isinstance(text, str):
             return f"{self.column} is {type(text).__name__}, not text"
@@ -37,25 +36,21 @@ class TextEncoder(ExampleEncoder):
 
 class ConversationEncoder(ExampleEncoder):
     """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages; into one for
-    each answer where the template rewrites earlier ones.
-
-    What the assistant says begins where a prompt of the messages before it ends, and ends with the token that ends a
-    sampled answer, also where the template writes that at the beginning of the next message, as GLM 4. Where a template
-    has {% generation %} marks, they say what is trained.
-    """
+    each answer where the template rewrites earlier ones. What the assistant says begins where a prompt of the messages
+    before it ends, and ends with the token that ends a sampled answer, also where the template writes that at the
+    beginning of the next message, as GLM 4. Where a template has {% generation %} marks, they say what is trained."""
 
     column = "messages"
     assistant_only = continues = False
 
     def encode(self, row: dict[str, Any], behind: int = 0) -> Example | Examples | str:
-        """Return the example, of which nothing in the first `behind` messages is trained; or the reason for leaving the
-        row out."""
+        """Return the example, in which the first `behind` messages are not trained, or why the row is left out."""
         messages: Any = row.get("messages")
         if not is_chat(messages):
             return no_chat(messages, self.source.strip("`"))
         if why := odd_role(messages, self.tokenizer):
             return why
-        text = self.whole(messages, row)
+        text = self.render_whole(messages, row)
         try:
             return self.example_of(row, text, behind=behind)
         except UntoldError as error:
@@ -64,8 +59,8 @@ class ConversationEncoder(ExampleEncoder):
     def example_of(
         self, row: dict[str, Any], text: str, places: list[int] | None = None, behind: int = 0
     ) -> Example | str:
-        """Return the example of a conversation's text, of which only the messages at `places` are trained, or what the
-        run trains; or the reason for leaving it out."""
+        """Return the example of a conversation's text, or why it is left out. Only messages at `places` are trained, if
+        these are given."""
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
         trained = self.mask(row, text, ids, starts) if places is None else self.marked(row, text, ids, starts, places)
@@ -84,17 +79,16 @@ class ConversationEncoder(ExampleEncoder):
             return [True] * len(ids)
         messages, options = row["messages"], self.options(row) | CLOSED
         if MARKED.search(self.tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))):
-            found: Any = self.tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 readable(self.tokenizer, messages, options), return_dict=True, return_assistant_tokens_mask=True,
                 **options)
-            return [bool(counts) for counts in found["assistant_masks"]]
-        places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+            return [bool(counts) for counts in encoded["assistant_masks"]]
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         return self.marked(row, text, ids, starts, places)
 
     def marked(
         self, row: dict[str, Any], text: str, ids: list[int], starts: list[int], places: list[int]
     ) -> list[bool]:
-        """Return which tokens belong to the messages at these places."""
         trained = [False] * len(ids)
         for place in places:
             first, last = (bisect_left(starts, at) for at in self.span(row, place, text))
@@ -105,25 +99,25 @@ class ConversationEncoder(ExampleEncoder):
     def apart(self, row: dict[str, Any], behind: int, error: Exception) -> Examples | str:
         """Return each answer behind the first `behind` messages as an example of its own, which ends there: where the
         template renders a conversation differently once it goes on, as those do that leave out earlier thoughts."""
-        messages, found = row["messages"], list[Any]()
+        messages, examples = row["messages"], list[Any]()
         for place, message in enumerate(messages):
             if message["role"] == "assistant" and place >= behind:
                 begun = messages[: place + 1]
                 try:
-                    found.append(self.example_of(row | {"messages": begun}, self.whole(begun, row), [place]))
+                    examples.append(self.example_of(row | {"messages": begun}, self.render_whole(begun, row), [place]))
                 except UntoldError:
                     raise error from None
         self.say_once("the chat template rewrites earlier answers of a conversation (it leaves out their thoughts, say)"
                       ": of such rows each answer is trained by itself, as the last one of its conversation")
-        parts = [one for one in found if isinstance(one, Example)]
-        return Examples(row, [], "", parts=parts) if parts else str(found[0])
+        parts = [example for example in examples if isinstance(example, Example)]
+        return Examples(row, [], "", parts=parts) if parts else str(examples[0])
 
     def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return (first, end) of what the assistant says in a message, as characters, without what ends its turn.
-        DataError where that cannot be told."""
+        """Return (first, end) of an answer's characters, without what ends its turn; DataError if it cannot be told."""
         messages = row["messages"]
         try:
-            before, after = self.render(messages[:place], self.options(row)), self.whole(messages[: place + 1], row)
+            before = self.render(messages[:place], self.options(row))
+            after = self.render_whole(messages[: place + 1], row)
         except Exception:  # noqa: BLE001 - a template may raise anything where messages are left out
             return self.span_of_word(row, place, text)
         first = len(before if text.startswith(before) else BEGUN.sub("", before))
@@ -141,10 +135,10 @@ class ConversationEncoder(ExampleEncoder):
         """Return the same of the last message, where `before`, the prompt that it answers, is rendered differently:
         what is added to that for the assistant's turn stands in the text as often as the assistant speaks."""
         earlier = row["messages"][:-1]
-        shown = self.whole(earlier, row)
+        shown = self.render_whole(earlier, row)
         head = BEGUN.sub("", before[len(shown) :]) if before.startswith(shown) else ""
-        if not head or text.count(head) != 1 + sum(one["role"] == "assistant" for one in earlier):
-            raise untold(len(earlier))
+        if not head or text.count(head) != 1 + sum(message["role"] == "assistant" for message in earlier):
+            raise UntoldError(len(earlier))
         first = text.rfind(head) + len(head)
         return first, self.end_of_text(text, first)
 
@@ -154,12 +148,12 @@ class ConversationEncoder(ExampleEncoder):
         messages = list(row["messages"])
         head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
         said, messages[place] = messages[place], {**messages[place], "content": WORD}
-        told, word, rest = self.whole(messages, row).partition(WORD)
+        told, word, rest = self.render_whole(messages, row).partition(WORD)
         first = told.rfind(head) + len(head)
         thought = THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS)
-        between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # of an empty thought nothing
+        between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # nothing, of an empty thought
         if thought or between or not (word and head and head in told and text[:first] == told[:first]):
-            raise untold(place)
+            raise UntoldError(place)
         return first, self.end_of_text(text, first) if said.get("tool_calls") else len(text.removesuffix(rest))
 
     def end_of_text(self, text: str, first: int) -> int:
@@ -175,7 +169,6 @@ class CompletionEncoder(ExampleEncoder):
     turns: ConversationEncoder
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """Return the example, or the reason for leaving the row out."""
         prompt, completion = row.get("prompt"), row.get("completion")
         if not (is_chat(prompt) and is_chat(completion)):
             return super().encode(row)
@@ -192,17 +185,14 @@ class AnswerEncoder(ExampleEncoder):
     continues = False  # two messages of the assistant are two turns
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """Return the example, or the reason for leaving the row out."""
-        reason: str = row["reason"]
-        return reason or super().encode(row)
+        return row["reason"] or super().encode(row)
 
 
 def with_answer(messages: Any, name: str) -> dict[str, Any]:
-    """Return a conversation as `prompt` and `completion`, the assistant's last message, and the `reason` why it cannot
-    be used; `name` is its column."""
+    """Return a conversation as a row with its last answer, and the `reason` why not; `name` is its column."""
     if not is_chat(messages):
         return {"prompt": messages, "completion": None, "reason": no_chat(messages, name)}
-    place = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=None)
+    place = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     reasons = {None: f"{name} has no message of the assistant (assistant_only_loss=False trains all)",
                0: f"{name} has nothing before the assistant's answer (assistant_only_loss=True trains it)"}
     reason, place = reasons.get(place, ""), place or 0
@@ -210,16 +200,14 @@ def with_answer(messages: Any, name: str) -> dict[str, Any]:
 
 
 class UntoldError(DataError):
-    """It cannot be told which tokens are the assistant's."""
+    """It cannot be told which tokens of a message are the assistant's."""
 
-
-def untold(place: int) -> UntoldError:
-    """Return the error of a message of which it cannot be told where it stands."""
-    return UntoldError(
-        f"the chat template renders message {place + 1} of a conversation differently once others follow, "
-        "so it cannot be told which tokens are the assistant's. Leave assistant_only_loss out (the last message is "
-        "trained), split conversations into one row for each answer, or change tokenizer.chat_template"
-    )
+    def __init__(self, place: int) -> None:
+        super().__init__(
+            f"the chat template renders message {place + 1} of a conversation differently once others follow, "
+            "so it cannot be told which tokens are the assistant's. Leave assistant_only_loss out (the last message is "
+            "trained), split conversations into one row for each answer, or change tokenizer.chat_template"
+        )
 
 
 class TokenEncoder(ExampleEncoder):
@@ -229,7 +217,6 @@ class TokenEncoder(ExampleEncoder):
     column = "input_ids"
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
         ids = row.get("input_ids") or []
         if not ids or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             return "input_ids is no list of token ids" if ids else "empty input_ids"
@@ -243,5 +230,5 @@ class TokenEncoder(ExampleEncoder):
                 return f"{column} has another length than input_ids"
             if column in MASKS and (row.get("labels") is not None or (self.prompt_too and column == MASKS[0])):
                 continue  # labels say it all, as in TRL
-            trained = [one and bool(is_trained(value)) for one, value in zip(trained, values, strict=True)]
+            trained = [counts and bool(is_trained(value)) for counts, value in zip(trained, values, strict=True)]
         return self.example(row, str(self.tokenizer.decode(ids)), ids, trained, "input_ids")

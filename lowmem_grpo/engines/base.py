@@ -1,8 +1,12 @@
-"""What the trainer asks of a rollout engine, and what every engine keeps of a call: its finished prompts."""
+"""What the trainer asks of a rollout engine, and what every engine keeps: finished prompts, and lengths of answers."""
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import fmean
 from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -13,16 +17,17 @@ Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
 # What an engine may be able to do beside `generate(prompts, params)`: the names of arguments, and of a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
+MOST_PROMPTS = 100_000  # that are remembered, at about 150 bytes each
 
 
 @dataclass(frozen=True)
 class Request:
     """One turn that is asked for."""
 
-    key: int  # of the episode; at most one of its turns is in the engine at a time
-    ids: list[int]  # (P,) of the prompt; they begin with those of its last turn, unless the history was rewritten
+    key: int  # names the episode, which has at most one turn in the engine at a time
+    ids: list[int]  # (P,) the prompt; they begin with those of its last turn, unless the history was rewritten
     max_tokens: int  # that may be drawn
-    seed: int  # of its random numbers
+    seed: int  # for its random numbers
 
 
 class Conversation(Protocol):
@@ -44,10 +49,8 @@ class Engine(Protocol):
     name: str
     capabilities: frozenset[str]  # a part of EVERYTHING; an engine without this attribute has none
 
-    def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> list[list[Rollout]]:
+    def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+                 meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
         A sleeping engine wakes itself; if that runs out of memory, it reacts as it does in sampling. The engine calls
@@ -78,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Get ready to generate. The next call of `generate` would do it as well."""
+        """Get ready to generate; `generate` would do it as well."""
         ...
 
     # An engine may have an attribute `pace` (`engines/pace.py`), from which a step's log takes where its time went.
@@ -99,7 +102,6 @@ class Engine(Protocol):
 
 
 def capabilities_of(engine: Any) -> frozenset[str]:
-    """Return what an engine says that it can do, which may be the caller's own."""
     return frozenset(getattr(engine, "capabilities", ()))
 
 
@@ -126,7 +128,7 @@ class FinishedPrompts(Calls):
         self.rollouts: dict[int, list[Rollout]] = {}
 
     def add(self, prompt: int, rollouts: list[Rollout]) -> None:
-        """Keep the rollouts of a prompt, all of which are finished, and report them."""
+        """Keep and report all rollouts of a prompt."""
         assert prompt not in self.rollouts, prompt
         self.rollouts[prompt] = rollouts
         if self.on_group is not None:
@@ -140,9 +142,39 @@ class FinishedPrompts(Calls):
 
     @property
     def missing(self) -> list[int]:
-        """The prompts that are not finished."""
         return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
 
     def result(self) -> list[list[Rollout]]:
         """The rollouts of all prompts, in the order of the prompts."""
         return [self.rollouts[prompt] for prompt in range(self.prompts)]
+
+
+class ExpectedLengths:
+    """Mean lengths of the last answers to each prompt; prompts that were sampled longest ago are forgotten first.
+
+    Where not all sequences have room at once, those that will be long are begun first, as the call ends with those that
+    were begun last. Nothing that is drawn depends on the order.
+    """
+
+    def __init__(self, most: int = MOST_PROMPTS) -> None:
+        self.most = most
+        self.known: OrderedDict[bytes, float] = OrderedDict()
+
+    def note(self, prompt: list[int], lengths: list[int]) -> None:
+        key = key_of(prompt)
+        self.known[key] = fmean(lengths)
+        self.known.move_to_end(key)
+        if len(self.known) > self.most:
+            self.known.popitem(last=False)
+
+    def order(self, prompts: list[list[int]]) -> list[int]:
+        """The places of the prompts, the longest expected first. One that was never answered counts as the mean of the
+        others; equals stay in the given order, as all do where nothing is known."""
+        means = [self.known.get(key_of(prompt)) for prompt in prompts]
+        usual = fmean([length for length in means if length is not None] or [0.0])
+        lengths = [usual if length is None else length for length in means]
+        return sorted(range(len(prompts)), key=lambda place: -lengths[place])
+
+
+def key_of(prompt: list[int]) -> bytes:
+    return blake2b(array("i", prompt).tobytes(), digest_size=16).digest()

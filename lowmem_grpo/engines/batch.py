@@ -1,18 +1,25 @@
-"""The rows that the transformers engine decodes together, each at its own place.
+"""The rows that the transformers engine decodes together, and passes of the trainer's model over them.
 
-Where memory has room for fewer rows than were asked for, others enter as rows are done. The rows of a `Part` have drawn
-equally many tokens.
+Where memory has room for fewer rows than were asked for, others enter as rows are done.
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lowmem_grpo.engines.decoding import StopCriteria, draw
-from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, Part
+from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
+from lowmem_grpo.kernels.frozen import WIDE, WideWeights
+from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
+from lowmem_grpo.models.policy import Policy, evaluating
 
 AHEAD = 64  # places of each row whose random numbers are looked up at once
+FED = 256  # tokens fed at once to rows that are resumed or go on
 
 
 class Batch:
@@ -22,22 +29,21 @@ class Batch:
 
     def __init__(self, generation: GenerationState, stops: StopCriteria) -> None:
         self.generation, self.stops = generation, stops
-        self.parts: list[Part] = []  # the unfinished rows; after an error, what is to be resumed
+        self.parts: list[PartialRows] = []  # the unfinished rows; after an error, what is to be resumed
         self.since = 0  # tokens that each row has drawn since it was asked which are done
         self.uniforms = torch.empty(0, 0)  # (B, A) fp64: random numbers of the places to come
         self.used = 0  # how many places of these are drawn
 
     @property
     def running(self) -> int:
-        """Unfinished rows."""
         return sum(len(part.rows) for part in self.parts)
 
-    def take_part(self, waiting: deque[Part], room: int) -> Part:
-        """Take at most so many of the rows that wait; they belong to the batch from now on, and enter it next."""
+    def take_part(self, waiting: deque[PartialRows], room: int) -> PartialRows:
+        """Take at most so many of the rows that wait into the batch; they enter it next."""
         first = waiting.popleft()
-        part = Part(first.rows[:room], first.start)
+        part = PartialRows(first.rows[:room], first.start)
         if len(first.rows) > room:
-            waiting.appendleft(Part(first.rows[room:], first.start))
+            waiting.appendleft(PartialRows(first.rows[room:], first.start))
         self.generation.reopen_rows(part.rows)
         self.parts.append(part)
         return part
@@ -49,8 +55,7 @@ class Batch:
         self.uniforms, self.used, self.seen = self.uniforms[:0, :0], 0, self.state.counts
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V). Unless there are stop strings, nothing here waits for the device,
-        but for the random numbers of each `AHEAD` places."""
+        """Draw the next tokens from logits (B, V); only stop strings and new random numbers wait for the device."""
         state, generation, drew = self.state, self.generation, self.state.alive
         state.tokens, logprobs = draw(logits, generation.params, self.next_uniforms())
         rows, places = state.rows, state.counts
@@ -79,17 +84,15 @@ class Batch:
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Return whether to ask which rows are done: after `every` tokens, since asking waits for the device, which
-        then waits for the host, and where a row may have drawn as many as there is room for. A row that is done
-        meanwhile draws on, and what it drew is not kept. It is after each token where there are stop strings, which are
-        looked for on the host."""
+        """Return whether to ask which rows are done, which waits for the device: after `every` tokens, where a row may
+        be full, and after each token where stop strings are looked for on the host. What a row draws after its end is
+        not kept."""
         full = any(part.start + self.since >= self.generation.ids.shape[1] for part in self.parts)
         return full or self.since >= (1 if self.stops.texts else every)
 
-    def look(self) -> tuple[int, set[int]]:
-        """Ask the device which rows are done; returns how many tokens all drew since it was asked last, and the rows
-        that are done since. Until then, an error leaves the rows where they were the last time: what they drew is drawn
-        again, and is the same."""
+    def find_done(self) -> tuple[int, set[int]]:
+        """Ask the device which rows are done; returns how many tokens all drew since the last time, and these rows.
+        After an error, what rows drew since is drawn again, and is the same."""
         state = self.state
         drawn = self.running if self.since == 1 else int((state.counts - self.seen).sum())
         left, done = set(state.rows[state.alive].tolist()), set[int]()
@@ -107,3 +110,71 @@ class Batch:
             kept = self.state.alive.nonzero().squeeze(-1)
             self.state.select(kept)
             self.uniforms, self.seen = self.uniforms[kept], self.state.counts
+
+
+class Passes:
+    """Feeds tokens to the model of a policy, and returns logits."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.wide: WideWeights | None = None  # quantized weights in 16 bits
+
+    def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
+        """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
+        real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+        routes, width = list[Tensor](), state.real.shape[1] + tokens.shape[1]
+        for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
+            hidden = self.feed_piece(state, ids, true)[:, -1:]
+            routes += [] if state.routes is None else [state.routes]
+            state.cache.reserve(width)  # no piece to come makes it grow by half
+        state.routes = torch.cat(routes, 1) if routes else None
+        return self.logits(hidden).squeeze(1)
+
+    def feed_piece(self, state: DecodeState, ids: Tensor, real: Tensor) -> Tensor:
+        """Feed tokens (B, S) in one pass; returns their last hidden states (B, S, D)."""
+        width = ids.shape[1]
+        causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
+        itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must attend to something
+        before = state.real[:, None].expand(-1, width, -1)
+        mask = torch.cat([before, causal & real[:, None, :] | itself], dim=2)[:, None]
+        positions = (state.positions[:, None] + real.long().cumsum(-1)).clamp(min=0)
+        hidden = self.hidden(ids, positions, mask, real, state)
+        state.real = torch.cat([state.real, real], dim=1)
+        state.positions = state.positions + real.sum(-1)
+        return hidden
+
+    @contextmanager
+    def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
+        """Inside, nothing is dropped out, no gradient is computed, and adapters are kept as products take them, in
+        `lasting` for longer."""
+        token = WIDE.set(self.wide)
+        try:
+            with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):
+                yield
+        finally:
+            WIDE.reset(token)
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState,
+               **named: Any) -> Tensor:
+        """The last hidden states (B, Q, D) of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
+        recorder = self.policy.recorder()
+        with self.policy.autocast():
+            out = self.policy.backbone(
+                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=state.cache,
+                use_cache=True, cached=True, real=real, **named,
+                **({} if recorder is None else {"routes": recorder}),
+            )
+        state.routes = None if recorder is None else recorder.taken(len(input_ids))
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.policy.head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+
+def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids (P, L), and whether each place holds a real token (P, L); prompts end at the right edge."""
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
+    real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True, padding_side="left")
+    return input_ids.to(device), real.to(device)

@@ -6,26 +6,21 @@ import weakref
 from dataclasses import dataclass, field
 from importlib.metadata import requires
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.token_step import first_line
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import (
-    EngineUnavailableError,
-    installed,
-    why_not_beside,
-    why_unavailable,
-)
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_not_beside, why_unavailable
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
 from lowmem_grpo.engines.vllm.settings import is_of_start
-from lowmem_grpo.memory.bounds import RolloutBound
+from lowmem_grpo.hub import first_line
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
+from lowmem_grpo.memory.oom import RolloutLimit
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -45,10 +40,8 @@ class EngineChoice:
 
 
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
-    """The engine for `fast_inference` and a model on `device`, judged by what is installed, without importing it.
-
-    Raises EngineUnavailableError where the user named "vllm" and it cannot be used.
-    """
+    """Return the engine for `fast_inference` and a model on `device`, judged by what is installed, without importing
+    it. EngineUnavailableError where the user named "vllm" and it cannot be used."""
     check_engine(fast_inference)
     if fast_inference in (False, TRANSFORMERS):
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
@@ -65,10 +58,10 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 
 def why_not_here(device: str) -> str | None:
     """Why the installed vLLM cannot sample with a model on `device`; None where it can, as far as its package says."""
-    found = installed()
-    if found is None:
+    package = installed()
+    if package is None:
         return why_unavailable(None)
-    name, number = found
+    name, number = package
     beside = why_not_beside(torch.__version__, requires(name) or [])
     return why_unavailable(number) or beside or why_other_device(name, number, device)
 
@@ -124,7 +117,7 @@ class EngineKeeper:
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
-    bound: RolloutBound | None = None  # what memory had room for when the last engine was used
+    bound: RolloutLimit | None = None  # what memory had room for when the last engine was used
     sampled: int | None = None  # completions that a run samples in each call; None before a run
     holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last keeper that made a vLLM engine
 
@@ -146,7 +139,6 @@ class EngineKeeper:
         return self.engine(policy, tokenizer)
 
     def expect(self, sampled: int) -> None:
-        """A run is about to sample this many completions in each call."""
         self.sampled = sampled
         if self.kept is not None:
             self.kept.expect(sampled)
@@ -171,7 +163,6 @@ class EngineKeeper:
             raise EngineUnavailableError("an engine of vLLM that was made by hand is open here; close() it first")
 
     def start(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-        """Make vLLM's engine and keep it."""
         import_from_a_thread()
         with collectable():
             self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, bound=self.bound, sampled=self.sampled,
@@ -185,3 +176,25 @@ class EngineKeeper:
             self.kept.close()
             self.bound = self.kept.bound
         self.kept = None
+
+
+class VLLMEngineHandle:
+    """`model.vllm_engine`, as Unsloth's programs use it: what the sampler holds beside the weights is freed, and made
+    again. Training and sampling do both by themselves. The transformers engine holds nothing between two calls."""
+
+    def __init__(self, keeper: EngineKeeper) -> None:
+        self.keeper = keeper
+
+    def sleep(self, level: int = 1) -> None:
+        """Free vLLM's cache. Every `level` means the same, as the weights are the trainer's."""
+        if self.keeper.kept is not None:
+            self.keeper.kept.sleep()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Make the cache again, unless `tags` name the weights only, which never sleep."""
+        if self.keeper.kept is not None and (tags is None or "kv_cache" in tags):
+            self.keeper.kept.wake()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"model.vllm_engine has no {name!r} here, but sleep and wake_up; sample with "
+                             "model.fast_generate(prompts, sampling_params)")

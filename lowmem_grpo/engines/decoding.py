@@ -30,20 +30,18 @@ def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
-    """Return the text up to the first stop string; `include_stop_str_in_output` keeps that."""
-    found = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
-    if not found:
+    matches = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
+    if not matches:
         return text
-    start, stop = min(found)
+    start, stop = min(matches)
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
 
 
 class StopCriteria:
     """The end tokens and stop strings of a call."""
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", params: SamplingParams, eos_ids: list[int], device: torch.device
-    ) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", params: SamplingParams, eos_ids: list[int],
+                 device: torch.device) -> None:
         self.tokenizer, self.texts = tokenizer, params.stop_strings
         ids = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
         self.ids = torch.tensor(ids, dtype=torch.long, device=device)
@@ -93,9 +91,8 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def as_rollouts(
-    rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreTrainedTokenizerBase", policy_version: int
-) -> list[Rollout]:
+def as_rollouts(rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreTrainedTokenizerBase",
+                policy_version: int) -> list[Rollout]:
     """Return rollouts of rows on the host: token ids (B, C), log-probabilities (B, C), lengths (B,), and whether each
     ended by itself (B,)."""
     ids, logprobs, lengths, stopped = rows

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Request
-from lowmem_grpo.engines.kv_cache import GrowingCache, Piece, right_aligned
+from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
 from lowmem_grpo.engines.prefix_cache import Continuation, KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
@@ -35,14 +35,13 @@ class RandomNumbers:
 
     def at(self, rows: Tensor, places: Tensor) -> Tensor:
         """Return those of rows (B,) at places (B, S): (B, S) fp64."""
-        found = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
+        numbers = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
         for index in (places // STEPS).unique().tolist():
             here = self.block(index)[rows[:, None], places % STEPS]
-            found = torch.where(places // STEPS == index, here, found)
-        return found
+            numbers = torch.where(places // STEPS == index, here, numbers)
+        return numbers
 
     def block(self, index: int) -> Tensor:
-        """Return the numbers of a block, made again where it was dropped."""
         if index not in self.blocks:
             seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -63,9 +62,8 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
 
 
 @dataclass
-class Part:
-    """Rows with `start` tokens drawn. While they are decoded, finished rows leave it and `start` grows, so that the
-    rest can be resumed."""
+class PartialRows:
+    """Rows with `start` tokens drawn, which grows while they are decoded: what can be resumed after an error."""
 
     rows: list[int]
     start: int = 0
@@ -101,7 +99,7 @@ class DecodeState:
             return states[0]
         lengths = [state.real.shape[1] for state in states]
         widths = [int(state.positions.max()) + 1 for state in states]
-        pieces = [Piece(state.cache, slice(0, len(state.rows)), length - width, length)
+        pieces = [CacheSlice(state.cache, slice(0, len(state.rows)), length - width, length)
                   for state, length, width in zip(states, lengths, widths, strict=True)]
         most = max(widths)
         real = [F.pad(state.real[:, length - width :], (most - width, 0))
@@ -116,11 +114,10 @@ class DecodeState:
         """Leave out the places on the left that no unfinished row has."""
         width, rows = self.real.shape[1], slice(0, len(self.rows))
         held = int(self.positions.where(self.alive, 0).max()) + 1
-        self.cache = right_aligned([Piece(self.cache, rows, width - held, width)], held, give=True)
+        self.cache = right_aligned([CacheSlice(self.cache, rows, width - held, width)], held, give=True)
         self.real = self.real[:, width - held :]
 
     def select(self, keep: Tensor) -> None:
-        """Keep only these rows (R,), or repeat them."""
         self.cache.batch_select_indices(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.real, self.positions = self.alive[keep], self.real[keep], self.positions[keep]
@@ -140,7 +137,7 @@ class GenerationState:
     requests: list[Request] = field(default_factory=list)  # the turns of a round, one for each row
     kept: PrefixCache = field(default_factory=PrefixCache)
     room: int = 0  # rows that may be in memory together, the kept ones among them
-    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # of each row, where the model has experts
+    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # by row, where the model has experts
     routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
 
     def __post_init__(self) -> None:
@@ -155,7 +152,6 @@ class GenerationState:
 
     @property
     def widest(self) -> int:
-        """The places of a cache that all rows need at most, if they run together from their first token on."""
         return max(map(len, self.prompts)) + self.ids.shape[1]
 
     @classmethod
@@ -171,8 +167,8 @@ class GenerationState:
     @classmethod
     def of_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                  conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
-        """One row of each turn of a round, before the first token. A turn is given to the conversation as soon as it is
-        drawn, and its numbers follow from its own seed, so that they are the same however it is decoded."""
+        """One row of each turn of a round, before the first token. A turn is given back as soon as it is drawn, and its
+        numbers follow from its own seed."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:
@@ -193,12 +189,12 @@ class GenerationState:
         """Return the rows whose first tokens are held from earlier turns, beside so many rows that run."""
         if not self.requests:
             return []
-        found = {row: kept for row in rows if (kept := self.kept.take(self.requests[row].key)) is not None}
+        prefixes = {row: kept for row in rows if (kept := self.kept.pop_row(self.requests[row].key)) is not None}
         self.kept.trim(self.room - running - len(rows))
-        held = {row: kept.shared(self.prompts[row]) for row, kept in found.items()}
+        held = {row: kept.shared(self.prompts[row]) for row, kept in prefixes.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}
-        exactly = any(kept.cache.whole_only for kept in found.values())
-        made = [Continuation(together, [self.prompts[row] for row in together], [found[row] for row in together],
+        exactly = any(kept.cache.whole_only for kept in prefixes.values())
+        made = [Continuation(together, [self.prompts[row] for row in together], [prefixes[row] for row in together],
                              new[together[0]]) for together in fed_together(new, exactly)]
         cached = {row: count for more in made for row, count in zip(more.rows, more.held, strict=True)}
         for row in rows:
@@ -220,13 +216,13 @@ class GenerationState:
         """Keep the routes of prompts: `fed` (P, S, layers, k), which end at the right edge."""
         if fed is None:
             return
-        given, host = iter(rows), fed.cpu()
+        left, host = iter(rows), fed.cpu()
         for own, prompt, count in zip(host, prompts, counts, strict=True):
-            new = dict.fromkeys(islice(given, count), Routes((own[-len(prompt) :].clone(),)))
+            new = dict.fromkeys(islice(left, count), Routes((own[-len(prompt) :].clone(),)))
             self.prompt_routes = new | self.prompt_routes  # rows that are resumed keep those of their first pass
 
     def keep_continued_routes(self, more: Continuation, fed: Tensor | None) -> None:
-        """Keep those of prompts whose first tokens were held, with their routes; of each, the last were `fed`."""
+        """Keep the routes of prompts whose first tokens were held; of each, the last tokens were `fed`."""
         if fed is None:
             return
         rows = zip(more.rows, more.prompts, more.kept, more.held, fed.cpu(), strict=True)
@@ -236,7 +232,7 @@ class GenerationState:
             self.prompt_routes[row] = kept.routes.cut(0, kept.shared(prompt)).then(again)
 
     def keep_routes(self, rows: Tensor, places: int | Tensor, fed: Tensor | None) -> None:
-        """Keep the routes of the tokens that were drawn at places and then fed: the last of `fed` (B, S, layers, k)."""
+        """Keep the routes of the tokens drawn at places: the last of `fed` (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:

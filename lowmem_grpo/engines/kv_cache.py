@@ -1,5 +1,4 @@
-"""A cache of what rows have seen, built from the public cache classes of transformers: keys and values, which grow in
-place, and the states of gated delta nets."""
+"""Keys and values that grow in place, and states of gated delta nets, in the public cache classes of transformers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
 
-    `DynamicLayer` concatenates, so each new token copies the whole cache. Here full storage grows by half. After `fix`
-    all rows write at a place that a tensor says, and nothing moves, so that a step of one token can be recorded.
+    After `fix` all rows write at a place that a tensor says, and nothing moves, so that a step can be recorded.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
@@ -26,7 +24,6 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def holding(cls, storage: Tensor, length: int) -> "GrowingLayer":
-        """A layer whose first `length` tokens are in `storage` (2, B, H_kv, capacity, K)."""
         layer = cls()
         layer.lazy_initialization(storage[0], storage[1])
         layer.storage = storage
@@ -34,14 +31,13 @@ class GrowingLayer(DynamicLayer):
         return layer
 
     @classmethod
-    def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["Piece"], width: int,
+    def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["CacheSlice"], width: int,
                       room: int) -> "GrowingLayer":
-        """The pieces of these layers, one of each, as `right_aligned` says."""
-        rows, like = [piece.count for piece in pieces], layers[0].storage
+        rows, like = [piece.rows.stop - piece.rows.start for piece in pieces], layers[0].storage
         storage = like.new_zeros(2, sum(rows), like.shape[2], width + room, like.shape[4])
-        for layer, piece, place in zip(layers, pieces, accumulate(rows), strict=True):
+        for layer, piece, count, place in zip(layers, pieces, rows, accumulate(rows), strict=True):
             kept = layer.storage[:, piece.rows, :, piece.start : piece.end]
-            storage[:, place - piece.count : place, :, width - piece.end + piece.start : width] = kept
+            storage[:, place - count : place, :, width - piece.end + piece.start : width] = kept
         return cls.holding(storage, width)
 
     def copied(self, rows: Tensor) -> "GrowingLayer":
@@ -51,12 +47,9 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage held."""
         return self.storage.untyped_storage().nbytes()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append those of new tokens (B, H, T, K), or write one at `at`; returns all that are shown."""
         if self.at is not None:
             self.keys.index_copy_(2, self.at, key_states)
@@ -74,12 +67,10 @@ class GrowingLayer(DynamicLayer):
         return self.view(total)
 
     def view(self, length: int) -> tuple[Tensor, Tensor]:
-        """Make the first `length` tokens the cache's content."""
         self.keys, self.values = self.storage[0, :, :, :length], self.storage[1, :, :, :length]
         return self.keys, self.values
 
     def reserve(self, capacity: int) -> None:
-        """Move to storage for `capacity` tokens."""
         length = self.get_seq_length()
         grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
         grown[:, :, :, :length] = self.storage[:, :, :, :length]
@@ -88,7 +79,6 @@ class GrowingLayer(DynamicLayer):
         self.view(length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows (R,)."""
         length = self.get_seq_length()
         self.storage = self.storage.index_select(1, indices)
         self.view(length)
@@ -100,15 +90,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @classmethod
     def holding(cls, conv: Tensor, state: Tensor) -> "StateLayer":
-        """A layer with these states."""
         layer = cls()
         layer.conv_states[0], layer.recurrent_states[0], layer.has_previous_state[0] = conv, state, True
         return layer
 
     @classmethod
-    def right_aligned(cls, layers: Sequence["StateLayer"], pieces: Sequence["Piece"], width: int,
+    def right_aligned(cls, layers: Sequence["StateLayer"], pieces: Sequence["CacheSlice"], width: int,
                       room: int) -> "StateLayer":
-        """The rows of the pieces, which are whole."""
         both = [[state[piece.rows] for state in layer.states] for layer, piece in zip(layers, pieces, strict=True)]
         return cls.holding(*(torch.cat(parts) for parts in zip(*both, strict=True)))
 
@@ -119,23 +107,19 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage held."""
         return sum(state.untyped_storage().nbytes() for state in self.states)
 
     def copied(self, rows: Tensor) -> "StateLayer":
-        """Some of the rows (R,)."""
         return self.holding(*(state.index_select(0, rows) for state in self.states))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the states of these rows (R,)."""
         self.conv_states[0], self.recurrent_states[0] = (state.index_select(0, indices) for state in self.states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
         """Nothing to make before the first update."""
 
-    def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 4, real: Tensor | None = None
-    ) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 4,
+                          real: Tensor | None = None) -> Tensor:
         """Put in new inputs (B, C, T), `real` (B, T) or all of them; returns all that are known, (B, C, W - 1 + T)."""
         before = self.conv_states[0]
         if before is None:
@@ -145,9 +129,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state[0] = True
         return whole
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, state_idx: int = 0, real: Tensor | None = None
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0,
+                               real: Tensor | None = None) -> Tensor:
         """Put in the states after new tokens, `real` (B, T) or all of them."""
         before = self.recurrent_states[0]
         after = recurrent_states if before is None else unless_done(recurrent_states, before, real)
@@ -175,13 +158,12 @@ class LastingStorage:
         return LastingStorage(self.rows, self.capacity, rows, self.layers)
 
     def show(self, place: int, rows: int, like: Tensor) -> Tensor:
-        """Return the storage of so many rows in a layer, whose keys are `like` (B, H_kv, T, K)."""
+        """Return the storage of so many rows in a layer whose keys are `like` (B, H_kv, T, K)."""
         if place not in self.layers:
             self.layers[place] = like.new_zeros(2, self.rows, like.shape[1], self.capacity, like.shape[3])
         return self.layers[place][:, self.first : self.first + rows]
 
     def move(self, place: int, layer: GrowingLayer) -> None:
-        """Move a layer's rows here, which lets go of the storage that they had."""
         length, here = layer.get_seq_length(), self.show(place, layer.storage.shape[1], layer.storage[0])
         here[:, :, :, :length] = layer.storage[:, :, :, :length]
         layer.storage = here
@@ -199,14 +181,12 @@ class GrowingCache(Cache):
 
     @classmethod
     def holding(cls, layers: list[Any]) -> "GrowingCache":
-        """A cache of these layers."""
         cache = cls()
         cache.layers = layers
         return cache
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage held."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -216,7 +196,6 @@ class GrowingCache(Cache):
 
     @property
     def growing(self) -> list[GrowingLayer]:
-        """The layers that hold keys and values."""
         return [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
 
     def fix(self, at: Tensor, rows: int, capacity: int) -> None:
@@ -230,13 +209,11 @@ class GrowingCache(Cache):
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
-        """Have room for so many places."""
         for layer in self.growing:
             if layer.storage.shape[3] < capacity:
                 layer.reserve(capacity)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows (R,), or repeat them."""
         for place, layer in enumerate(self.layers):
             if self.lasting is not None:
                 layer.storage = layer.storage[:, :, :, : layer.get_seq_length()]
@@ -245,7 +222,6 @@ class GrowingCache(Cache):
                 self.lasting.move(place, layer)
 
     def cut(self, length: int) -> None:
-        """Show the first `length` places of keys and values."""
         for layer in self.growing:
             layer.view(length)
 
@@ -269,7 +245,7 @@ class GrowingCache(Cache):
 
 
 @dataclass(frozen=True)
-class Piece:
+class CacheSlice:
     """The places from `start` to `end` of some rows of a cache."""
 
     cache: GrowingCache
@@ -277,16 +253,11 @@ class Piece:
     start: int
     end: int
 
-    @property
-    def count(self) -> int:
-        """The number of rows."""
-        return int(self.rows.stop - self.rows.start)
 
-
-def right_aligned(pieces: list[Piece], width: int, room: int = 0, give: bool = False) -> GrowingCache:
-    """A cache of `width` places and `room` for more, with the rows of all pieces in order; each ends at the right edge.
-    Places before a row are zero: a weight of 0 in attention would not hide a NaN there. Caches that `give` their layers
-    away lose each as it is copied, so that not all of them are held twice."""
+def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
+    """A cache of `width` places and `room` for more, with the rows of all pieces in order, each ending at the right
+    edge after zeros (a weight of 0 would not hide a NaN). Caches that `give` their layers away lose each as it is
+    copied."""
     made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]

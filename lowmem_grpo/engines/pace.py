@@ -1,7 +1,5 @@
-"""How an engine spends its time: on prompts, on token steps of many sequences, and on the tail of few.
-
-A phase of sampling ends with its longest completions. Once few sequences are left, a token step takes almost as long as
-before and draws few tokens: that is the tail.
+"""How an engine spends its time: on prompts, on steps of many sequences, and on the tail, steps of few as long as
+these.
 """
 
 import time
@@ -20,20 +18,20 @@ class Spent:
     """The time of a phase, and the work done in it."""
 
     seconds: float = 0.0
-    tokens: int = 0  # of prompts that were computed, in prefill; else tokens drawn
+    tokens: int = 0  # in prefill those of computed prompts, else tokens drawn
 
 
 class Pace:
-    """Seconds and tokens of an engine since they were last taken. It asks a device for nothing: an engine calls `step`
-    where it has the tokens of a step on the host anyway."""
+    """Seconds and tokens of an engine since they were last taken; `step` is called where its tokens are on the host
+    anyway."""
 
     def __init__(self) -> None:
         self.spent = {name: Spent() for name in PHASES}
         self.preemptions = 0  # sequences that had to leave for want of cache, and are computed again
         self.most = 0  # sequences that ran together
-        self.begin()
+        self.start_call()
 
-    def begin(self) -> None:
+    def start_call(self) -> None:
         """A call begins: what is wide is said by its own sequences."""
         self.widest = 0
         self.resume()
@@ -44,7 +42,6 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the time is not the engine's."""
         began = time.perf_counter()
         try:
             yield
@@ -52,7 +49,7 @@ class Pace:
             self.mark += time.perf_counter() - began
 
     def read(self, tokens: int) -> None:
-        """So many tokens of prompts are computed before the next `step`, whose time counts as prefill."""
+        """So many tokens of prompts are computed before the next `step`, whose time is prefill."""
         self.reading = True
         self.spent["prefill"].tokens += tokens
 
@@ -68,18 +65,16 @@ class Pace:
         self.mark, self.reading = now, False
 
     def in_tail(self, running: int) -> bool:
-        """Return whether so few sequences are the tail of this call."""
         return running < TAIL * self.widest
 
     def add(self, other: "Pace") -> None:
-        """Count what another one measured as well."""
         for name, spent in other.spent.items():
             self.spent[name].seconds += spent.seconds
             self.spent[name].tokens += spent.tokens
         self.preemptions += other.preemptions
         self.most = max(self.most, other.most)
 
-    def take(self) -> Self:
+    def pop_measured(self) -> Self:
         """Return what was measured until now; it is not measured again."""
         taken = type(self)()
         taken.add(self)
@@ -87,8 +82,7 @@ class Pace:
         return taken
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of each phase, the share of the tail, and tokens a second of each phase that took any time; empty if
-        nothing ran."""
+        """Return seconds of each phase, the share of the tail, and tokens a second; empty if nothing ran."""
         if not self.most:
             return {}
         seconds = {f"time/sampling/{name}_s": spent.seconds for name, spent in self.spent.items()}

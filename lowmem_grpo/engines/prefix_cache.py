@@ -1,16 +1,14 @@
 """Keys and values of turns that were given, for the next turns of their episodes.
 
-A turn's next prompt begins with the tokens of the turn, so only what came after them has to be computed. Rows that are
-continued together are fed equally many tokens, as each row has to be one piece in the cache (a sliding window counts
-places). A row with fewer new tokens computes some of its last ones again, in places that would be padding otherwise.
+Only what came after the turn has to be computed. Rows that are continued together are fed equally many tokens, since
+each row has to be one piece in the cache; a row with fewer new tokens computes some of its last ones again.
 
-The states of gated delta nets are those after all tokens that are held, and cannot be cut: where a prompt goes on from
-an earlier token, all of it is computed again, and only rows with equally many new tokens are continued together.
+States of gated delta nets cannot be cut: a prompt that goes on from an earlier token is computed as a whole.
 """
 
 from dataclasses import dataclass, field
 
-from lowmem_grpo.engines.kv_cache import GrowingCache, Piece
+from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache
 from lowmem_grpo.models.routes import Routes
 
 TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its new ones, or so many
@@ -24,7 +22,7 @@ class KeptPrefix:
     cache: GrowingCache
     row: int
     end: int
-    routes: Routes | None = None  # of these tokens, where the model has experts
+    routes: Routes | None = None  # where the model has experts
 
     def shared(self, ids: list[int]) -> int:
         """Return how many tokens at the beginning of a prompt are held; its last one is always left to be fed."""
@@ -35,10 +33,9 @@ class KeptPrefix:
             return most
         return next(place for place in range(most) if self.ids[place] != ids[place])
 
-    def piece(self, length: int) -> Piece:
-        """The first `length` tokens."""
+    def piece(self, length: int) -> CacheSlice:
         start = self.end - len(self.ids)
-        return Piece(self.cache, slice(self.row, self.row + 1), start, start + length)
+        return CacheSlice(self.cache, slice(self.row, self.row + 1), start, start + length)
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,7 @@ class PrefixCache:
     rows: dict[int, KeptPrefix] = field(default_factory=dict)
     most: int | None = None  # that memory had room for; None while it never ran out beside them
 
-    def take(self, key: int) -> KeptPrefix | None:
-        """The row of a key, which is not kept any longer."""
+    def pop_row(self, key: int) -> KeptPrefix | None:
         return self.rows.pop(key, None)
 
     def trim(self, room: int) -> None:
@@ -73,8 +69,8 @@ class PrefixCache:
         for key in list(self.rows)[: max(0, len(self.rows) - most)]:
             del self.rows[key]
 
-    def shed(self) -> int:
-        """Drop all because memory ran out, and keep half as many from now on; returns how many there were."""
+    def evict(self) -> int:
+        """Drop all because memory ran out, and keep half as many from now on; returns how many they were."""
         count = len(self.rows)
         if count:
             self.most = count // 2

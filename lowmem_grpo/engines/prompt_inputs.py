@@ -1,11 +1,11 @@
-"""What people pass to `fast_generate`, as text and token ids: strings, chats, ids, tensors, a tokenizer's encoding, and
-vLLM's dictionaries."""
+"""What people pass to `fast_generate`, as text and token ids."""
 
 import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 from lowmem_grpo.messages import plain_message
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
@@ -24,8 +24,7 @@ def encoded(tokenizer: Any, prompts: Any) -> list[Encoded]:
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt of any kind, or several, as a list."""
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+    if is_encoding(prompts):
         return without_padding(plain(prompts["input_ids"]), plain(prompts.get("attention_mask")))
     prompts = plain(prompts)
     if isinstance(prompts, Mapping) and OF_VLLM & prompts.keys():
@@ -43,12 +42,10 @@ def is_encoding(prompt: Any) -> bool:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether it is one message of a chat, with a role."""
     return isinstance(value, Mapping) and "role" in value
 
 
 def plain(value: Any) -> Any:
-    """Tensors and arrays as lists; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -81,8 +78,8 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text that a model goes on from: what the tokenizer writes before a text stands there once,
-    also where the text brings it (a chat template's does), and what it writes behind a text is left out."""
+    """Return the ids of a text that a model goes on from: what the tokenizer writes before it stands there once, and
+    what it writes behind it is left out."""
     plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
     places = range(len(around) - len(plain) + 1)
     begin = next((around[:at] for at in places if around[at : at + len(plain)] == plain), [])
@@ -92,8 +89,8 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | None = None) -> str:
-    """Return the chat template's text of messages, up to where the model goes on: a new turn of the assistant, or the
-    last message where that is the assistant's, which is not closed. ValueError for one that calls tools."""
+    """Return the chat template's text of messages, up to where the model goes on: a new turn of the assistant, or its
+    last message, left open. ValueError for one that calls tools."""
     begun = messages[-1]["role"] == "assistant"
     ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
     if ways["continue_final_message"] and messages[-1].get("tool_calls"):
@@ -102,17 +99,16 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form in which the template writes their tool calls: with an empty text where
-    None stands beside calls, which some templates would write out; with arguments that are JSON as objects; as they
-    are, as DeepSeek's wants None; or with None and arguments that are JSON. ValueError where it leaves a call out, and
-    for a call without a name."""
-    names = [name_of(call) for one in messages for call in one.get("tool_calls") or []]
+    """Return the messages in the first form in which the template writes their tool calls: with "" for None beside
+    calls, with arguments as objects, as they are, or with None and arguments as JSON. ValueError where it leaves a call
+    out, and for a call without a name."""
+    names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
-    texts = [{**one, "content": ""} if one.get("content") is None else one for one in messages]
+    texts = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
     lost = ""
-    for form in (texts, [with_objects(one) for one in texts], [{"content": None, **one} for one in messages],
-                 [with_texts(one) for one in messages]):
+    for form in (texts, [*map(with_objects, texts)], [{"content": None, **message} for message in messages],
+                 [*map(with_texts, messages)]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
         except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
@@ -148,7 +144,7 @@ def with_objects(message: Any) -> Any:
 
 
 def with_texts(message: Any) -> Any:
-    """Return a message whose calls have JSON as arguments, and None as content where that is empty."""
+    """Return a message whose calls have JSON as arguments, and None as an empty content."""
     calls = []
     for call in message.get("tool_calls") or []:
         named = call.get("function", call)
@@ -181,3 +177,14 @@ def in_text(message: Any) -> Any:
     if other := sorted(kinds - {"text"}):
         raise ValueError(f"a message has a part of type {other[0]!r}; {IMAGES}")
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
+    """The calls of the engine: one for all prompts, or one for each where each has its own parameters."""
+    if not isinstance(sampling_params, list | tuple):
+        return [(as_sampling_params(sampling_params, longest), prompts)]
+    if len(sampling_params) != len(prompts):
+        raise ValueError(f"sampling_params has {len(sampling_params)} entries and there are {len(prompts)} prompts; "
+                         "pass one for each prompt, or one for all")
+    return [(as_sampling_params(each, longest), [prompt])
+            for each, prompt in zip(sampling_params, prompts, strict=True)]

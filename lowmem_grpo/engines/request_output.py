@@ -1,5 +1,4 @@
-"""The rollouts of a prompt in the shape of vLLM's answer, with the likeliest tokens at each place where they are asked
-for: log-probabilities of the model itself (temperature 1, nothing cut off), as vLLM gives them by default."""
+"""The rollouts of a prompt in the shape of vLLM's answer; `logprobs=k` gives the model's own, at temperature 1."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +7,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.kernels.logits import LogitShape
-from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.models.packing import collate
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Policy, evaluating
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROWS = 256  # tokens whose logits are in memory at a time
@@ -66,13 +63,12 @@ class Answers:
     params: SamplingParams
     lora_request: Any = None
 
-    def of(self, number: int, text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
+    def request_output(self, number: int, text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
         """The completions of prompt `number` of a call."""
         outputs = [self.completion(index, ids, rollout) for index, rollout in enumerate(rollouts)]
         return RequestOutput(text, ids, outputs, str(number), lora_request=self.lora_request)
 
     def completion(self, index: int, prompt_ids: list[int], rollout: Rollout) -> CompletionOutput:
-        """One completion; its likeliest tokens take one more forward pass."""
         drawn: Any = rollout.rollout_logprobs
         total = sum(drawn)
         if self.params.logprobs is not None:
@@ -82,7 +78,6 @@ class Answers:
                                 self.stop_reason(rollout), self.lora_request)
 
     def stop_reason(self, rollout: Rollout) -> int | str | None:
-        """The stop token or stop string that ended a completion."""
         if rollout.finish_reason != "stop":
             return None
         if rollout.completion_ids[-1] in (self.params.stop_token_ids or []):
@@ -90,29 +85,20 @@ class Answers:
         if not self.params.stop_strings:
             return None
         whole = self.tokenizer.decode(rollout.completion_ids)
-        found = [(whole.index(stop), stop) for stop in self.params.stop_strings if stop in whole]
-        return min(found)[1] if found else None
+        matches = [(whole.index(stop), stop) for stop in self.params.stop_strings if stop in whole]
+        return min(matches)[1] if matches else None
 
     @torch.no_grad()
     def likeliest(self, prompt_ids: list[int], rollout: Rollout) -> list[dict[int, Logprob]]:
         """For each of the C tokens: the drawn one and the `params.logprobs` likeliest ones (-1: all)."""
         batch = collate([(RolloutGroup({}, prompt_ids, [rollout]), rollout)]).to(self.policy.device)
-        training = self.policy.model.training
-        self.policy.model.eval()
-        try:
-            hidden = batch.at_trained(self.policy.hidden(batch))
-        finally:
-            self.policy.model.train(training)
-        targets = batch.at_trained(batch.targets)
+        with evaluating(self.policy.model):
+            hidden, targets = self.policy.at_trained(batch)
         return [place for start in range(0, len(targets), ROWS)
                 for place in self.places(hidden[start : start + ROWS], targets[start : start + ROWS])]
 
     def places(self, hidden: Tensor, targets: Tensor) -> list[dict[int, Logprob]]:
-        """The same for hidden states (N, D) and drawn tokens (N,)."""
-        head = self.policy.head
-        logits = matmul_fp32(hidden.to(head.weight.dtype), head.weight.T)
-        logits = LogitShape(scale=head.logit_scale, softcap=head.softcap).apply_(logits, head.bias)
-        logprobs = logits.log_softmax(-1)
+        logprobs = self.policy.head.logits(hidden).log_softmax(-1)
         asked = self.params.logprobs or 0
         count = logprobs.shape[1] if asked == -1 else min(asked, logprobs.shape[1])
         top = logprobs.topk(count, -1)
@@ -123,8 +109,7 @@ class Answers:
         return [self.place(*row) for row in rows]
 
     def place(self, token: int, logprob: float, rank: int, ids: list[int], values: list[float]) -> dict[int, Logprob]:
-        """The drawn token first, then the likeliest ones in order."""
-        found = {token: (logprob, rank)}
+        tokens = {token: (logprob, rank)}
         for number, (other, value) in enumerate(zip(ids, values, strict=True), start=1):
-            found.setdefault(other, (value, number))
-        return {each: Logprob(value, place, self.tokenizer.decode([each])) for each, (value, place) in found.items()}
+            tokens.setdefault(other, (value, number))
+        return {each: Logprob(value, place, self.tokenizer.decode([each])) for each, (value, place) in tokens.items()}

@@ -1,5 +1,4 @@
-"""Turns of episodes by an engine of the caller's own that only has `generate`: all that are ready, then all that follow
-from them."""
+"""Turns of episodes by a caller's engine that only has `generate`: all that are ready, then all that follow."""
 
 import logging
 from dataclasses import replace
@@ -16,9 +15,8 @@ from lowmem_grpo.types import Rollout
 logger = logging.getLogger(__name__)
 
 
-def converse(
-    engine: Any, conversation: Conversation, params: SamplingParams, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def converse(engine: Any, conversation: Conversation, params: SamplingParams,
+             tokenizer: PreTrainedTokenizerBase) -> None:
     """Call `engine.converse`; an engine without it decodes the turns in rounds, and a warning says so once."""
     if CONVERSE in capabilities_of(engine):
         engine.converse(conversation, params)
@@ -27,26 +25,21 @@ def converse(
     in_rounds(engine, conversation, params, tokenizer)
 
 
-def in_rounds(
-    engine: Any, conversation: Conversation, params: SamplingParams, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Do the same by calls of `generate`."""
+def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
+              tokenizer: PreTrainedTokenizerBase) -> None:
     while requests := conversation.take(busy=False):
         decode(engine, requests, conversation, params, tokenizer)
 
 
 @cache
 def say(name: str) -> None:
-    """Warn of what it costs that an engine has no `converse`."""
     logger.warning("the engine %s has no converse(conversation, params) among its capabilities, so generate decodes "
                    "its turns in rounds: the slowest of a round holds up the others, and each turn computes its whole "
                    "history again. See lowmem_grpo/engines/base.py for what converse does", name)
 
 
-def decode(
-    engine: Any, requests: list[Request], conversation: Conversation, params: SamplingParams,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def decode(engine: Any, requests: list[Request], conversation: Conversation, params: SamplingParams,
+           tokenizer: PreTrainedTokenizerBase) -> None:
     """Decode one round. What it samples depends on its requests only: they share the seed of the first. `generate` has
     one limit of tokens for all, so longer completions than a turn may have are cut."""
     most = max(request.max_tokens for request in requests)
@@ -65,7 +58,6 @@ def decode(
 
 
 def within(rollout: Rollout, most: int, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """Return the rollout, cut to so many tokens."""
     if len(rollout.completion_ids) <= most:
         return rollout
     ids = rollout.completion_ids[:most]

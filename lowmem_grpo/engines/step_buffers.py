@@ -1,7 +1,7 @@
-"""What token steps of some rows read and write, at addresses that stay, and the CUDA graphs of steps on it.
+"""What token steps read and write, at addresses that stay, and the CUDA graphs of steps on it.
 
-Rows that a call of `generate` decodes lie in buffers that stay for as long as the engine does, so that the graphs of
-one call serve the next. Rows of turns, and all where nothing is recorded, have buffers of their own.
+Rows of `generate` lie in buffers that live as long as the engine, so that the graphs of one call serve the next. Rows
+of turns, and all where nothing is recorded, have buffers of their own.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.cards import GRAPH_PLACES
 
 LIVING: "weakref.WeakSet[StepBuffers]" = weakref.WeakSet()
-MOST_GRAPHS = 64  # of some MiB each; beyond, the first of them goes
+MOST_GRAPHS = 64  # some MiB each; beyond, the first of them goes
 
 Run = Callable[[], Tensor]
 Record = Callable[[Run, Any], Run]  # work, and a graph beside which it may use memory
@@ -27,8 +27,8 @@ class CudaGraph:
     """Work that reads and writes tensors that stay where they are, and asks the device for nothing: one launch."""
 
     def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
-        """Record the work, without running anything, in the memory of a graph `beside` it that never runs at the same
-        time. RuntimeError where it cannot be recorded."""
+        """Record the work without running it, in the memory of a graph `beside` it that never runs at the same time.
+        RuntimeError where it cannot be recorded."""
         self.graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside.graph.pool()
         # another thread may train meanwhile, and what it asks of the device is none of this graph's concern
@@ -74,7 +74,6 @@ class StepBuffers:
         state.positions = self.positions[:count]
 
     def add_graph(self, key: tuple[int, int], run: Run) -> None:
-        """Keep a graph."""
         if len(self.graphs) >= MOST_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
         self.graphs[key] = run
@@ -84,19 +83,16 @@ class StepBuffers:
         self.graphs = {key: run for key, run in self.graphs.items() if key[0] <= rows}
 
     def forget_graphs(self) -> None:
-        """Let go of the graphs, and of the adapters that they read."""
         self.graphs.clear()
         self.factors.clear()
         self.steps = 0
 
 
 def up_to_multiple(width: int, step: int = GRAPH_PLACES) -> int:
-    """Return the places that are held for rows of `width` places."""
     return -(-width // step) * step
 
 
 def addresses(weights: Iterable[Tensor]) -> list[int]:
-    """Return where weights and adapters are."""
     return [part.data_ptr() for part in weights]
 
 

@@ -1,12 +1,9 @@
 """One token for all rows of a batch: the model's pass, with everything that changes from step to step at one address.
 
-On a card the step is recorded as a CUDA graph, because the host needs longer to launch the kernels of a small step than
-the card needs to run them: once for each number of rows and each length of storage, both rounded up, in the life of an
-engine. On a CPU, and where a graph cannot be had, the same code runs as it is, and one warning says why. Who asks for
-graphs by name (`enforce_eager=False`) gets an error in place of that, before weights are loaded as far as it is known
-by then.
-
-The first run of each graph is compared with the same step done without one.
+On a card the step is recorded as a CUDA graph, once for each number of rows and length of storage (rounded up): the
+host needs longer to launch a small step's kernels than the card to run them. Elsewhere the same code runs as it is, and
+one warning says why; `enforce_eager=False` makes that an error. A graph's first run is compared with the same step
+without one.
 """
 
 import logging
@@ -18,15 +15,16 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.engine import VLLM
+from lowmem_grpo.engines.batch import Passes
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
-from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers, addresses, up_to_multiple
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.hub import first_line
 from lowmem_grpo.kernels.lora_factors import Kept
-from lowmem_grpo.memory.bounds import is_out_of_memory
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.lora_layers import adapter_state
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.embedding import on_host
@@ -34,7 +32,7 @@ from lowmem_grpo.offload.embedding import on_host
 logger = logging.getLogger(__name__)
 WARM = 2  # steps without a graph before the first one, in which kernels are compiled and libraries start; then 1
 GROW = 2  # times the places that a call needs, at most, where lasting buffers keep the rows and the width of another
-AGREE = 0.02  # of the largest logit: how far the first run of a graph may be from the same step without one
+AGREE = 0.02  # share of the largest logit: how far the first run of a graph may be from the same step without one
 HOST = "its embedding is on the host"
 FIX = "leave enforce_eager out, and token steps run without graphs where they must"
 
@@ -59,8 +57,8 @@ class TokenStep:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """Have room that lasts for so many rows of so many places, where steps are recorded. It grows where it is too
-        small, and its graphs are gone then."""
+        """Have lasting room for so many rows of so many places, where steps are recorded; its graphs go when it
+        grows."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
@@ -102,8 +100,7 @@ class TokenStep:
         return logits
 
     def hold(self, state: DecodeState) -> int:
-        """Give rows a cache, a mask and inputs that stay where they are for the next steps; returns their width with
-        the next token."""
+        """Give rows a cache, a mask and inputs that stay where they are; returns their width with the next token."""
         self.release()
         count, lasting = len(state.rows), self.lasting
         if lasting is not None and state.cache.lasting is lasting.storage:
@@ -119,11 +116,9 @@ class TokenStep:
         return state.real.shape[1] + 1
 
     def release(self) -> None:
-        """Let go of the rows."""
         self.state, self.buffers = None, self.empty
 
     def drop(self) -> None:
-        """Let go of everything."""
         self.release()
         self.lasting = None
 
@@ -193,18 +188,18 @@ class TokenStep:
         self.record = None
 
 
-def differs(found: Tensor, logits: Tensor) -> str:
-    """Return how the logits of a graph's run, (B, V) as those of the same step without one, differ from these; "" where
-    they agree, and where there is nothing to compare with."""
-    far = (found - logits).abs().max() / logits.abs().max()
+def differs(replayed: Tensor, logits: Tensor) -> str:
+    """Return how a graph's logits (B, V) differ from those of the same step without one; "" where they agree or are
+    NaN."""
+    far = (replayed - logits).abs().max() / logits.abs().max()
     if bool(far <= AGREE) or bool(logits.isnan().any()):
         return ""
     return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"
 
 
 def not_of_model(config: Any) -> str:
-    """Return why a model's rows cannot have their cache at fixed addresses, so that no step of it can be a CUDA graph;
-    "" where they can."""
+    """Return why a model of this config cannot have its cache at fixed addresses, as CUDA graphs need; "" where it
+    can."""
     family = family_of(config)
     if family is not None and family.experts is not None and has_experts(config):
         return "its experts' routes are recorded"
@@ -227,9 +222,9 @@ def not_recorded(policy: Policy) -> str:
 
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
-    """Raise EngineUnavailableError where `enforce_eager=False` asks our own engine for CUDA graphs that a model of this
-    config cannot have on `device`, with its embedding `offloaded` or not. Nothing is loaded for it; a card is tried
-    with a graph of one addition. vLLM judges for itself, but for a mixture of experts on a card."""
+    """Raise EngineUnavailableError where `enforce_eager=False` asks for CUDA graphs that this model cannot have.
+    Nothing is loaded; a card is tried with a graph of one addition. vLLM judges for itself, but for a mixture on a
+    card."""
     if asked is not False:
         return
     if engine == VLLM:
@@ -242,15 +237,13 @@ def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offl
 
 
 def refuse_graphs(why: str, fix: str = FIX) -> None:
-    """Raise EngineUnavailableError with the reason and what to do; nothing for no reason."""
     if why:
         raise EngineUnavailableError(f"enforce_eager is False, which asks for token steps as CUDA graphs, and {why}; "
                                      f"{fix}")
 
 
 def not_on_card(device: torch.device) -> str:
-    """Return why a card, or its driver, records no CUDA graph, by the name of the card; "" where it does. One addition
-    is recorded and run. What it gives is not looked at: the first run of each graph of steps is compared."""
+    """Return why a card, or its driver, records no CUDA graph, by trying one addition; "" where it does."""
     numbers = torch.zeros(8, device=device)
     try:
         with torch.cuda.device(device):
@@ -262,18 +255,11 @@ def not_on_card(device: torch.device) -> str:
 
 
 def card_text(device: torch.device) -> str:
-    """Return the name of a card, its compute capability and the CUDA that torch is built for."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
 
 
-def first_line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 @cache
 def say_plain(why: str) -> None:
-    """Warn once in a process that steps on a card run as they are."""
     logger.warning("token steps run without CUDA graphs, several times slower where rows are few: %s. "
                    "enforce_eager=True says that this is meant", why)

@@ -1,13 +1,9 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
-All prompts of a call are decoded in one batch. Each prompt is prefilled once, and its cache is repeated for its n
-completions; finished rows leave the batch. If memory runs out, fewer rows are decoded at once: the others wait and
-enter as rows are done, those first whose prompts had the longest answers before. Unfinished rows keep the tokens they
-have and go on from there, because drawing them anew would favour short completions. Each row has its own random
-numbers, so that what is drawn does not depend on any of this.
-
-Turns of episodes are decoded in rounds: all that are ready together, then all that follow from them. So what is drawn
-depends on the requests only, and not on how long a tool takes.
+Each prompt is prefilled once, and its cache is repeated for its n completions; finished rows leave the batch. If memory
+runs out, fewer rows are decoded at once, and the others enter as rows are done. Unfinished rows go on from the tokens
+they have, because drawing them anew would favour short completions. What is drawn depends on none of this: each row has
+its own random numbers. Turns are decoded in rounds, all that are ready together, for the same reason.
 """
 
 from collections import deque
@@ -18,20 +14,18 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, FinishedPrompts, Meanwhile, OnGroup
-from lowmem_grpo.engines.batch import Batch
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup
+from lowmem_grpo.engines.batch import Batch, Passes, left_padded
 from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
-from lowmem_grpo.engines.expected import ExpectedLengths
-from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, Part
+from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
 from lowmem_grpo.engines.kv_cache import right_aligned
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.passes import Passes, left_padded
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
 from lowmem_grpo.kernels.frozen import WideWeights
-from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cards import graph_rows, prefill_piece
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -47,10 +41,8 @@ class TransformersEngine:
     name = "transformers"
     capabilities = EVERYTHING
 
-    def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
-        enforce_eager: bool | None = None, sampling_weights: str | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
+                 enforce_eager: bool | None = None, sampling_weights: str | None = None) -> None:
         """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be.
         `sampling_weights="16bit"` dequantizes quantized weights while sampling; None leaves that to a run's plan."""
         self.policy, self.passes = policy, Passes(policy)
@@ -59,8 +51,8 @@ class TransformersEngine:
         self.policy_version = 0
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
-        self.bound: Bound = RunMemory().rollout  # on the rows that are decoded together
-        self.kept, self.widest = PrefixCache(), 0  # of the turns of a call, and the most that were decoded together
+        self.bound: BatchLimit = RunMemory().rollout  # on the rows that are decoded together
+        self.kept, self.widest = PrefixCache(), 0  # the turns of a call, and the most decoded together
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
         self.use_weights(sampling_weights)
@@ -89,7 +81,6 @@ class TransformersEngine:
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
 
     def free_weights(self) -> None:
-        """Free the weights in 16 bits, and the graphs that read them."""
         if self.passes.wide is not None:
             self.passes.wide.held.clear()
             if self.step.lasting is not None:
@@ -105,47 +96,44 @@ class TransformersEngine:
         """Nothing to do: each call makes what is not there."""
 
     def close(self) -> None:
-        """Free what was kept; the weights are the trainer's."""
         self.forget()
         self.free_weights()
         self.step.drop()
 
     def forget(self) -> None:
-        """Drop what was computed for turns that may go on."""
         self.kept.rows.clear()
         self.step.release()
         self.widest = 0
 
-    def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> list[list[Rollout]]:
+    def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+                 meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         if not prompts:
             return []
         finished = FinishedPrompts(len(prompts), on_group, meanwhile)
         self.forget()
-        budgets = [budget for prompt in prompts for budget in [self.budget(prompt, params.max_tokens)] * params.n]
+        budgets = [budget for prompt in prompts
+                   for budget in [budget_of(prompt, params.max_tokens, self.max_seq_length)] * params.n]
         self.kv_bytes = 0
-        self.pace.begin()
+        self.pace.start_call()
         self.decode(GenerationState.of_prompts(prompts, params, budgets, self.policy.device, finished))
-        found = finished.result()
-        for prompt, rollouts in zip(prompts, found, strict=True):
+        groups = finished.result()
+        for prompt, rollouts in zip(prompts, groups, strict=True):
             self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
-        return found
+        return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on the rows that memory has room for,
-        as many are kept for their next turns as were decoded together at most."""
+        """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on rows, as many are kept for their
+        next turns as were decoded together at most."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # kept rows have the room
         if not goes_on:
             self.forget()  # another's keys
-        self.pace.begin()
+        self.pace.start_call()
         try:
             while requests := conversation.take(busy=False):
                 self.widest = max(self.widest, len(requests))
                 room = self.bound.under(None) or 2 * self.widest
-                budgets = [self.budget(request.ids, request.max_tokens) for request in requests]
+                budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in requests]
                 self.decode(GenerationState.of_turns(requests, params, budgets, self.policy.device, conversation,
                                                      self.kept, room))
         except BaseException:
@@ -154,15 +142,12 @@ class TransformersEngine:
         if not goes_on:
             self.forget()
 
-    def budget(self, prompt: list[int], most: int) -> int:
-        """Return how many tokens may follow a prompt; see `budget_of`."""
-        return budget_of(prompt, most, self.max_seq_length)
-
     # One call: all rows
 
     def decode(self, generation: GenerationState) -> None:
         """Draw every row to its end: all together, or as many at a time as memory has room for."""
-        waiting, most, device = deque([Part(self.order(generation))]), len(generation.budgets), self.policy.device
+        waiting, most = deque([PartialRows(self.order(generation))]), len(generation.budgets)
+        device = self.policy.device
         while waiting:
             size = min(self.bound.under(None) or most, most)
             batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
@@ -171,29 +156,28 @@ class TransformersEngine:
             self.decoding = True
             try:
                 with self.passes.evaluating(self.step.factors()):
-                    failed = tried(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
-                                   device, self.step.drop)
+                    failed = catch_oom(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
+                                       device, self.step.drop)
             except BaseException:
                 self.step.drop()  # it may hold NaN
                 raise
             finally:
                 self.decoding = False
             self.step.release()
-            if isinstance(failed, Shortage):
+            if isinstance(failed, OutOfMemory):
                 waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
                 most = self.smaller(generation, size, batch.running, failed)
 
     def order(self, generation: GenerationState) -> list[int]:
-        """Return the rows as they are begun: where not all have room at once, those whose prompts had the longest
-        answers first."""
+        """Return the rows as they begin: where not all have room, those with the longest answers before come first."""
         rows, n = len(generation.budgets), generation.params.n
         if (self.bound.under(None) or rows) >= rows:
             return list(range(rows))
         return [prompt * n + row for prompt in self.expected.order(generation.prompts) for row in range(n)]
 
-    def smaller(self, generation: GenerationState, size: int, left: int, shortage: Shortage) -> int:
-        """Return how many rows to decode at once after a shortage, with `left` of `size` unfinished: as before, where
-        memory could be had by dropping rows that were only kept, else half of those."""
+    def smaller(self, generation: GenerationState, size: int, left: int, shortage: OutOfMemory) -> int:
+        """Return how many rows to decode at once after a shortage with `left` of `size` unfinished: as before where
+        something else could be dropped, else half of those left."""
         if generation.finished.failed_outside is not None:
             raise generation.finished.failed_outside  # memory ran out elsewhere, so that the call ends
         what = f"sampling {size} at once"
@@ -202,7 +186,7 @@ class TransformersEngine:
             self.use_weights(FOUR)
             self.bound.note(what, shortage, "weights in 16 bits are given up, and the work is repeated")
             return size
-        if dropped := generation.kept.shed():
+        if dropped := generation.kept.evict():
             self.bound.note(what, shortage, f"the keys and values of {dropped} earlier turns are dropped, and the work "
                                             "is repeated")
             return size
@@ -211,9 +195,9 @@ class TransformersEngine:
 
     # One batch: rows that are decoded together
 
-    def decode_together(self, batch: Batch, waiting: deque[Part], size: int) -> None:
-        """Draw rows to their ends, `size` of them at a time, until none wait. After an error, the parts of the batch
-        are what is left of those that began."""
+    def decode_together(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
+        """Draw rows to their ends, `size` at a time, until none wait. After an error, the batch's parts are what is
+        left."""
         logits = torch.empty(0)
         self.pace.resume()
         while batch.running or waiting:
@@ -221,21 +205,20 @@ class TransformersEngine:
                 logits = self.enter(batch, waiting, size, logits)
             batch.draw(logits)
             if batch.is_time_to_look(LOOK if self.step.record else 1) or self.pace.reading:
-                self.look(batch, waiting, size)
+                self.check_rows(batch, waiting, size)
             if batch.running:
                 logits = self.step.extend(batch.state)
                 state = batch.state
                 batch.generation.keep_routes(state.rows, state.counts - 1, state.routes)
-                self.weigh(batch)
+                self.note_bytes(batch)
 
-    def have_room(self, batch: Batch, waiting: deque[Part], size: int) -> bool:
-        """Return whether rows wait, and enough of them may enter."""
+    def have_room(self, batch: Batch, waiting: deque[PartialRows], size: int) -> bool:
         return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
 
-    def look(self, batch: Batch, waiting: deque[Part], size: int) -> None:
+    def check_rows(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
         """See which rows are done, report the prompts that are complete, and drop rows where that pays."""
         steps, running, generation = batch.since, batch.running, batch.generation
-        drawn, done = batch.look()
+        drawn, done = batch.find_done()
         self.pace.step(running, drawn)
         self.report(generation, generation.finish_rows(done))
         if batch.running < len(batch.state.rows) and (self.have_room(batch, waiting, size) or self.pays(batch)):
@@ -247,7 +230,6 @@ class TransformersEngine:
                     generation.finished.between(sum(generation.unfinished))
 
     def pays(self, batch: Batch) -> bool:
-        """Return whether steps of unfinished rows alone are worth that these are moved."""
         rows, left = len(batch.state.rows), batch.running
         if self.step.lasting is not None:
             return graph_rows(left) < graph_rows(rows)
@@ -269,30 +251,29 @@ class TransformersEngine:
         for place, prompt in enumerate(prompts):
             generation.finished.add(prompt, rollouts[place * n : place * n + n])
 
-    def weigh(self, batch: Batch) -> None:
-        """Note the bytes of the cache where they are the most so far."""
+    def note_bytes(self, batch: Batch) -> None:
         self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.generation.kept.nbytes)
 
     # Rows that enter
 
-    def enter(self, batch: Batch, waiting: deque[Part], size: int, logits: Tensor) -> Tensor:
+    def enter(self, batch: Batch, waiting: deque[PartialRows], size: int, logits: Tensor) -> Tensor:
         """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
         self.step.release()
         while waiting and batch.running < size:
             first = not batch.parts
             part = batch.take_part(waiting, size - batch.running)
-            state, new = self.begin(batch.generation, part, batch.running - len(part.rows))
+            state, new = self.start_part(batch.generation, part, batch.running - len(part.rows))
             batch.enter(state)
             logits = new if first else torch.cat([logits, new])
-            self.weigh(batch)
+            self.note_bytes(batch)
         return logits
 
-    def begin(self, generation: GenerationState, part: Part, running: int) -> tuple[DecodeState, Tensor]:
-        """Compute the prompts of a part's rows, or what is not held of them, and what the rows drew before they were
-        interrupted, beside so many rows that run: their state, and the logits (B, V) of their next tokens."""
+    def start_part(self, generation: GenerationState, part: PartialRows, running: int) -> tuple[DecodeState, Tensor]:
+        """Compute what is not held of the prompts of a part's rows, and what the rows drew before they were
+        interrupted: their state, and the logits (B, V) of their next tokens."""
         continued = generation.continuations(part.rows, running)
         known = {row for more in continued for row in more.rows}
-        made = [self.go_on(generation, more) for more in continued]
+        made = [self.continue_turns(generation, more) for more in continued]
         if fresh := [row for row in part.rows if row not in known]:
             made.append(self.prefill(generation, fresh, running, part.start))
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
@@ -305,8 +286,8 @@ class TransformersEngine:
 
     def prefill(self, generation: GenerationState, rows: list[int], running: int, start: int
                 ) -> tuple[DecodeState, Tensor]:
-        """Compute the prompts of B rows, each of them once; returns the state after them, and the next tokens' logits
-        (B, V). It lies where steps are recorded, behind rows that run, if that has room for `start` tokens more."""
+        """Compute the prompts of B rows, each once; returns their state and the next tokens' logits (B, V). It lies
+        where steps are recorded, behind rows that run, if that has room for `start` tokens more."""
         prompts, counts = generation.prompts_of(rows)
         input_ids, real = left_padded(prompts, self.pad_id, self.policy.device)
         state = DecodeState.holding(torch.arange(len(prompts), device=input_ids.device))
@@ -321,7 +302,7 @@ class TransformersEngine:
         state.rows = torch.tensor(rows, device=input_ids.device)
         return state, logits
 
-    def go_on(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
+    def continue_turns(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
         """Do the same for prompts whose first tokens are held."""
         device = self.policy.device
         cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],

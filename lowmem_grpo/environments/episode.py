@@ -7,14 +7,15 @@ encoded again: between two turns there is a bridge, which holds only what the en
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.environments.tools.results import FinalResult, ToolError
-from lowmem_grpo.environments.workers import Job
+from lowmem_grpo.environments.workers import WorkerJob
 from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,8 @@ logger = logging.getLogger(__name__)
 UNREADABLE = 3  # turns in a row whose calls cannot be read end an episode
 
 
-class Renders(Protocol):
-    """A renderer of messages to tokens."""
-
-    def first(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
-
-    def bridge(self, messages: list[Message], ended: bool) -> list[int]: ...
-
-    def whole(self, messages: list[Message], trusted: int | None = None) -> list[int]: ...
-
-    def closed(self, completion_ids: list[int], messages: list[Message]) -> bool: ...
-
-
 @dataclass(frozen=True)
-class Bounds:
+class EpisodeBounds:
     """The limits of an episode, in turns, tokens and seconds."""
 
     turns: int | None  # None: only tokens do
@@ -53,16 +42,16 @@ class Episode:
 
     key: int
     row: dict[str, Any]
-    messages: list[Message]  # of the prompt, and all that followed
-    bounds: Bounds
-    renderer: Renders
+    messages: list[Message]  # the prompt's, and all that followed
+    bounds: EpisodeBounds
+    renderer: Renderer | PlainRenderer
     toolbox: Any  # None: there are no tools
     seat: Seat | None  # None: there is no environment
-    seeds: Callable[[int], int]  # of each turn
+    seeds: Callable[[int], int]  # by turn
     within: Callable[[Answer], Answer] = lambda answer: answer  # cuts what a step of the environment says
     opening: list[Message] = field(default_factory=list)  # before the first turn
     prompt: list[int] = field(default_factory=list)  # (P,) the first
-    ids: list[int] = field(default_factory=list)  # of the sequence in progress, prompt included
+    ids: list[int] = field(default_factory=list)  # the sequence in progress, prompt included
     after: list[int] = field(default_factory=list)  # (C,) as in `Rollout.completion_ids`
     logprobs: list[float] = field(default_factory=list)  # (C,)
     trained: list[bool] = field(default_factory=list)  # (C,)
@@ -73,19 +62,18 @@ class Episode:
     ending: str = ""
     trouble: str = ""  # what failed
     trusted: int = 0  # messages, the first ones, which are the dataset's
-    given: list[Message] = field(default_factory=list)  # of the row
+    given: list[Message] = field(default_factory=list)  # the row's
     asked: int = 0  # times that the base model was asked something
-    unread: int = 0  # of its replies
+    unread: int = 0  # replies that could not be read
     unreadable: int = 0  # turns in a row
-    seconds: float = 0.0  # of workers
+    seconds: float = 0.0  # spent by workers
 
     # Before the first turn
 
-    def reset(self, job: Job) -> Answer:
-        """The environment's first observation; in a worker."""
+    def reset(self, job: WorkerJob) -> Answer:
         return Answer() if self.seat is None else self.bound(job).reset(self.row)
 
-    def begin(self, answer: Answer) -> None:
+    def open_prompt(self, answer: Answer) -> None:
         """Make the first prompt of the row's messages and the observation."""
         self.given, self.state = self.messages, answer.state
         self.prompt = self.first(answer.messages)
@@ -94,24 +82,23 @@ class Episode:
             self.ending = "context"
 
     def first(self, observation: list[Message]) -> list[int]:
-        """A prompt (P,) of the row's messages and an observation, which become all that was said."""
+        """Return a prompt (P,) of the row's messages and an observation, which become all that was said."""
         self.messages = joined(self.given, observation)
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
-        self.trusted = sum(one is other for one, other in zip(self.messages, self.given, strict=False))
-        self.empty = not any(one.get("content") or one.get("tool_calls") for one in self.messages)
+        self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
+        self.empty = not any(message.get("content") or message.get("tool_calls") for message in self.messages)
         if self.empty and (self.seat is None or self.seat.steps):
             raise EnvironmentFailedError("reset returned nothing and the row has no prompt, so the policy would read "
                                          "nothing; let reset return a text, or give the rows a prompt")
         return self.renderer.first(self.messages, self.trusted)
 
-    def told(self, job: Job, ask: AskBase, said: str) -> Answer:
+    def pass_reply(self, job: WorkerJob, ask: AskBase, said: str) -> Answer:
         """Pass on a reply of the base model, in a worker, and return what follows."""
-        answer, read = self.bound(job).told(ask, said, first=not self.turns)
+        answer, read = self.bound(job).pass_reply(ask, said, first=not self.turns)
         self.unread += not read
         return self.within(answer) if self.turns else answer
 
-    def bound(self, job: Job) -> Seat:
-        """The environment, called as part of a job."""
+    def bound(self, job: WorkerJob) -> Seat:
         assert self.seat is not None
         self.seat.run = job.call
         return self.seat
@@ -126,25 +113,21 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Tokens after the first prompt, as the engine sees them."""
         return len(self.ids) - len(self.prompt)
 
     @property
     def spent(self) -> bool:
-        """Whether all turns are taken."""
         return self.bounds.turns is not None and len(self.turns) >= self.bounds.turns
 
     @property
     def steps(self) -> bool:
-        """Whether an environment answers texts."""
         return self.seat is not None and self.seat.steps
 
     def request(self) -> Request:
-        """The next turn."""
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
-    def take(self, drawn: Rollout) -> Callable[[Job], Answer] | None:
-        """Take a turn in; returns what a worker is to do about it, or None where that was the last."""
+    def add_turn(self, drawn: Rollout) -> Callable[[WorkerJob], Answer] | None:
+        """Take a turn in; return what a worker is to do about it, or None where that was the last."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
@@ -169,8 +152,8 @@ class Episode:
             self.ending = "max_tokens" if drawn.finish_reason == "length" else "answer"
         return None
 
-    def call_tools(self, job: Job, calls: list[ToolCall], errors: list[str]) -> Answer:
-        """The results of the calls, in their order, and of what could not be read; in a worker."""
+    def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
+        """Return the results of the calls, in their order, and of what could not be read; in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
         if self.seat is not None:
             self.seat.run = job.call
@@ -207,34 +190,30 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt: what was said so far, or nothing of it, and the replies."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
-            found = self.first(replies)
+            ids = self.first(replies)
         elif self.bounds.append:
             ended = self.renderer.closed(self.turns[-1].completion_ids, replies)
-            found = [*self.ids, *self.renderer.bridge(replies, ended)]
+            ids = [*self.ids, *self.renderer.bridge(replies, ended)]
         else:
-            found = self.renderer.whole(self.messages, self.trusted)
-        if len(found) - len(self.prompt) >= self.bounds.completion or len(found) >= self.bounds.context:
+            ids = self.renderer.render_anew(self.messages, self.trusted)
+        if len(ids) - len(self.prompt) >= self.bounds.completion or len(ids) >= self.bounds.context:
             self.ending, self.messages, self.turns[-1].replies = "context", kept, []
-        elif found[: len(self.ids)] == self.ids:
-            self.add(found[len(self.ids) :])
+        elif ids[: len(self.ids)] == self.ids:
+            self.add(ids[len(self.ids) :])
         else:
-            self.split(found)
+            self.split(ids)
 
-    def split(self, found: list[int]) -> None:
-        """Begin another sequence: what was sampled was rewritten or left out."""
-        begins = len(self.prompt) > 0 and found[: len(self.prompt)] == self.prompt
-        self.splits.append(Split(len(self.after), None if begins else found))
-        self.ids = list(self.prompt) if begins else []
+    def split(self, ids: list[int]) -> None:
+        begins = len(self.prompt) > 0 and ids[: len(self.prompt)] == self.prompt
+        self.splits.append(Split(len(self.after), None if begins else ids))
+        self.ids = list(self.prompt) if begins else ids
         if begins:
-            self.add(found[len(self.prompt) :])
-        else:
-            self.ids = found
+            self.add(ids[len(self.prompt) :])
 
     def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
-        """Tokens that follow: drawn by the policy, or context between its turns."""
+        """Add tokens that follow: drawn by the policy, or context between its turns."""
         self.ids = [*self.ids, *ids]
         self.after += ids
         self.logprobs += logprobs if trained and logprobs is not None else [0.0] * len(ids)
@@ -242,7 +221,7 @@ class Episode:
 
     # The end
 
-    def finish(self, job: Job) -> float | None:
+    def finish(self, job: WorkerJob) -> float | None:
         """Ask `get_reward` and end the environment, in a worker."""
         if self.seat is None:
             return None
@@ -251,7 +230,7 @@ class Episode:
         finally:
             self.close(job)
 
-    def close(self, job: Job) -> None:
+    def close(self, job: WorkerJob) -> None:
         """Close the environment, in a worker. Where that fails, the episode stands all the same."""
         if self.seat is not None:
             try:
@@ -260,11 +239,11 @@ class Episode:
                 logger.warning("an environment could not be closed: %s", error)
 
     def rollout(self, prompt: list[int]) -> Rollout:
-        """The episode as what is trained on, in a group with this prompt (P,)."""
+        """Return the episode as what is trained on, in a group with this prompt (P,)."""
         last = self.turns[-1] if self.turns else None
         splits = self.splits
         if self.prompt != prompt:  # the environment began in its own way
-            splits = [Split(0, self.prompt), *(Split(one.start, one.prompt_ids or self.prompt) for one in splits)]
+            splits = [Split(0, self.prompt), *(Split(split.start, split.prompt_ids or self.prompt) for split in splits)]
         return Rollout(
             self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
             last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
@@ -275,11 +254,11 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """Return the prompt with the first observation: a text is added to the last message, as in TRL, unless that is the
+    """Return the prompt with the first observation. A text is added to the last message, as in TRL, unless that is the
     assistant's; other messages follow."""
     begun = bool(prompt) and prompt[-1]["role"] == "assistant"
     if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
-        said = (one for one in prompt if one.get("content") or one.get("tool_calls") or not observation)
+        said = (message for message in prompt if message.get("content") or message.get("tool_calls") or not observation)
         return [*said, *observation]
     last = prompt[-1]
     return [*prompt[:-1], last | {"content": last["content"] + observation[0]["content"]}]

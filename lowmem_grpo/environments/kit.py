@@ -9,11 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat, odd_role
-from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
 from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
-from lowmem_grpo.environments.renderer import Renderer
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, renderer_for
 from lowmem_grpo.environments.template import RendererError
-from lowmem_grpo.environments.token_limit import TokenLimit
+from lowmem_grpo.environments.tools.results import TokenLimit
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message
 
@@ -49,35 +48,33 @@ class Kits:
         self.tokenizer = copy.deepcopy(tokenizer)  # which keeps the options of its last call: nobody else has this one
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
-        self.other: Renderer | PlainRenderer | None = None  # of what the base model is asked
+        self.other: Renderer | PlainRenderer | None = None  # for what the base model is asked
         samples = {"": None} if factories is None else factories.samples
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 
     def make(self, made: Any) -> Kit:
-        """The kit of an environment like this one; None where there is no environment."""
+        """Return the kit of an environment like this one; None where there is no environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
         toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
             if functions else None
         return Kit(self.tokenizer, toolbox, self.template_kwargs)
 
-    def of(self, row: Mapping[str, Any]) -> Kit:
-        """The kit of a row."""
+    def kit_for(self, row: Mapping[str, Any]) -> Kit:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
-        """The tools of one episode, whose environment this is."""
-        kit = self.of(row)
+        kit = self.kit_for(row)
         if kit.toolbox is None or made is None:
             return kit.toolbox
-        return kit.toolbox.of([*self.tools, *tools_of(made)])
+        return kit.toolbox.with_functions([*self.tools, *tools_of(made)])
 
     def within(self, answer: Answer) -> Answer:
-        """The answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
-        answer.messages = [one | {"content": self.limit.cut(one["content"])} for one in answer.messages]
+        """Return the answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
+        answer.messages = [message | {"content": self.limit.cut(message["content"])} for message in answer.messages]
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """The prompt (P,) of a question to the base model, which has no tools; no message of it can forge a turn."""
+        """Return the prompt (P,) of a question to the base model, which has no tools. No message can forge a turn."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""
             self.other = renderer_for(prompt, self.tokenizer, None, self.template_kwargs)
@@ -86,8 +83,8 @@ class Kits:
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
         """The schemas of the tools that policies are told of, those of all environments; None where there are none."""
-        found = [schema for kit in self.by_name.values() if kit.toolbox for schema in kit.toolbox.schemas]
-        return found or None
+        schemas = [schema for kit in self.by_name.values() if kit.toolbox for schema in kit.toolbox.schemas]
+        return schemas or None
 
 
 class EpisodeEncoder(PromptEncoder):
@@ -100,9 +97,9 @@ class EpisodeEncoder(PromptEncoder):
             raise ValueError("truncate_prompts=True would cut off what says which tools there are; leave it out")
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
-        """The prompt, however long, or the reason for leaving the row out."""
+        """Return the prompt, however long, or the reason for leaving the row out."""
         try:
-            kit = self.kits.of(row)
+            kit = self.kits.kit_for(row)
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.kits.factories is not None and (problem := self.kits.factories.lacking(row)):
@@ -141,6 +138,6 @@ class WithPrompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row's prompt; a text is the user's, and so is nothing."""
+    """Return the messages of a row's prompt; a text is the user's, and so is nothing."""
     prompt = row.get("prompt") or ""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -24,13 +24,10 @@ class OpenEnvError(RuntimeError):
 
 
 class OpenEnv:
-    """An `environment_factory` for GRPOTrainer: each call makes an environment with a client, and so with a session of
-    the server, of its own."""
+    """An `environment_factory` for GRPOTrainer: each call makes an environment with a client and session of its own."""
 
-    def __init__(
-        self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
-        columns: Sequence[str] | None = None, name: str = "OpenEnv",
-    ) -> None:
+    def __init__(self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
+                 columns: Sequence[str] | None = None, name: str = "OpenEnv") -> None:
         """`connect` makes a client; it may be async. `action` makes an action of a reply's text, and `text` makes a
         text, or messages, of an observation. `columns` of a row go to the client's reset; None: all but `prompt`.
         `name` is the environment's in the logs."""
@@ -44,7 +41,6 @@ class OpenEnv:
         self.kinds = {kind: type(name, (kind,), {"__doc__": kind.__doc__}) for kind in (PlainClient, AsyncClient)}
 
     def __call__(self) -> Any:
-        """An environment that has not begun."""
         if inspect.iscoroutinefunction(self.connect):
             return self.kinds[AsyncClient](None, self)  # it connects when it begins
         client = self.connect()
@@ -59,7 +55,6 @@ class Client:
         self.client, self.settings = client, settings
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row that the client's reset gets."""
         names = self.settings.columns
         return {name: value for name, value in row.items() if (name != "prompt" if names is None else name in names)}
 
@@ -72,33 +67,28 @@ class Client:
         return self.settings.text(result.observation), result.reward, bool(result.done)
 
     def explain(self, error: Exception) -> Exception:
-        """The error itself, or what it means where the server takes no more sessions."""
+        """Return the error itself, or what it means where the server takes no more sessions."""
         if FULL not in str(error) and not type(error).__name__.startswith(SHUT):
             return error
         what = "takes no more sessions" if FULL in str(error) else "shut a new session, as it does where it is full"
-        return OpenEnvError(
-            f"the server of OpenEnv {what} ({error}). Every episode that runs needs a session: start the server with "
-            "max_concurrent_envs of num_generations times the prompts of a step, or more (its class needs "
-            "SUPPORTS_CONCURRENT_SESSIONS = True), and close other clients"
-        )
+        return OpenEnvError(f"the server of OpenEnv {what} ({error}). Every episode that runs needs a session: start "
+                            "the server with max_concurrent_envs of num_generations times the prompts of a step, or "
+                            "more (its class needs SUPPORTS_CONCURRENT_SESSIONS = True), and close other clients")
 
 
 class PlainClient(Client):
     """An environment of OpenEnv, whose client waits."""
 
     def reset(self, **row: Any) -> Any:
-        """The first observation, as text."""
         try:
             return self.read(self.client.reset(**self.columns(row)))[0]
         except Exception as error:
             raise self.explain(error) from error
 
     def step(self, reply: str) -> Step:
-        """Send a reply to the server and return its answer."""
         return self.read(self.client.step(self.settings.action(reply)))
 
     def close(self) -> None:
-        """End the session."""
         self.client.close()
 
 
@@ -106,7 +96,6 @@ class AsyncClient(Client):
     """An environment of OpenEnv, whose client is async."""
 
     async def reset(self, **row: Any) -> Any:
-        """The first observation, as text."""
         try:
             if self.client is None:
                 self.client = await self.settings.connect()
@@ -115,10 +104,8 @@ class AsyncClient(Client):
             raise self.explain(error) from error
 
     async def step(self, reply: str) -> Step:
-        """Send a reply to the server and return its answer."""
         return self.read(await self.client.step(self.settings.action(reply)))
 
     async def close(self) -> None:
-        """End the session."""
         if self.client is not None:
             await self.client.close()

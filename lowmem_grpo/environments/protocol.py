@@ -43,8 +43,8 @@ class Answer:
     reward: float | None = None
     done: bool = False
     state: str | None = None  # key of the state in which the policy acts next
-    calls: int = 0  # of tools
-    failures: int = 0  # of these
+    calls: int = 0  # to tools
+    failures: int = 0  # calls that failed
     anew: bool = False  # whether the messages replace what was said before
     asks: AskBase | None = None  # what the base model has to say first; then all else is empty
 
@@ -58,51 +58,45 @@ class Seat:
         self.steps = callable(getattr(made, "step", None))
         self.closed = False
 
-    @property
-    def tools(self) -> list[Callable[..., Any]]:
-        """The tools that the policy may call."""
-        return tools_of(self.made)
-
     def reset(self, row: Mapping[str, Any]) -> Answer:
-        """The first observation; `reset` gets the columns that it takes."""
+        """Return the first observation; `reset` gets the columns that it takes."""
         return self.begun(self.call("reset", **taken(self.made.reset, row)))
 
-    def begun(self, found: Any) -> Answer:
+    def begun(self, returned: Any) -> Answer:
         """Return the answer of `reset`, or of a reply of the base model."""
-        if isinstance(found, AskBase):
-            return Answer(asks=replace(found, messages=messages_of(found.messages, "AskBase")))
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict):
-            found = found[0]  # Gym's (observation, info)
-        return self.observed(found, "reset")
+        if isinstance(returned, AskBase):
+            return Answer(asks=replace(returned, messages=messages_of(returned.messages, "AskBase")))
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+            returned = returned[0]  # Gym's (observation, info)
+        return self.observed(returned, "reset")
 
     def step(self, reply: str) -> Answer:
-        """The next observation, what the reply earned, and whether the episode is over."""
+        """Return the next observation, what the reply earned, and whether the episode is over."""
         return self.stepped(self.call("step", reply))
 
-    def stepped(self, found: Any) -> Answer:
+    def stepped(self, returned: Any) -> Answer:
         """Return the answer of `step`, or of a reply of the base model."""
-        if isinstance(found, AskBase):
-            return self.begun(found)
-        if not isinstance(found, tuple) or len(found) not in (3, 4, 5):
-            raise EnvironmentFailedError(
-                f"{self.name}.step returned {short(found)}; expected is (observation, reward, done)"
-            )
-        observation, reward, done, *more = found
+        if isinstance(returned, AskBase):
+            return self.begun(returned)
+        if not isinstance(returned, tuple) or len(returned) not in (3, 4, 5):
+            raise EnvironmentFailedError(f"{self.name}.step returned {short(returned)}; expected is (observation, "
+                                         "reward, done)")
+        observation, reward, done, *more = returned
         answer = self.observed(observation, "step")
         answer.reward = number(reward, f"{self.name}.step")
-        answer.done = bool(done) or (len(found) == 5 and bool(more[0]))  # Gym's (..., terminated, truncated, info)
+        answer.done = bool(done) or (len(returned) == 5 and bool(more[0]))  # Gym's (..., terminated, truncated, info)
         return answer
 
-    def observed(self, found: Any, method: str) -> Answer:
-        """An observation, and the state after it."""
-        anew = isinstance(found, Anew)
-        return Answer(messages_of(found.observation if anew else found, method), state=self.state(), anew=anew)
+    def observed(self, observation: Any, method: str) -> Answer:
+        anew = isinstance(observation, Anew)
+        observation = observation.observation if anew else observation
+        return Answer(messages_of(observation, method), state=self.state(), anew=anew)
 
-    def told(self, ask: AskBase, said: str, first: bool) -> tuple[Answer, bool]:
+    def pass_reply(self, ask: AskBase, said: str, first: bool) -> tuple[Answer, bool]:
         """Pass a reply of the base model to `reset` or `step`; return what follows, and whether it could be read."""
         read = ask.readable is None or bool(self.tried("AskBase.readable", ask.readable, said))
-        found = self.tried("AskBase.then", ask.then, said)
-        return self.begun(found) if first else self.stepped(found), read
+        returned = self.tried("AskBase.then", ask.then, said)
+        return self.begun(returned) if first else self.stepped(returned), read
 
     def pay(self) -> float | None:
         """Return what `get_reward` says at the end; None where there is no such method."""
@@ -111,7 +105,7 @@ class Seat:
         return number(self.call("get_reward"), f"{self.name}.get_reward")
 
     def state(self) -> str | None:
-        """The key of the state that the policy acts in; None where the environment has none."""
+        """Return the key of the state that the policy acts in; None where the environment has none."""
         if not callable(getattr(self.made, "state_key", None)):
             return None
         key = self.call("state_key")
@@ -119,10 +113,8 @@ class Seat:
 
     def close(self) -> None:
         """Give back what the environment holds; once only."""
-        if self.closed:
-            return
-        self.closed = True
-        if callable(getattr(self.made, "close", None)):
+        if not self.closed and callable(getattr(self.made, "close", None)):
+            self.closed = True
             self.call("close")
 
     @property
@@ -134,7 +126,7 @@ class Seat:
         return self.tried(method, getattr(self.made, method), *values, **named)
 
     def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """The same for a function."""
+        """Do the same for a function."""
         try:
             return self.run(function, values, named)
         except TimeoutError:
@@ -145,10 +137,9 @@ class Seat:
 
 
 def tools_of(made: Any) -> list[Callable[..., Any]]:
-    """The functions of an environment that the policy may call: its `tools`, or TRL's public methods."""
     if callable(getattr(made, "step", None)):
-        found = getattr(made, "tools", None) or []
-        return list(found() if callable(found) else found)
+        tools = getattr(made, "tools", None) or []
+        return list(tools() if callable(tools) else tools)
     names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
     return [getattr(made, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
 
@@ -157,19 +148,19 @@ class Factories:
     """The value of `environment_factory`: a class, another callable without arguments, or several by name, of
     which the column `environment` of a row picks one."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, value: Any) -> None:
         """TypeError for what cannot make environments; each is tried once."""
-        self.several = isinstance(given, Mapping)
-        found: Mapping[str, Any] = given if isinstance(given, Mapping) else {"": given}
-        if not found or not all(callable(factory) for factory in found.values()):
-            fix = f" (write {type(given).__name__}, not {type(given).__name__}())" if hasattr(given, "reset") else ""
-            raise TypeError(f"environment_factory is {short(given)}; pass a class{fix}, or a dict of classes by name, "
+        self.several = isinstance(value, Mapping)
+        factories: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
+        if not factories or not all(callable(factory) for factory in factories.values()):
+            fix = f" (write {type(value).__name__}, not {type(value).__name__}())" if hasattr(value, "reset") else ""
+            raise TypeError(f"environment_factory is {short(value)}; pass a class{fix}, or a dict of classes by name, "
                             "from which environments are made without arguments")
-        self.by_name = dict(found)
+        self.by_name = dict(factories)
         self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
 
     def name_of(self, row: Mapping[str, Any]) -> str:
-        """Which factory a row asks for; ValueError where it names none of them."""
+        """Return which factory a row asks for; ValueError where it names none of them."""
         name = row.get("environment") if self.several else ""
         if name not in self.by_name:
             raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
@@ -179,8 +170,9 @@ class Factories:
     def lacking(self, row: Mapping[str, Any]) -> str:
         """Return what is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
         reset = self.samples[self.name_of(row)].reset
-        needed = [one.name for one in inspect.signature(reset).parameters.values()
-                  if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        needed = [parameter.name for parameter in inspect.signature(reset).parameters.values()
+                  if parameter.default is parameter.empty
+                  and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
         missing = next((name for name in needed if name not in row), None)
         if missing is None:
             return ""
@@ -188,7 +180,6 @@ class Factories:
                 "the column, or give the parameter a default")
 
     def make(self, row: Mapping[str, Any]) -> Any:
-        """A new environment for an episode on this row."""
         factory = self.by_name[self.name_of(row)]
         try:
             return factory()
@@ -201,13 +192,12 @@ class Factories:
 
     @property
     def paying(self) -> list[type]:
-        """The classes whose environments say what an episode earned."""
-        return list({type(one): None for one in self.samples.values() if any(
-            callable(getattr(one, name, None)) for name in ("step", "get_reward"))})
+        return list({type(environment): None for environment in self.samples.values() if any(
+            callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
 
 
 def sample(factory: Factory, name: str) -> Any:
-    """One environment, to see what it can do; TypeError where it is none."""
+    """Return one environment, to see what it can do; TypeError where it is none."""
     label = f"environment_factory[{name!r}]" if name else "environment_factory"
     try:
         made = factory()
@@ -234,37 +224,35 @@ def shut(made: Any) -> None:
 
 
 def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row that a function takes."""
     parameters = inspect.signature(function).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)
     return {name: value for name, value in row.items() if name in parameters}
 
 
 def messages_of(observation: Any, method: str) -> list[Message]:
-    """An observation as messages: a text is the user's; None is nothing."""
+    """Return an observation as messages: a text is the user's; None is nothing."""
     if observation is None:
         return []
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    found = [observation] if isinstance(observation, dict) else observation
-    if not isinstance(found, list) or not all(is_message(one) for one in found):
+    messages = [observation] if isinstance(observation, dict) else observation
+    if not isinstance(messages, list) or not all(is_message(message) for message in messages):
         raise EnvironmentFailedError(f"{method} gave {short(observation)} as its observation; expected is a text, or "
                                 "messages with `role` and `content`")
-    return [text_only(one) for one in found]
+    return [text_only(message) for message in messages]
 
 
-def is_message(given: Any) -> bool:
+def is_message(message: Any) -> bool:
     """Return whether this is a message of a chat whose content is text."""
-    if not isinstance(given, dict) or given.get("role", "user") not in ROLES:
-        return "type" in given and given["type"] == "text" if isinstance(given, dict) else False
-    content = given.get("content", given.get("text"))
+    if not isinstance(message, dict) or message.get("role", "user") not in ROLES:
+        return "type" in message and message["type"] == "text" if isinstance(message, dict) else False
+    content = message.get("content", message.get("text"))
     return isinstance(content, str) or (
         isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content))
 
 
 def text_only(message: Message) -> Message:
-    """A message with its content as one text."""
     if "role" not in message:  # TRL's content block
         return {"role": "user", "content": str(message.get("content", message.get("text")))}
     content = message["content"]
@@ -272,7 +260,6 @@ def text_only(message: Message) -> Message:
 
 
 def number(value: Any, source: str) -> float | None:
-    """A finite number, or None; EnvironmentFailedError for anything else."""
     value = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
     if value is None:
         return None
@@ -283,6 +270,5 @@ def number(value: Any, source: str) -> float | None:
 
 
 def short(value: Any) -> str:
-    """A value as a message can hold it."""
     text = str(value) if isinstance(value, Exception) else getattr(value, "__name__", None) or repr(value)
     return text if len(text) <= 160 else f"{text[:150]}..."

@@ -17,19 +17,16 @@ class EnvironmentReward:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *, turns: "list[list[Turn]]", environments: list[Any], **kwargs: Any) -> list[float | None]:
-        """The pay (N,) of N episodes. Raises TypeError for what is no number and ValueError for NaN and infinity,
-        which no environment may pay."""
+        """Return the pay (N,) of N episodes. TypeError for what is no number, ValueError for NaN and infinity."""
         played = zip(turns, environments, strict=True)
         return [self.pay(each) if environment is None or type(environment) is self.kind else None
                 for each, environment in played]
 
     def pay(self, turns: "list[Turn]") -> float | None:
-        """Return the reward of one episode."""
         paid = [self.finite(turn.reward) for turn in turns if turn.reward is not None]
         return self.finite(sum(paid)) if paid else None
 
     def finite(self, value: Any) -> float:
-        """The value as a float; errors as above."""
         if not isinstance(value, (int, float)):
             raise TypeError(f"{self.__name__} paid {value!r:.100}, a {type(value).__name__}; it must pay a number")
         if not math.isfinite(value):

@@ -1,18 +1,99 @@
-"""`ChatTemplate`: the text that a tokenizer's chat template makes of messages, and an error where it refuses them."""
+"""`ChatTemplate`: the text that a tokenizer's chat template makes of messages, and an error where it refuses them.
+
+`Marks` are tokens that begin or end turns, thoughts and calls, and foreign text must not become one. Text of tools and
+environments may hold the letters of `<|im_end|>`. Before the chat template renders it, each such place is replaced by a
+word that no template changes; in the rendered text the letters come back, cut in two pieces that are encoded apart, so
+that no piece spells a mark. Text without marks is encoded together with what stands around it, as a server encodes it.
+"""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
-from lowmem_grpo.environments.marks import Marks
 from lowmem_grpo.types import Message
 
+STEM = "Zq7w"  # begins stand-in words; it grows by a letter wherever somebody writes it
+ANCHOR = "Zq7answer"  # ends the answers that are made up; foreign text that says it is cut as marks are
+ANYTHING = re.compile(r"(?s).*\S.*")
 END = "</think>"
 THOUGHTS = {"reasoning_content": "reasoning_content", "thinking": "<|channel|>analysis"}  # field, what reads it says
 FAMILIES = "Qwen2.5, Qwen3, Llama 3.1 to 3.3, LFM2 or Gemma 4"
+
+
+class Marks:
+    """Special tokens, and the other added tokens that the chat template itself writes, as Qwen's `<tool_response>`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
+        self.tokenizer, self.template = tokenizer, template
+        added = tokenizer.added_tokens_decoder
+        self.special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))  # id -> text
+        self.special |= {number: str(token.content) for number, token in added.items() if token.special}
+        texts = ((number, str(token.content)) for number, token in added.items())
+        self.every = {number: text for number, text in texts if text.strip() and text in template} | self.special
+        self.of_special = pattern(self.special.values())
+        self.of_every = pattern([*self.every.values(), ANCHOR])
+
+    def among(self, ids: list[int]) -> list[int]:
+        """Return the marks among ids, in order; without the token of unknown letters, which any text may become."""
+        unknown = self.tokenizer.unk_token_id
+        return [number for number in ids if number in self.every and number != unknown]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+
+def pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+class StandIns:
+    """Words that stand for foreign text while a template renders the messages around it."""
+
+    def __init__(self, marks: Marks, messages: Any, whole: bool = False) -> None:
+        """`whole`: words stand for all that was said, which is then encoded letter by letter."""
+        self.marks, self.whole, self.stem = marks, whole, STEM
+        everything = repr(messages) + marks.template
+        while self.stem in everything:
+            self.stem += "q"
+        self.texts: list[str] = []  # what each word stands for
+        self.words = re.compile(self.stem + r"(\d+)e")
+
+    def word(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"{self.stem}{self.texts.index(text)}e"
+
+    def defused(self, message: Message) -> Message:
+        """Return a message with words for its marks. Answers may hold marks that templates read, as `<think>`."""
+        answer = message["role"] == "assistant"
+        marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
+        return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}
+
+    def replaced(self, value: Any, marks: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return marks.sub(lambda match: self.word(match[0]), value)
+        if isinstance(value, dict):
+            return {self.replaced(key, marks): self.replaced(inner, marks) for key, inner in value.items()}
+        return [self.replaced(inner, marks) for inner in value] if isinstance(value, list) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a rendered text, with the letters of each mark where its word stands."""
+        first, *rest = self.words.split(text)
+        pieces = [first]
+        for number, after in zip(rest[::2], rest[1::2], strict=True):
+            letters = self.texts[int(number)]
+            begin, *more = ["", *letters, ""] if self.whole else [letters[:1], letters[1:]]
+            pieces[-1] += begin
+            pieces += more
+            pieces[-1] += after
+        return [number for piece in pieces if piece for number in self.marks.encode(piece)]
 
 
 class RendererError(ValueError):
@@ -30,7 +111,7 @@ class ChatTemplate:
         self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any] | None
     ) -> None:
         """`tools` are OpenAI schemas. RendererError without a chat template."""
-        self.tokenizer, self.tools = tokenizer, tools or None  # of an empty list, Llama 3.1 writes a headline
+        self.tokenizer, self.tools = tokenizer, tools or None  # Llama 3.1 writes a headline for an empty list
         self.kwargs = dict(kwargs or {}) | ({"tools": tools} if tools else {})
         if not tokenizer.chat_template and "chat_template" not in self.kwargs:
             family = f"a model family whose template has tools ({FAMILIES})" if tools else "an instruct model"
@@ -40,21 +121,19 @@ class ChatTemplate:
         self.marks = Marks(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the messages as text, up to where the policy goes on or to their end. RendererError where the template
-        refuses them."""
+        """Return the messages as text, up to where the policy goes on, or to their end; RendererError if refused."""
         try:
             return chat_text(self.tokenizer, list(messages), self.kwargs | ({} if generation else CLOSED))
         except Exception as error:  # templates raise what they like: TemplateError, TypeError, KeyError
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the same of messages that hold tool calls, whose arguments some templates want as text. RendererError
-        where the template leaves a call out."""
+        """Return the same of messages with tool calls, whose arguments some templates want as text."""
         numbered = with_call_ids(messages)
         try:
             return self.text(numbered, generation)
         except RendererError:
-            as_text = [with_arguments(one, json.dumps) for one in numbered]
+            as_text = [with_arguments(message, json.dumps) for message in numbered]
             if as_text == numbered:
                 raise
             return self.text(as_text, generation)
@@ -72,7 +151,7 @@ def thought_apart(message: Message, source: str) -> Message:
 
 
 def checked(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages. RendererError where one of them is no message with a role and text."""
+    """Return the messages. RendererError where one of them is no message with a role and text."""
     for message in messages:
         said = message.get("content") if isinstance(message, dict) else None
         if not isinstance(said, str) or not isinstance(message.get("role"), str):
@@ -84,22 +163,19 @@ def checked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def refusal(messages: Iterable[Message], why: str) -> RendererError:
-    """An error that says which messages a template cannot render, and what to do."""
-    roles = ", ".join(one["role"] for one in messages)
+    """Return an error that says which messages a template cannot render, and what to do."""
+    roles = ", ".join(message["role"] for message in messages)
     fix = f"use a model family whose template has tools ({FAMILIES})" if "tool" in roles else "use another template"
     return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())})",
                          f"{fix}, or set tokenizer.chat_template")
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with an id for each call and each result that has none, in order. Some templates look the name of a
-    result up by it, and some want exactly nine letters and digits."""
-    done, waiting, number = [], list[str](), 0
+    """Return the messages, with an id for each call and each result that has none, in order. Some templates look the
+    name of a result up by it, and some want exactly nine letters and digits."""
+    done, waiting, numbers = [], list[str](), count()
     for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or []:
-            calls.append({"id": f"call{number:05d}"} | call)
-            number += 1
+        calls = [{"id": f"call{next(numbers):05d}"} | call for call in message.get("tool_calls") or []]
         if calls:
             message, waiting = message | {"tool_calls": calls}, [call["id"] for call in calls]
         if message["role"] == "tool" and waiting:
@@ -110,7 +186,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
-    """The message with the arguments of its calls in another form, where they are no text."""
+    """Return the message with the arguments of its calls in another form, where they are no text."""
     calls = [call | {"function": call["function"] | {"arguments": form(call["function"]["arguments"])}}
              if not isinstance(call["function"]["arguments"], str) else call
              for call in message.get("tool_calls") or []]

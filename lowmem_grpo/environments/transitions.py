@@ -29,7 +29,6 @@ class Transition:
 
     @property
     def replies(self) -> list[Message]:
-        """The messages that answer it."""
         result = {"role": "tool", "name": "calculator", "content": RESULT}
         return [result] * self.calls or [{"role": "user", "content": "And 6 times 8?"}]
 
@@ -56,13 +55,12 @@ class Tried:
 
 
 def try_transitions(renderer: Renderer, tools: bool, replies: bool) -> list[Tried]:
-    """Return what the template does at each transition of a run with `tools`, or whose environment `replies` as the
-    user."""
-    return [tried(renderer, one) for one in (*(OF_TOOLS if tools else ()), *(OF_REPLIES if replies else ()))]
+    """Return what the template does at each transition of a run with `tools`, or whose environment `replies`."""
+    transitions = (*(OF_TOOLS if tools else ()), *(OF_REPLIES if replies else ()))
+    return [tried(renderer, transition) for transition in transitions]
 
 
 def tried(renderer: Renderer, transition: Transition) -> Tried:
-    """Return what it does at one transition."""
     try:
         renderer.bridge(transition.replies, ended=not transition.cut)
     except RendererError as error:
@@ -84,19 +82,17 @@ def appends(renderer: Renderer, transition: Transition) -> bool:
     if not alone.startswith(prompt):
         return False
     written = written_by_policy(renderer, transition, alone[len(prompt):], later)
-    return any(later.startswith(prompt + one) for one in (written, NO_THOUGHT.sub("", written)))
+    return any(later.startswith(prompt + words) for words in (written, NO_THOUGHT.sub("", written)))
 
 
 def answer(transition: Transition) -> Message:
-    """The policy's message."""
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6 * 7"}}}
     called = {"tool_calls": [call] * transition.calls} if transition.calls else {}
     return {"role": "assistant", "content": transition.said, **called}
 
 
 def written_by_policy(renderer: Renderer, transition: Transition, written: str, later: str) -> str:
-    """Return the part of a rendered last answer that the policy samples: up to the token that ends its turn, or before
-    it."""
+    """Return the part of a rendered last answer that the policy samples: up to the end of its turn, or before it."""
     seam = renderer.seam(transition.replies)
     last = max(written.rfind(ANSWER), written.rfind("6 * 7"), 0)
     ends = sorted(at + len(end) * (not transition.cut) for number in seam.ends
@@ -106,26 +102,18 @@ def written_by_policy(renderer: Renderer, transition: Transition, written: str, 
     return written if transition.cut else written + seam.end  # as `<|user|>` of GLM 4, which begins the next message
 
 
-def without_schemas(renderer: Renderer, messages: Sequence[Message]) -> list[str]:
-    """The names of the tools that the first prompt does not mention: the policy cannot know of them."""
-    names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
-    prompt = renderer.template.text(messages)
-    return [name for name in names if name not in prompt]
-
-
 def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,)) -> RendererError | None:
-    """Why a run with these tools cannot begin, and what to do; None where it can."""
+    """Return why a run with these tools cannot begin, and what to do; None where it can."""
     if refused := tried(renderer, OF_TOOLS[0]).refused:
         return refused
-    missing = without_schemas(renderer, messages)
-    return RendererError(
-        f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
-        f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or describe each tool "
-        "by its name in the prompt"
-    ) if missing else None
+    names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
+    prompt = renderer.template.text(messages)
+    missing = [name for name in names if name not in prompt]  # the policy cannot know these
+    return RendererError(f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
+                         f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or "
+                         "describe each tool by its name in the prompt") if missing else None
 
 
 def cost(turns: int) -> float:
-    """Return how many times the tokens of one sequence an episode of equal turns has if each turn begins another one.
-    """
+    """Return how many times the tokens of one sequence an episode has if each of its equal turns begins another."""
     return (turns + 1) / 2

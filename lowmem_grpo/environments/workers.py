@@ -18,15 +18,15 @@ PAUSE = 0.1  # seconds between looks for jobs that are late, and for Ctrl-C
 TOGETHER = 0.005  # seconds by which jobs may follow each other and still be collected together
 
 
-class Job:
+class WorkerJob:
     """One piece of work: calls of one environment, one after the other, each within `limit` seconds."""
 
-    def __init__(self, key: int, work: Callable[["Job"], Any], limit: float, loop: BackgroundLoop) -> None:
+    def __init__(self, key: int, work: Callable[["WorkerJob"], Any], limit: float, loop: BackgroundLoop) -> None:
         self.key, self.work, self.limit, self.loop = key, work, limit, loop
         self.result: Any = None
         self.error: BaseException | None = None
         self.seconds = 0.0
-        self.deadline = float("inf")  # of the call in progress, on the monotonic clock
+        self.deadline = float("inf")  # for the call in progress, on the monotonic clock
         self.doing = ""  # the name of that call
         self.dropped = False
 
@@ -47,11 +47,9 @@ class Job:
             self.deadline = float("inf")
 
     def too_late(self) -> TimeoutError:
-        """The error of a call that takes too long."""
         return TimeoutError(f"{self.doing} took more than {self.limit:g} s")
 
     def run(self) -> None:
-        """Do the work, here and now."""
         began = time.monotonic()
         try:
             self.result = self.work(self)
@@ -66,23 +64,22 @@ class Workers:
     def __init__(self, most: int = 64, loop: BackgroundLoop | None = None) -> None:
         """At most so many jobs are done at a time, beside those that hang. `loop` is one that others use too."""
         self.most = most
-        self.waiting: SimpleQueue[Job | None] = SimpleQueue()
-        self.done: SimpleQueue[Job] = SimpleQueue()
-        self.running: set[Job] = set()  # given out and not collected
+        self.waiting: SimpleQueue[WorkerJob | None] = SimpleQueue()
+        self.done: SimpleQueue[WorkerJob] = SimpleQueue()
+        self.running: set[WorkerJob] = set()  # given out and not collected
         self.threads = 0
         self.waited = 0.0  # seconds in which nothing else could be done
         self.loop = loop or BackgroundLoop("environments")
 
-    def submit(self, key: int, work: Callable[[Job], Any], limit: float) -> Job:
+    def submit(self, key: int, work: Callable[[WorkerJob], Any], limit: float) -> WorkerJob:
         """Begin a job; it is given to `work`, which makes its calls through it."""
-        job = Job(key, work, limit, self.loop)
+        job = WorkerJob(key, work, limit, self.loop)
         self.running.add(job)
         self.waiting.put(job)
         self.man()
         return job
 
     def man(self) -> None:
-        """Begin as many threads as there are jobs, within the bound."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)
@@ -95,31 +92,30 @@ class Workers:
                 return  # another thread has taken this one's place
             self.done.put(job)
 
-    def collect(self, wait: bool) -> list[Job]:
-        """Jobs that are done or late, in no particular order; `wait` until there is one. Those that are late have a
-        TimeoutError."""
-        found: list[Job] = []
+    def collect(self, wait: bool) -> list[WorkerJob]:
+        """Return jobs that are done, or late with a TimeoutError, in no particular order; `wait` until there is one."""
+        jobs: list[WorkerJob] = []
         began = time.monotonic()
-        while not found and self.running:
-            found = [job for job in self.finished(wait) if job in self.running] or self.late()
+        while not jobs and self.running:
+            jobs = [job for job in self.finished(wait) if job in self.running] or self.late()
             if not wait:
                 break
         self.waited += time.monotonic() - began if wait else 0.0
-        self.running.difference_update(found)
-        return found
+        self.running.difference_update(jobs)
+        return jobs
 
-    def finished(self, wait: bool) -> list[Job]:
+    def finished(self, wait: bool) -> list[WorkerJob]:
         """Return the jobs that the threads have finished. With `wait`, wait for PAUSE seconds at most, and then for
         those that end just behind the first: to decode them together costs little more."""
-        found: list[Job] = []
+        jobs: list[WorkerJob] = []
         try:
-            while len(found) < len(self.running):
-                found.append(self.done.get(wait, TOGETHER if found else PAUSE))
+            while len(jobs) < len(self.running):
+                jobs.append(self.done.get(wait, TOGETHER if jobs else PAUSE))
         except Empty:
             pass
-        return found
+        return jobs
 
-    def late(self) -> list[Job]:
+    def late(self) -> list[WorkerJob]:
         """Give up the jobs whose call takes too long."""
         now = time.monotonic()
         late = [job for job in self.running if now > job.deadline]
@@ -136,7 +132,6 @@ class Workers:
             job.limit, job.deadline = min(job.limit, seconds), min(job.deadline, time.monotonic() + seconds)
 
     def close(self) -> None:
-        """Let the threads end."""
         for _ in range(self.threads):
             self.waiting.put(None)
         self.threads = 0

@@ -37,7 +37,7 @@ from lowmem_grpo.models.text_part import text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PARTS = ".weight."  # of a 4-bit weight: `q_proj.weight.absmax` beside `q_proj.weight`
+PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all others are floating point
@@ -58,7 +58,6 @@ class Weight:
 
     @property
     def module(self) -> str:
-        """The module that holds it."""
         return self.name.rpartition(".")[0]
 
 
@@ -82,16 +81,15 @@ def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | st
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of a slice of a file."""
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
-# of a loaded model
+# A loaded model
 
 
 def live_weights(model: Any) -> list[Weight]:
     """Every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones come once."""
-    found: list[Weight] = []
+    weights: list[Weight] = []
     in_fp8 = {id(layer.weight): layer for layer in fp8_linears(model)}
     stacks = {id(stack.weight): stack for stack in expert_stacks(model)}
     scales = {id(layer.weight_scale) for layer in in_fp8.values()}
@@ -100,14 +98,13 @@ def live_weights(model: Any) -> list[Weight]:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
             layer, stack = in_fp8.get(id(tensor)), stacks.get(id(tensor))
             if stack is not None:
-                found += expert_weights(plain, stack.frozen)
+                weights += expert_weights(plain, stack.frozen)
             else:
-                found.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
-    return found
+                weights.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
+    return weights
 
 
 def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
-    """The Weights of a stack of experts, `...mlp.experts.gate_up_proj.weight`, one for each matrix of a checkpoint."""
     path, kind, _ = name.rsplit(".", 2)
     for number in range(stack.experts):
         whole = stack.expert(number)
@@ -119,7 +116,6 @@ def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
-    """The Weight of a parameter or buffer."""
     if getattr(tensor, "quant_state", None) is not None:
         return quantized_weight(name, NF4Weight.from_bitsandbytes(tensor))
     plain = tensor.detach()
@@ -127,25 +123,21 @@ def live_weight(name: str, tensor: Any) -> Weight:
 
 
 def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
-    """The Weight of codes and scales."""
     return Weight(name, weight.shape, weight.dtype, lambda: quantized_rows(weight), weight.row_unit)
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a checkpoint contains."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}", buffer
 
 
-# of a stored model
+# A stored model
 
 
-def stored_weights(
-    folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",
-    names: dict[str, str] | None = None,
-) -> list[Weight]:
+def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",
+                   names: dict[str, str] | None = None) -> list[Weight]:
     """Every tensor of a stored model, with the values that it has when loaded in `dtype`. Of a checkpoint with images
     those of its text model, where `names` says how they are called there.
 
@@ -158,7 +150,7 @@ def stored_weights(
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
     block, experts = block_of(quantization_of(config) or {}), StoredExperts(places, dtype, device)
-    found = []
+    weights = []
     for name in sorted(whole - beside):
         plain = text_name(name, names or {})
         if plain is None:
@@ -172,8 +164,8 @@ def stored_weights(
         else:
             quantize = plain.endswith(".weight") and plain.rpartition(".")[0] in modules
             weight = stored_weight(name, places[name], form if quantize else BITS_16, dtype, device)
-        found.append(replace(weight, name=plain))
-    return found
+        weights.append(replace(weight, name=plain))
+    return weights
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -217,7 +209,6 @@ class StoredExperts:
         self.stack = lru_cache(len(STACKS))(self.quantized)
 
     def weight(self, name: str, path: str, number: int, part: str) -> Weight:
-        """One matrix of expert `number`, of which `path` is the module of all experts."""
         shape = shape_of(file_slice(self.places[name], name))
         kind = next(kind for kind, parts in STACKS.items() if part in parts)
         start = STACKS[kind].index(part) * shape[0]
@@ -230,7 +221,6 @@ class StoredExperts:
         return Weight(name, shape, self.dtype, read, BLOCK_ROWS)
 
     def quantized(self, path: str, kind: str) -> FrozenStack:
-        """All experts' matrices of a kind."""
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         names = [[f"{path}.{number}.{part}.weight" for number in range(count)] for part in STACKS[kind]]
         tensors = [[file_slice(self.places[name], name)[:].to(self.device, self.dtype) for name in part]
@@ -254,10 +244,8 @@ def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, devic
     return Weight(name, tuple(described["shape"]), dtype, read, described["blocksize"])
 
 
-def stored_in_fp8(
-    name: str, file: Path, scale: tuple[str, Path], block: tuple[int, int] | None, dtype: torch.dtype,
-    device: torch.device | str,
-) -> Weight:
+def stored_in_fp8(name: str, file: Path, scale: tuple[str, Path], block: tuple[int, int] | None, dtype: torch.dtype,
+                  device: torch.device | str) -> Weight:
     """A tensor that is stored in FP8, with the name and file of its scales."""
     shape = shape_of(file_slice(file, name))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.files import aside_of, remove, removed_after, swap_in
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 RECORD = "export.json"  # marks a folder as an export; only such a folder is overwritten
 
@@ -68,14 +68,12 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
 
 
 def finish(temp: Path, done: Exported) -> None:
-    """Write the record of sizes and checks into the folder."""
     done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
     record = asdict(done) | {"folder": done.folder.name}
     (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """ExportError if the disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "

@@ -16,12 +16,13 @@ from safetensors import safe_open
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.export import gguf
 from lowmem_grpo.export.base_weights import stored_weights, tensor_files
-from lowmem_grpo.export.check import LARGEST, adapter_logits
 from lowmem_grpo.export.folder import Exported, ExportError, finish, new_folder
-from lowmem_grpo.export.lora_pairs import read_pairs
+from lowmem_grpo.export.merge import read_pairs
 from lowmem_grpo.export.merged import (
     DTYPES,
+    LARGEST,
     Merge,
+    adapter_logits,
     compare,
     elements,
     live_merge,
@@ -30,7 +31,7 @@ from lowmem_grpo.export.merged import (
     write_live,
 )
 from lowmem_grpo.hub import check_repo, model_folder, push
-from lowmem_grpo.memory.bounds import freed_memory_returned
+from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
@@ -56,10 +57,8 @@ class ExportSettings:
     llama_cpp: Path | None = None
 
 
-def export(
-    run: Path, kind: str, out: Path, settings: ExportSettings | None = None, unfinished: bool = False,
-    overwrite: bool = False, repo: str | None = None, private: bool = True, api: Any = None,
-) -> Exported:
+def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = None, unfinished: bool = False,
+           overwrite: bool = False, repo: str | None = None, private: bool = True, api: Any = None) -> Exported:
     """Export the adapter of `run` (a run, a checkpoint or a saved adapter) as one of FORMATS into `out`. With `repo`,
     push the folder to the hub as well.
 
@@ -88,9 +87,9 @@ def export(
 
 def check_choices(kind: str, settings: ExportSettings) -> None:
     """ExportError for an unknown format, dtype or type of GGUF."""
-    given = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
+    choices = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
              "gguf_type": (settings.gguf_type, gguf.TYPES)}
-    for name, (value, allowed) in given.items():
+    for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a)}")
 
@@ -105,10 +104,10 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
         tokenizer.save_pretrained(temp)
     done.base = base_of_adapter(adapter.folder).model
     PeftConfig.from_pretrained(str(temp))
-    found = load_peft_weights(str(temp), device="cpu")
-    if tensors.keys() != found.keys() or not all(torch.equal(tensors[name], found[name]) for name in tensors):
+    read = load_peft_weights(str(temp), device="cpu")
+    if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in tensors):
         raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
-    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(found)}
+    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(read)}
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
@@ -133,19 +132,16 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
         compare(reference, merge, temp, device, done)
 
 
-def export_gguf(
-    adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path, done: Exported
-) -> None:
-    """Merge, convert and compare the number of weights. The merged model is deleted afterwards."""
+def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
+                done: Exported) -> None:
     merged = temp / "merged"
     merged.mkdir()
     export_merged(adapter, settings, merged, done)
     convert_merged(converter, merged, [settings.gguf_type], done)
 
 
-def save_gguf(
-    model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool, name: str,
-) -> Exported:
+def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool,
+              name: str) -> Exported:
     """Merge a loaded model with its adapter, if it has one, and write a GGUF file of each kind."""
     for kind in kinds:
         check_choices("gguf", ExportSettings(gguf_type=kind))
@@ -190,7 +186,6 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
 
 
 def matrix_elements(folder: Path) -> int:
-    """The number of elements in all matrices of a merged model."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:

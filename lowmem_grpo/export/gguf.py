@@ -31,10 +31,8 @@ class GGUFError(RuntimeError):
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """The content of a GGUF file."""
-
     architecture: str
-    shapes: dict[str, tuple[int, ...]]  # of each tensor, the last dimension first
+    shapes: dict[str, tuple[int, ...]]  # by tensor, the last dimension first
 
     @property
     def elements(self) -> int:
@@ -84,15 +82,14 @@ def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Convert
 def program(folder: Path | None, name: str, *others: str) -> Path | None:
     """A program of llama.cpp: in its folder, under one of the names, or on the PATH."""
     if folder is not None:
-        found = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
-        if found is not None or not others:
-            return found
+        path = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
+        if path is not None or not others:
+            return path
     on_path = shutil.which(name)
     return None if on_path is None else Path(on_path)
 
 
 def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
-    """The converter's command line for a merged model."""
     return [sys.executable, str(script), str(merged), "--outfile", str(out), "--outtype", kind]
 
 

@@ -1,5 +1,4 @@
-"""The calls of a loaded model that make what `lowmem-grpo export` makes, and send it to the hub, under Unsloth's names.
-"""
+"""A loaded model's calls that make what `lowmem-grpo export` makes, and send it to the hub, under Unsloth's names."""
 
 import shutil
 import tempfile
@@ -40,10 +39,9 @@ class Saving:
     inner: Any
     loaded: Any
 
-    def save_pretrained_merged(
-        self, save_directory: str | Path, tokenizer: Any = None, save_method: str | None = MERGED_16BIT,
-        dtype: str | None = None, overwrite: bool = False, **options: Any,
-    ) -> Path:
+    def save_pretrained_merged(self, save_directory: str | Path, tokenizer: Any = None,
+                               save_method: str | None = MERGED_16BIT, dtype: str | None = None,
+                               overwrite: bool = False, **options: Any) -> Path:
         """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); returns the folder.
 
         Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Only one tensor
@@ -85,11 +83,9 @@ class Saving:
         return save_gguf(self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, kinds,
                          None if llama_cpp is None else Path(llama_cpp), overwrite, self.loaded.name).folder
 
-    def push_to_hub_merged(
-        self, repo_id: str, tokenizer: Any = None, save_method: str | None = MERGED_16BIT,
-        token: str | bool | None = None, private: bool | None = None, commit_message: str | None = None,
-        api: Any = None, **options: Any,
-    ) -> str:
+    def push_to_hub_merged(self, repo_id: str, tokenizer: Any = None, save_method: str | None = MERGED_16BIT,
+                           token: str | bool | None = None, private: bool | None = None,
+                           commit_message: str | None = None, api: Any = None, **options: Any) -> str:
         """`save_pretrained_merged`, and upload the folder to OWNER/NAME; returns the address of the commit. A new
         repository is private unless `private` is False. After a failed upload the folder stays, and the error names
         it."""
@@ -97,11 +93,10 @@ class Saving:
         return uploaded(repo_id, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method, **options),
                         token, private, commit_message, api)
 
-    def push_to_hub_gguf(
-        self, repo_id: str, tokenizer: Any = None, quantization_method: str | list[str] | None = "fast_quantized",
-        token: str | bool | None = None, private: bool | None = None, commit_message: str | None = None,
-        api: Any = None, **options: Any,
-    ) -> str:
+    def push_to_hub_gguf(self, repo_id: str, tokenizer: Any = None,
+                         quantization_method: str | list[str] | None = "fast_quantized",
+                         token: str | bool | None = None, private: bool | None = None,
+                         commit_message: str | None = None, api: Any = None, **options: Any) -> str:
         """`save_pretrained_gguf`, and upload the folder, as `push_to_hub_merged` does."""
         return uploaded(repo_id, lambda folder: self.save_pretrained_gguf(
             folder, tokenizer, quantization_method, **options), token, private, commit_message, api)
@@ -122,14 +117,12 @@ def method_of(save_method: str | None) -> str:
 
 
 def gguf_type(method: str | None) -> str:
-    """The type of GGUF that Unsloth's name of a method means."""
     name = str(method or "fast_quantized").lower()
     return GGUF_METHODS.get(name, name)
 
 
-def uploaded(
-    repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None, api: Any
-) -> str:
+def uploaded(repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None,
+             api: Any) -> str:
     """The address of what `save` wrote, on the hub; a name without an owner is the user's own. The folder is deleted
     after the upload, and only then."""
     api = api or client(token if isinstance(token, str) and token else None)

@@ -5,8 +5,7 @@
 All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
 `_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
 same padded batch, and the kernel takes those of the completions' tokens. As in TRL, places behind a completion's end
-give 0. The method's name is private, so `TRL` names the versions that it was checked on.
-"""
+give 0. The method's name is private, so `TRL` names the versions that it was checked on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,8 +31,7 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
 
     It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for what is no
     subclass of trl.GRPOTrainer, and ValueError for one with log-probabilities of its own. Its constructor raises
-    ValueError for what it cannot train, with what to do: see `refused`.
-    """
+    ValueError for what it cannot train, with what to do: see `refused`."""
     check_version(trl.__version__)
     trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
@@ -44,10 +42,10 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
     return type(f"LowMem{trainer_class.__name__}", (LogprobsWithoutLogits, trainer_class), {})
 
 
-def check_version(found: str) -> None:
+def check_version(version: str) -> None:
     """Raise ImportError where a version of TRL was not checked."""
-    if found not in SpecifierSet(TRL):
-        raise ImportError(f"trl is {found}; allowed is {TRL}, on which the overridden method was checked. "
+    if version not in SpecifierSet(TRL):
+        raise ImportError(f"trl is {version}; allowed is {TRL}, on which the overridden method was checked. "
                           f"pip install 'trl{TRL}'")
 
 
@@ -70,9 +68,9 @@ class LogprobsWithoutLogits:
         batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(logprobs (B, C), entropies (B, C) or None, None) of the last `logits_to_keep` = C tokens of each row."""
-        given = [name for name, value in images.items() if value is not None]
-        if given or compute_aux_loss:
-            raise ValueError(f"got {', '.join(given) or 'compute_aux_loss'}; only text of models without an auxiliary "
+        extra = [name for name, value in images.items() if value is not None]
+        if extra or compute_aux_loss:
+            raise ValueError(f"got {', '.join(extra) or 'compute_aux_loss'}; only text of models without an auxiliary "
                              "loss is computed here. Use TRL's own trainer class")
         rows = batch_size or len(input_ids)
         parts = [self.completion_logprobs(model, *part, logits_to_keep)
@@ -106,10 +104,8 @@ def base_of(model: Any) -> Any:
 
 
 def linear_of(head: Any) -> nn.Linear:
-    """The output head that computes now: under modules_to_save the adapter's own, or with the adapter off, the model's.
-
-    Raises ValueError where it is no plain torch.nn.Linear.
-    """
+    """Return the output head that computes now: under modules_to_save the adapter's own, unless that is off. ValueError
+    where it is no plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters
         head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]
@@ -152,7 +148,6 @@ def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
 
 
 def refused_head(base: Any) -> Iterator[str]:
-    """A head that `linear_of` does not take."""
     try:
         linear_of(base.get_output_embeddings())
     except ValueError as error:

@@ -5,8 +5,7 @@
 The keeper starts the run, enforces its time limit, and writes down how it ended; the server may be killed and started
 again meanwhile. Only the standard library is imported. FOLDER/keeper.lock is held by the keeper, FOLDER/run.lock by the
 run and what it started: the system gives both back when these end, however they end. A file FOLDER/stop asks for the
-end.
-"""
+end."""
 
 import contextlib
 import fcntl
@@ -43,7 +42,6 @@ class Keeper:
         os.close(lock)  # the run has it
 
     def wait(self) -> None:
-        """Wait for the end of the run, and write it down."""
         limit = time.monotonic() + (self.order["time_limit"] or float("inf"))
         while (code := self.run.poll()) is None:
             now = time.monotonic()
@@ -57,7 +55,6 @@ class Keeper:
         write_json(self.folder / ENDED, {"code": code, "why": self.why, "at": time.time()})
 
     def kill(self) -> None:
-        """Kill the run and all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.run.pid, signal.SIGKILL)
 
@@ -87,7 +84,6 @@ def is_alive(folder: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds this lock."""
     if not path.exists():
         return False
     try:
@@ -109,7 +105,6 @@ def lock_file(path: Path) -> int:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the whole file or none of it."""
     aside = path.with_suffix(".new")
     with open(aside, "w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -119,7 +114,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one where there is none yet."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -9,16 +9,14 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from lowmem_grpo.jobs.job import LIVE, OVER, STOPPING, Job, JobRequest
 from lowmem_grpo.jobs.keeper import LOG
-from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
+from lowmem_grpo.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.page.card import CardUse
 from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.sign_in import SignIn
 from lowmem_grpo.service.page.sources import Listed, has_adapter
+from lowmem_grpo.service.page.watching import CardUse
 from lowmem_grpo.service.server import make_server_app
-from lowmem_grpo.service.users import JOBS, User, Users
+from lowmem_grpo.service.users import JOBS, SignIn, User, Users
 from lowmem_grpo.views.dashboard.runs_folder import is_run, one_run, so_far
 
 PIECE = 256 * 1024  # bytes of a log that are sent at a time
@@ -84,7 +82,6 @@ def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
 
 
 async def json_of(request: Request) -> Any:
-    """Return the JSON of a request."""
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
@@ -93,7 +90,6 @@ async def json_of(request: Request) -> Any:
 
 
 def piece_of(log: Path, offset: int) -> bytes:
-    """Return a piece of a log, from a byte on."""
     if not log.is_file():
         return b""
     with open(log, "rb") as file:
@@ -111,7 +107,6 @@ def user_of(request: Request) -> User:
 
 
 def whose(user: User) -> str | None:
-    """Return whose jobs a user sees; None for all."""
     return None if user.is_owner else user.name
 
 
@@ -124,13 +119,11 @@ def make_jobs_app(
 
 
 def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
-    """Return the page of a queue's jobs."""
     return Page(JobsSource(queue, title), SignIn(users), CardUse())
 
 
 class JobsSource:
-    """The jobs of a server as its page shows them: a user sees their own, the server's owner all of them, and a key
-    without the right to jobs none."""
+    """The jobs of a server on its page: a user's own, all for the owner, and none without the right to jobs."""
 
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title
@@ -174,7 +167,6 @@ class JobsSource:
             raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
 
     def listed(self, job: Job, user: User) -> Listed:
-        """Return a job as the list shows it."""
         actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
         asked_by = "" if job.owner == user.name else job.owner
         told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(self.queue.run_of(job)), job.why)))

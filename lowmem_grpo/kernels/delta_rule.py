@@ -1,4 +1,5 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed runs, with initial and final states.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed runs, with initial and final states,
+and the causal convolution before it.
 
     k = key / |key|,  q = query / |query| / sqrt(K)                                (|x| = sqrt(sum x^2 + 1e-6))
     S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t),        o_t = S_t^T q_t
@@ -17,31 +18,35 @@ solved for all chunks at once:
 b_i - b_j is the sum of g between j and i, and never a difference: under strong decay b grows and its difference would
 lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Kept for backward are the
 inputs; heads are independent, so both passes take a few heads at a time and need scratch memory for these.
+
+The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x, y (T, C), w (C, W) and states
+(S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 of what was put in.
 """
 
 import logging
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_grpo.kernels import field_kernels
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.runs import CHUNK, Runs
+from lowmem_grpo.kernels import fla
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 NORM_EPSILON = 1e-6
-AGREEMENT = 0.02  # of the norm; rounding to 16 bits takes about 0.005
+AGREEMENT = 0.02  # relative norm; rounding to 16 bits takes about 0.005
 SCRATCH = 2**22  # numbers (T, heads, K) that are computed at a time
 
 logger = logging.getLogger(__name__)
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, value, g, beta, initial
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(T, H, V) in the dtype of value, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
     check(query, key, value, g, beta, runs, initial)
@@ -49,13 +54,13 @@ def delta_rule(
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
         return value, initial
-    if field_kernels.serve(value) and field_kernels_agree(value.device, value.dtype):
-        return field_kernels.delta_rule(query, key, value, g, beta, runs, initial)
+    if fla.serve(value) and fla_agrees(value.device, value.dtype):
+        return fla.delta_rule(query, key, value, g, beta, runs, initial)
     return DeltaRuleFunction.apply(query, key, value, g, beta, initial, runs)
 
 
 def delta_rule_ref(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same, token by token as the formula says, by autograd's own backward."""
     results, finals, start = [], [], 0
@@ -71,41 +76,38 @@ def delta_rule_ref(
 
 
 @cache
-def field_kernels_agree(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the field's kernels give what the rule token by token gives, with all gradients; tried once on
-    each card. Where they do not, one line says so, and plain torch computes."""
-    runs, found = Runs((70, 3, 0, 60), device), []
+def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once a card."""
+    runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
-        given = example(runs, device, dtype)
-        query, key, value, g, beta, initial = given
-        for rule in (field_kernels.delta_rule, delta_rule_ref):
+        inputs = example(runs, device, dtype)
+        query, key, value, g, beta, initial = inputs
+        for rule in (fla.delta_rule, delta_rule_ref):
             result, final = rule(query, key, value, g, beta, runs, initial)
-            grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), given)
-            found.append([one.detach().float() for one in (result, final, *grads)])
-    worst = max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
+            grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), inputs)
+            outcomes.append([tensor.detach().float() for tensor in (result, final, *grads)])
+    worst = max(float((tensor - other).norm() / other.norm()) for tensor, other in zip(*outcomes, strict=True))
     if not worst < AGREEMENT:
         logger.warning("%s and the gated delta rule differ by %.3f of its size: plain torch computes it. Install "
-                       "another version of it, or none", field_kernels.said(value), worst)
+                       "another version of it, or none", fla.describe(value), worst)
     return worst < AGREEMENT
 
 
-def example(runs: Runs, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Random inputs of 2 key heads and 4 value heads."""
+def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     draw, count = torch.Generator().manual_seed(0), runs.tokens
     made = [torch.randn(count, heads, 64, generator=draw) for heads in (2, 2, 4)]
     made += [-torch.rand(count, 4, generator=draw), torch.rand(count, 4, generator=draw),
              torch.randn(len(runs.lengths), 4, 64, 64, generator=draw)]
     kinds = [dtype] * 3 + [torch.float32] * 3
-    return [one.to(device, kind).requires_grad_() for one, kind in zip(made, kinds, strict=True)]
+    return [part.to(device, kind).requires_grad_() for part, kind in zip(made, kinds, strict=True)]
 
 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of each of B rows: query, key (B, H_k, K), value (B, H, V), g, beta (B, H), state (B, H, K, V); returns
-    (B, H, V) and the next states."""
+    """One token of B rows, shaped as above with B for T; state (B, H, K, V). Returns (B, H, V) and the next states."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
-    query, key = (normed(one.to(dtype)).repeat_interleave(groups, 1) for one in (query, key))
+    query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]
     told = (state * key[..., None]).sum(-2)
     added = beta.to(dtype)[..., None] * (value.to(dtype) - told)
@@ -123,33 +125,31 @@ class DeltaRuleFunction(torch.autograd.Function):
     """The chunked form; only the inputs are kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor, runs: Runs
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(query, key, value, g, beta, initial)
+    def forward(ctx, query, key, value, g, beta, initial, runs):
+        parts = query, key, value, g, beta, initial
+        ctx.save_for_backward(*parts)
         ctx.runs = runs
-        parts = (query, key, value, g, beta, initial)
         result, final = torch.empty_like(value), torch.empty_like(initial)
         for some, heads in tiles(parts):
             result[:, heads], final[:, heads] = without_autocast(some, runs)
         return result, final
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_result: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        parts: Parts = ctx.saved_tensors
-        grads = tuple(torch.empty_like(one) for one in parts)
+    @once_differentiable
+    def backward(ctx, grad_result, grad_final):
+        parts = ctx.saved_tensors
+        grads = tuple(torch.empty_like(part) for part in parts)
         for (some, heads), (room, _) in zip(tiles(parts), tiles(grads), strict=True):
-            wanted: Any = tuple(one.detach().requires_grad_() for one in some)
+            wanted = tuple(part.detach().requires_grad_() for part in some)
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):  # they stay here
                 result, final = without_autocast(wanted, ctx.runs)
-            found = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
-            for place, grad in zip(room, found, strict=True):
+            gradients = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
+            for place, grad in zip(room, gradients, strict=True):
                 place.copy_(grad)
         return (*grads, None)
 
 
-def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[Parts, slice]]:
+def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], slice]]:
     """Views of the inputs with some of the heads, and which heads of (T, H, V) these are."""
     query, key, value, g, beta, initial = parts
     groups = value.shape[1] // key.shape[1]
@@ -160,13 +160,13 @@ def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[Parts, slice]]:
         yield (query[:, few], key[:, few], value[:, heads], g[:, heads], beta[:, heads], initial[:, heads]), heads
 
 
-def without_autocast(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
+def without_autocast(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     """`chunked` in float32, whatever mixed precision says about matrix products."""
     with torch.autocast(parts[0].device.type, enabled=False):
         return chunked(parts, runs)
 
 
-def chunked(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
+def chunked(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, Tensor]:
     """The rule chunk by chunk; what does not need the state is computed for all chunks at once."""
     query, key, value, g, beta, initial = parts
     chunks, dtype, groups = runs.chunks, initial.dtype, value.shape[1] // key.shape[1]
@@ -184,14 +184,11 @@ def chunked(parts: Parts, runs: Runs) -> tuple[Tensor, Tensor]:
     since_start = step.cumsum(-1).exp()[..., None]
     until_end = decay[..., -1, :, None]
     system = rate * (k @ k.mT) * decay  # only what lies below the diagonal is read
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([rate * v, rate * since_start * k], -1), upper=False, unitriangular=True
-    )
+    solved = torch.linalg.solve_triangular(system, torch.cat([rate * v, rate * since_start * k], -1), upper=False,
+                                           unitriangular=True)
     added, read = solved.split((v.shape[-1], k.shape[-1]), -1)
-    laid_results, final = scan(
-        added, read, q * since_start, (q @ k.mT) * decay, k * until_end, since_start[..., -1:, :],
-        initial.index_select(0, chunks.order), chunks.counts,
-    )
+    laid_results, final = scan(added, read, q * since_start, (q @ k.mT) * decay, k * until_end,
+                               since_start[..., -1:, :], initial.index_select(0, chunks.order), chunks.counts)
     result = laid_results.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places)
     return result.to(value.dtype), final.index_select(0, chunks.back)
 
@@ -210,7 +207,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Results (N, H, C, V) of the chunks, step by step, and the states (S, H, K, V) after each run's last chunk."""
     results, finals = [], []
-    steps = zip(*(one.split(counts) for one in (added, read, q, scores, k, decay)), strict=True)
+    steps = zip(*(tensor.split(counts) for tensor in (added, read, q, scores, k, decay)), strict=True)
     for new, reads, asks, pairs, keys, whole in steps:
         if len(new) < len(state):  # otherwise the view would keep each step's states alive
             finals.append(state[len(new) :])
@@ -222,16 +219,45 @@ def scan(
 
 
 def check(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: Runs, initial: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor | None
 ) -> None:
-    """ValueError where shapes do not fit."""
     tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)
     if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "
                          "together; expected (T, H_k, K) twice and (T, H, V) with H a multiple of H_k")
-    if tokens != runs.tokens or any(one.shape != value.shape[:2] for one in (g, beta)):
+    if tokens != runs.tokens or any(rate.shape != value.shape[:2] for rate in (g, beta)):
         raise ValueError(f"g is {tuple(g.shape)} and beta {tuple(beta.shape)} for a value {tuple(value.shape)} and "
                          f"runs of {runs.tokens} tokens; expected (T, H)")
     expected = (len(runs.lengths), value.shape[1], size, value.shape[2])
     if initial is not None and initial.shape != expected:
         raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, H, K, V")
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
+    check_conv(x, weight, runs, initial)
+    before = weight.shape[1] - 1
+    if initial is None:
+        initial = x.new_zeros(len(runs.lengths), before, x.shape[1])
+    if not runs.tokens:
+        return x, initial
+    stream = torch.cat([part for run in zip(initial, x.split(runs.lengths), strict=True) for part in run])
+    ends = list(accumulate(length + before for length in runs.lengths))
+    if fla.serve(x):
+        wide = fla.causal_conv(stream, weight)
+    else:
+        convolved = F.conv1d(stream.T[None], weight[:, None], padding=before, groups=len(weight))
+        wide = F.silu(convolved[0, :, : len(stream)].T)
+    result = torch.cat([wide[end - length : end] for end, length in zip(ends, runs.lengths, strict=True)])
+    return result, torch.stack([stream[end - before : end] for end in ends])
+
+
+def check_conv(x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or len(x) != runs.tokens:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (T, C) and (C, W) with the "
+                         f"{runs.tokens} tokens of the runs")
+    expected = (len(runs.lengths), weight.shape[1] - 1, x.shape[1])
+    if initial is not None and initial.shape != expected:
+        raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, W - 1, C")

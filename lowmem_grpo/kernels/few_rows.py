@@ -1,4 +1,5 @@
-"""What the kernels that multiply a few rows with codes share: token steps of sampling, which read a weight once.
+"""The shared part of the kernels that multiply a few rows with codes: token steps of sampling, which read a weight
+once.
 
     out = x W^T + scale * xa_s B^T + bias        xa_s: the columns of xa = x A^T that belong to a row's matrix
 
@@ -6,9 +7,8 @@ x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S m
 (nf4_decode.py) or FP8 (fp8_decode.py).
 
 The weight is the large operand of the tensor cores and M, padded to 8, 16, 32 or 64, the narrow one, so M costs next
-to nothing. Each weight is scaled in float32 and rounded to x.dtype before the product: these are the very values that
-training multiplies with. The SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed
-order at the end: enough warps for narrow weights without a second kernel, and the same bits every time.
+to nothing. Each weight is scaled in float32 and rounded to x.dtype first: these are the very values of training. The
+SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed order: the same bits always.
 
 Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most. More rows (`taken_rows`) are shared out
 over blocks of 8 in the same launch, and get the bits that they would get on their own.
@@ -22,17 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_utils import (
-    SHARED_MEMORY,
-    Launch,
-    Variant,
-    capability,
-    next_power_of_2,
-    tl,
-    triton,
-    types_of,
-)
+from lowmem_grpo.kernels import triton_utils
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, next_power_of_2, tl, triton, types_of
 
 MAX_MATRICES = 3  # that lie adjacent in a weight
 WARPS, LEAST_STEPS = 1024, 6  # that `narrow_launch` aims at: warps in all, and steps of a warp (64 weights each)
@@ -73,8 +65,7 @@ def max_rows(capability: int) -> int:
 
 
 def taken_rows(capability: int, form: str) -> int:
-    """Rows that the kernel of this form, "nf4" or "fp8", takes in as many blocks as they need; for more it is better to
-    dequantize."""
+    """Rows up to which the kernel of this form, "nf4" or "fp8", beats dequantizing first."""
     return next(most for least, most in TAKEN_ROWS[form].items() if capability >= least)
 
 
@@ -87,28 +78,26 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
         constexprs = {"BLOCK_M": block_m, "BLOCK_N": 32, "SPLIT": 4, "BYTES": step}
         return Launch(constexprs, num_warps=8 if block_m == 8 else 4, num_stages=2)
     block_m, wide = max(8, next_power_of_2(rows)), outputs >= WIDE
-    roomy = SHARED_MEMORY.get(capability, 0) >= 160 << 10
+    roomy = triton_utils.SHARED_MEMORY.get(capability, 0) >= 160 << 10
     split = min(8 if wide else 16, (256 if roomy else 128) // block_m)
     constexprs = {"BLOCK_M": block_m, "BLOCK_N": 64 if wide and block_m < 64 else 32, "SPLIT": split, "BYTES": step}
     return Launch(constexprs, num_warps=split, num_stages=3 if roomy and block_m == 8 else 2)
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Narrow blocks of few warps: enough warps to fill a card, and at least `LEAST_STEPS` steps for each. Of 209
-    launches on an H100, at 30 sizes, it takes 1.05 times the best one's time (`decode_launch` 1.45)."""
+    """Few warps a block, enough for a card: 1.05 times the best of 209 launches on an H100 (`decode_launch` 1.45)."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))
     block_n = 32 if block_m == 64 else 16
     wanted = min(WARPS * 16 / outputs, columns / (64 * LEAST_STEPS))
     split = min(1 << max(0, round(math.log2(max(wanted, 1)))), 256 // block_m, 16)
-    roomy = SHARED_MEMORY.get(capability, 0) >= 160 << 10
+    roomy = triton_utils.SHARED_MEMORY.get(capability, 0) >= 160 << 10
     constexprs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT": max(split, 32 // block_n), "BYTES": 32}
     return Launch(constexprs, num_warps=constexprs["SPLIT"], num_stages=3 if roomy or block_m == 8 else 2)
 
 
 def grid(rows: int, outputs: int, launch: Launch) -> tuple[int, int]:
-    """Blocks of outputs, and blocks of rows."""
     return triton.cdiv(outputs, launch.constexprs["BLOCK_N"]), triton.cdiv(rows, launch.constexprs["BLOCK_M"])
 
 
@@ -144,8 +133,7 @@ def finish(
 
 
 def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Any:
-    """The operation `name`, on the CPU and with `kernel` on a card: out (M, N) of x, of the tensors and sizes of a
-    weight, of which `values` makes W (N, K) in a dtype, and of what `given_adapters` returns."""
+    """The operation `name` with `kernel` on a card; `values` makes W (N, K) of a weight's tensors and sizes."""
 
     def decode_cpu(
         x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None,
@@ -157,7 +145,7 @@ def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Te
     def fake(x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], *others: Any) -> Tensor:
         return x.new_empty(x.shape[0], sum(features))
 
-    return opaque(name, decode_cpu, kernel, fake=fake)
+    return custom_op(name, decode_cpu, kernel, fake=fake)
 
 
 def given_adapters(
@@ -173,8 +161,7 @@ def finish_arguments(
     x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
     scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of the kernels' `finish`, in its order. Where a tensor is not given, x or the float32
-    `table` of the weight stands for it, and nothing reads it."""
+    """Return the arguments of `finish`, in its order; x or the float32 `table` stands, unread, for a missing tensor."""
     ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
     return (
         x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,
@@ -185,7 +172,6 @@ def finish_arguments(
 
 
 def launches(capability: int, step: int = 32) -> dict[str, Launch]:
-    """Every launch that the rule chooses, by what it is for."""
     return {
         f"rows<={rows} wide={outputs == WIDE}": decode_launch(rows, outputs, capability, step)
         for rows in (1, 4, 8, 16, 32, 64) if rows <= max_rows(capability) and (rows >= 8 or capability < 80)
@@ -194,17 +180,15 @@ def launches(capability: int, step: int = 32) -> dict[str, Launch]:
 
 
 def narrow_launches(capability: int) -> dict[str, Launch]:
-    """Every launch that `narrow_launch` chooses from sm_80 on, by what it is for."""
-    found = {}
+    by_name = {}
     for rows, outputs in product((8, 16, 32, 64), (WARPS * 16 >> power for power in range(5))):
         launch = narrow_launch(rows, outputs, 1 << 20, capability)
-        found[f"rows<={rows} split={launch.constexprs['SPLIT']}"] = launch
-    return found
+        by_name[f"rows<={rows} split={launch.constexprs['SPLIT']}"] = launch
+    return by_name
 
 
 def variant(
     name: str, kernel: Any, weight_types: dict[str, str], dtype: torch.dtype, launch: Launch, **constexprs: bool
 ) -> Variant:
-    """One compilation of a kernel whose weight has pointers of these types."""
     types = types_of(kernel, dtype, scale_ptr="*fp32", scale="fp32", tensor_scale="fp32", **weight_types)
     return Variant(name, kernel, types, launch, constexprs)

@@ -4,13 +4,11 @@
 
 A code has a sign, 4 bits of exponent (bias 7) and 3 of mantissa, no infinity, and NaN at 127 and 255; its largest value
 is 448 (Micikevicius et al., arXiv 2209.05433, table 1). Scales by row are blocks of (1, in), one scale for all is a
-block of (out, in), and fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); the last
-blocks of a row and of a column may be cut. Products are taken in float32 and rounded once.
+block of (out, in), fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); last blocks
+may be cut. Products are taken in float32 and rounded once.
 
-Activations are never quantized: a tile of weights is decoded and multiplied in the dtype of x, so that all chips
-compute the same, and the gradient with respect to x is that of the dequantized weight. Triton has no type e4m3 below
-sm_89; here a code is decoded by moving its bits into a float16, on every chip: 7 bits of exponent and mantissa shifted
-to those of a float16 give the value / 256, subnormals included.
+Activations are never quantized: weights are decoded and multiplied in the dtype of x, so that all chips compute the
+same. A code's bits are moved into a float16 (Triton has no e4m3 below sm_89), which gives the value / 256.
 """
 
 from collections.abc import Sequence
@@ -19,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.nf4 import dequantized
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its values
+LARGEST = 448.0  # largest value
 REFERENCE_ELEMENTS = 2**22  # that the CPU path takes at a time: its temporaries take about 12 bytes for each
 
 
@@ -40,7 +38,7 @@ class FP8Weight:
     row_unit = 1  # rows can be dequantized from any on
 
     @classmethod
-    def of(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
+    def from_codes(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
         """Borrows codes (out, in), uint8 or float8_e4m3fn, and their scales. ValueError where they do not fit."""
         if codes.ndim != 2 or codes.dtype not in (torch.uint8, E4M3) or not codes.is_contiguous():
             raise ValueError(f"expected contiguous codes (out, in) in uint8 or {E4M3}; got {tuple(codes.shape)}, "
@@ -53,22 +51,18 @@ class FP8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """The device of the codes."""
         return self.codes.device
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the kernels read."""
         return [self.codes, self.scales]
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that go with `tensors`."""
         return [*self.block]
 
     @property
@@ -82,7 +76,6 @@ class FP8Weight:
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """(ceil(out / h), ceil(in / w))."""
     return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
 
 
@@ -91,7 +84,7 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
     in width, blocks or dtype, or where one but the last does not end with a block."""
     first = weights[0]
     for number, weight in enumerate(weights):
-        want, got = ((one.shape[1], one.block, one.dtype) for one in (first, weight))
+        want, got = ((w.shape[1], w.block, w.dtype) for w in (first, weight))
         if want != got:
             raise ValueError(f"weight {number} does not fit: (in, block, dtype) is {got}, and {want} in weight 0")
         if number < len(weights) - 1 and weight.shape[0] % first.block[0]:
@@ -118,7 +111,6 @@ def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Wei
 
 
 def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest value of each block of (rows, columns)."""
     by_rows = torch.stack([part.amax(0) for part in values.split(block[0])]) if block[0] > 1 else values
     if block[1] >= values.shape[1]:
         return by_rows.amax(1, keepdim=True)
@@ -181,7 +173,6 @@ def fp8_dequantize_kernel(
 def fp8_dequantize_cpu(
     out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
 ) -> None:
-    """Fills out (rows, width) with the weight's rows from first_row and columns from first_column on."""
     rows, width = out.shape
     columns = torch.arange(first_column, first_column + width, device=codes.device) // max(block_columns, 1)
     step = max(1, REFERENCE_ELEMENTS // max(width, 1))
@@ -195,8 +186,7 @@ def fp8_dequantize_cpu(
 
 
 def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value of each code (uint8) in float32 or float64: as the kernel has them, and many times faster on the CPU
-    than torch's own conversion."""
+    """The value of each code (uint8) in float32 or float64, far faster on the CPU than torch's own conversion."""
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # the sign in the upper two
     bits.bitwise_and_(~(1 << 14)).masked_fill_((codes & 127) == 127, 0x7E00)  # NaN
     return bits.view(torch.float16).to(dtype).mul_(256.0)
@@ -205,7 +195,6 @@ def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_dequantize_triton(
     out: Tensor, codes: Tensor, scales: Tensor, block_rows: int, block_columns: int, first_row: int, first_column: int,
 ) -> None:
-    """The same with Triton."""
     (rows, width), (height, wide) = out.shape, DEQUANTIZE.constexprs.values()
     tiles = triton.cdiv(width, wide)
     aligned = first_column % block_columns == 0 and block_columns % wide == 0 if width else True
@@ -216,7 +205,7 @@ def fp8_dequantize_triton(
         )
 
 
-fp8_dequantize_op = opaque("fp8_dequantize", fp8_dequantize_cpu, fp8_dequantize_triton, mutates=("out",))
+fp8_dequantize_op = custom_op("fp8_dequantize", fp8_dequantize_cpu, fp8_dequantize_triton, mutates=("out",))
 
 
 def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
@@ -225,6 +214,5 @@ def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """A scale for each row of a tile, and a scale for each weight."""
     types = types_of(fp8_dequantize_kernel, dtype, codes_ptr="*u8", scales_ptr="*fp32")
     return flagged("fp8_dequantize", fp8_dequantize_kernel, types, DEQUANTIZE, ("ONE_SCALE",))

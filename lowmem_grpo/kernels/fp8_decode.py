@@ -8,17 +8,8 @@ bits are moved (fp8.py).
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.few_rows import (
-    VARYING,
-    decode_launch,
-    decode_op,
-    finish,
-    finish_arguments,
-    grid,
-    launches,
-    takes_rows,
-    variant,
-)
+from lowmem_grpo.kernels import few_rows
+from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
 from lowmem_grpo.kernels.triton_utils import Variant, capability, tl, triton
 
@@ -27,10 +18,9 @@ NATIVE = 89  # compute capability from which on Triton has the type e4m3
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W that begin at multiples of 16 bytes,
-    and a scale for each 64 columns of them."""
+    """Return whether the kernel takes x: few 16-bit rows on CUDA, W in steps of 16 bytes, a scale for 64 columns."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
-    return takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
+    return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 
 
 @triton.jit(do_not_specialize=[*VARYING, "chunks", "block_rows", "block_columns", "scale_columns"])
@@ -80,31 +70,26 @@ def fp8_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> Tensor:
-    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
     rows, outputs, chip, (codes, scales) = x.shape[0], sum(features), capability(x.device), tensors
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launch = decode_launch(rows, outputs, chip, STEP)
-    fp8_decode_kernel[grid(rows, outputs, launch)](
+    launch = few_rows.decode_launch(rows, outputs, chip, STEP)
+    fp8_decode_kernel[few_rows.grid(rows, outputs, launch)](
         out, x, codes, scales, codes.shape[1] // 16, *sizes, scales.shape[1],
-        *finish_arguments(x, scales, features, xa, lora_b, scale, scale_tensor, bias),
+        *few_rows.finish_arguments(x, scales, features, xa, lora_b, scale, scale_tensor, bias),
         BY_ROW=scales.shape[1] == 1, NATIVE=chip >= NATIVE, **launch.options,
     )
     return out
 
 
-def fp8_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in a dtype."""
-    codes, scales = tensors
-    return fp8_dequantize_ref(FP8Weight(codes, scales, (sizes[0], sizes[1]), dtype, tuple(features)))
-
-
-fp8_decode_op = decode_op("fp8_decode", fp8_values, fp8_decode_triton)
+fp8_decode_op = few_rows.decode_op(
+    "fp8_decode", lambda tensors, sizes, features, dtype: fp8_dequantize_ref(
+        FP8Weight(tensors[0], tensors[1], (sizes[0], sizes[1]), dtype, tuple(features))), fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every launch that the rule chooses, with scales by row and by block."""
+    types = {"codes_ptr": "*u8", "scales_ptr": "*fp32"}
     return [
-        variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, {"codes_ptr": "*u8", "scales_ptr": "*fp32"},
-                dtype, launch, BY_ROW=by_row, NATIVE=capability >= NATIVE)
-        for name, launch in launches(capability, STEP).items() for by_row in (True, False)
+        few_rows.variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, types, dtype, launch, BY_ROW=by_row,
+                         NATIVE=capability >= NATIVE)
+        for name, launch in few_rows.launches(capability, STEP).items() for by_row in (True, False)
     ]

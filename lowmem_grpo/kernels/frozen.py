@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.few_rows import given_adapters
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.fp8 import FP8Weight
 from lowmem_grpo.kernels.fp8_decode import can_decode_fp8, fp8_decode_op
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
-BAND_BYTES = 64 * 2**20  # of dequantized weight at a time
+BAND_BYTES = 64 * 2**20  # dequantized at a time
 
 QuantizedWeight = NF4Weight | FP8Weight
 FrozenWeight = Tensor | QuantizedWeight
@@ -37,7 +37,7 @@ class WideWeights:
     few: int
     held: dict[tuple[int, tuple[int, int]], tuple[QuantizedWeight, Tensor]] = field(default_factory=dict)
 
-    def of(self, weight: QuantizedWeight, like: Tensor) -> Tensor:
+    def dequantized(self, weight: QuantizedWeight, like: Tensor) -> Tensor:
         """Return the dequantized weight (out, in), in the dtype of `like`."""
         key = weight.tensors[0].data_ptr(), weight.shape
         if key not in self.held:
@@ -70,9 +70,8 @@ def decode(
     """x W^T + scale * xa_s B^T + bias (M, N) where `can_decode`, without autograd (few_rows.py): x (M, K) of any
     strides; xa (M, S * R), lora_b (N, R) and bias (N,) of its dtype."""
     operation = nf4_decode_op if isinstance(weight, NF4Weight) else fp8_decode_op
-    y: Tensor = operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
-                          *given_adapters(xa, lora_b, scale, bias))
-    return y
+    return operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
+                     *given_adapters(xa, lora_b, scale, bias))
 
 
 @torch.no_grad()
@@ -93,17 +92,14 @@ def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x W_i^T + bias_i (N, out_i) of each matrix of the weight, without autograd: x (N, in), biases of its dtype.
-
-    Each has memory of its own, so that one of them can be let go of. The weight is dequantized as a whole.
-    """
+    """x W_i^T + bias_i (N, out_i) of each matrix, without autograd, each in memory of its own; x (N, in)."""
     with torch.autocast(x.device.type, enabled=False):
         if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)
         pairs = zip(biases, weight.out_features, strict=True)
         parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
-        given = any(bias is not None for bias in biases)
-        return list(decode(x, weight, bias=torch.cat(parts) if given else None).split(weight.out_features, 1))
+        has_bias = any(bias is not None for bias in biases)
+        return list(decode(x, weight, bias=torch.cat(parts) if has_bias else None).split(weight.out_features, 1))
 
 
 def project_bands(
@@ -152,8 +148,7 @@ def project_back(grad: Tensor, weight: FrozenWeight) -> Tensor:
 def project_back_each(
     grads: Sequence[Tensor | None], weight: QuantizedWeight, features: Sequence[int] | None = None
 ) -> Tensor:
-    """The sum of grad_i W_i (N, in) over the matrices of the weight, without autograd: grad_i (N, out_i), not all of
-    them None. The weight is dequantized as a whole."""
+    """The sum of grad_i W_i (N, in) over the matrices, without autograd: grad_i (N, out_i), not all None."""
     ends = list(accumulate(weight.out_features if features is None else features))
     pairs = [(grad, slice(end - grad.shape[1], end)) for grad, end in zip(grads, ends, strict=True) if grad is not None]
     like = pairs[0][0]
@@ -167,11 +162,10 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, those rows dequantized): bands of about equal size in one buffer, in the dtype of `like` (M, in); all
-    rows at once where they are held so."""
+    """(first row, those rows dequantized) in the dtype of `like`: equal bands in one buffer, or all at once."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
-        yield 0, wide.of(weight, like)
+        yield 0, wide.dequantized(weight, like)
         return
     rows, columns = weight.shape
     step = even_step(rows, columns * like.element_size(), weight.row_unit)
@@ -196,8 +190,7 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, bands of equal
-    size."""
+    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, equal bands."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
@@ -205,8 +198,7 @@ def even_step(count: int, size: int, unit: int) -> int:
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept for
     the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
-    y: Tensor = FrozenLinearFunction.apply(x, weight, bias)
-    return y
+    return FrozenLinearFunction.apply(x, weight, bias)
 
 
 class FrozenLinearFunction(torch.autograd.Function):
@@ -219,7 +211,7 @@ class FrozenLinearFunction(torch.autograd.Function):
             return project(x, weight, bias)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         needs_x, _, needs_bias = ctx.needs_input_grad
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None

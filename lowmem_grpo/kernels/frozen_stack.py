@@ -1,9 +1,8 @@
-"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or as they are.
+"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or as they are:
+expert e is rows e * out to (e + 1) * out.
 
-    expert e is rows e * out to (e + 1) * out
-
-Where a block of 64 weights (that share a scale) ends at each border between experts, an expert is a slice of the codes
-and of their scales: a view, with no copy. Blocks of nested scales may span a border; `NF4Weight.rows` counts them.
+Where a block of 64 weights ends at each border between experts, an expert is a view of codes and scales. Blocks of
+nested scales may span a border; `NF4Weight.rows` counts them.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ class FrozenStack:
                              "such experts in 16 bits")
 
     @classmethod
-    def of(cls, weights: Tensor) -> "FrozenStack":
+    def from_weights(cls, weights: Tensor) -> "FrozenStack":
         """Borrows weights (E, out, in) of a floating dtype."""
         if weights.ndim != 3 or not weights.is_contiguous():
             raise ValueError(f"expected contiguous weights (E, out, in); got {tuple(weights.shape)}, strides "
@@ -50,19 +49,16 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors passed to an operation of torch: the weights, or codes, scales, their values and nested scales.
-        """
+        """The tensors that an operation of torch takes: the weights, or codes, scales, their values, nested scales."""
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that go with `tensors`."""
-        return [self.experts, self.weight.shape[0],
-                *(() if isinstance(self.weight, Tensor) else self.weight.sizes)]
+        nf4 = () if isinstance(self.weight, Tensor) else self.weight.sizes
+        return [self.experts, self.weight.shape[0], *nf4]
 
     @classmethod
-    def again(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
-        """From `tensors` and `sizes`; NF4 gives weights in `dtype`."""
+    def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)

@@ -10,13 +10,12 @@ rounded to the dtype before the product. Only gate and up are kept; backward com
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
@@ -35,7 +34,6 @@ def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh")
 
 
 def activate_ref(gate: Tensor, activation: str) -> Tensor:
-    """act(gate), in gate's dtype."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
@@ -129,7 +127,6 @@ def launch_bwd(
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
-    """One program a tile."""
     return (-(-rows // launch.constexprs["BLOCK_N"]) * -(-columns // launch.constexprs["BLOCK_F"]),)
 
 
@@ -140,7 +137,6 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The forward kernel into a new tensor; gate and up may have any strides."""
     rows, columns = gate.shape
     gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
     launch = launch_rule(columns)
@@ -152,7 +148,6 @@ def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    """The backward kernel into new tensors, from tensors of any strides."""
     gradients = new_gradients(gate, fused)
     launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), activation, product=False)
     return gradients
@@ -169,12 +164,10 @@ def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) 
 
 
 def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, (N, F)."""
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
 def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
-    """[grad_gate, grad_up], or with `fused` [grad_gate_up]."""
     gradients = new_gradients(gate, fused)
     for target, values in zip(halves(*gradients), gradients_ref(grad, gate, up, activation)[:2], strict=True):
         target.copy_(values)
@@ -182,37 +175,35 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
 
 
 def glu_bwd_reuse_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """grad_gate over gate, grad_up over up."""
     for target, values in zip((gate, up), gradients_ref(grad, gate, up, activation)[:2], strict=True):
         target.copy_(values)
 
 
 def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """grad_gate over gate, grad_up over up, act(gate) * up over grad."""
     for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
         target.copy_(values)
 
 
-glu_fwd = opaque("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
-glu_bwd = opaque(
+glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
+glu_bwd = custom_op(
     "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
 )
-glu_bwd_reuse = opaque("glu_bwd_reuse", glu_bwd_reuse_cpu, glu_bwd_reuse_triton, mutates=("gate", "up"))
-glu_bwd_all = opaque("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, mutates=("grad", "gate", "up"))
+glu_bwd_reuse = custom_op("glu_bwd_reuse", glu_bwd_reuse_cpu, glu_bwd_reuse_triton, mutates=("gate", "up"))
+glu_bwd_all = custom_op("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, mutates=("grad", "gate", "up"))
 
 
 class GLUFunction(torch.autograd.Function):
     """act(gate) * up; with `reuse` the gradients replace gate and up, whose versions rise."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
+    def forward(ctx, gate, up, activation, reuse):
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.reuse = activation, reuse
         return glu_fwd(*halves(gate, up), activation)
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx, grad):
         gate, up = ctx.saved_tensors
         if ctx.reuse:
             glu_bwd_reuse(grad, *halves(gate, up), ctx.activation)
@@ -233,9 +224,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, reuse_inputs: bool = False
     return glu(gate, up, "silu", reuse_inputs)
 
 
-def geglu(
-    gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False
-) -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False) -> Tensor:
     """gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function.
 
     The tensors and `reuse_inputs` are those of `swiglu`.
@@ -244,7 +233,6 @@ def geglu(
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
-    """act(gate) * up with autograd, for tensors of any leading shape."""
     check_arguments(gate, up, activation)
     if reuse and torch.is_grad_enabled():
         check_reuse(gate, up)
@@ -256,10 +244,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up without autograd: the building block of fused layers.
-
-    gate, up (..., F) of one shape, dtype and device; activation "silu", "gelu_tanh" or "gelu".
-    """
+    """act(gate) * up without autograd; gate, up (..., F); activation "silu", "gelu_tanh" or "gelu"."""
     check_arguments(gate, up, activation)
     if not gate.numel():
         return gate.new_empty(gate.shape)
@@ -268,9 +253,7 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Without autograd: grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass.
-
-    The product is what the down projection's weight gradient needs, so one buffer serves both.
-    """
+    The product is what the down projection's weight gradient needs, so one buffer serves both."""
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
     if gate.numel():
@@ -305,7 +288,6 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
 
 
 def check_reuse(gate: Tensor, up: Tensor | None) -> None:
-    """Raise ValueError where gradients cannot replace gate and up."""
     if gate is up:
         raise ValueError("reuse_inputs=True needs two tensors; gate and up are one and the same")
     for name, values in (("gate", gate), ("up", up)):
@@ -318,14 +300,12 @@ def check_reuse(gate: Tensor, up: Tensor | None) -> None:
 
 
 def gelu_name(approximate: str) -> str:
-    """The activation that geglu's `approximate` means."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate is {approximate!r}; it must be "tanh" or "none"')
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if activation not in APPROXIMATE:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
     if not gate.is_floating_point():
@@ -337,17 +317,15 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
     if gate.ndim == 0 or gate.shape != up.shape:
         raise ValueError(f"expected two tensors of one shape (..., F); got {tuple(gate.shape)}, {tuple(up.shape)}")
     if gate.dtype != up.dtype or gate.device != up.device:
-        raise ValueError(
-            f"expected one dtype and one device; got {gate.dtype} on {gate.device}, {up.dtype} on {up.device}"
-        )
+        raise ValueError(f"expected one dtype and one device; got {gate.dtype} on {gate.device}, {up.dtype} on "
+                         f"{up.device}")
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernels for tensors of `dtype`."""
-    found = []
+    cases = []
     for activation, launch in product(APPROXIMATE, (launch_rule(64), launch_rule(256), launch_rule(1024))):
         name, chosen = f"{activation} {launch.constexprs['BLOCK_F']}", {"ACTIVATION": activation}
-        found.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
-        found += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),
+        cases.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
+        cases += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),
                           launch, chosen | {"HAS_PRODUCT": wanted}) for wanted in (False, True)]
-    return found
+    return cases

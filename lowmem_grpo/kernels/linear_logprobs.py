@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.head import Head
-from lowmem_grpo.kernels.logits import NONE_IGNORED, LogitShape
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.logits import NONE_IGNORED, Head, LogitShape
 from lowmem_grpo.kernels.logprob_rows import Rows, forward_rows
 from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
-CPU_CHUNK_BYTES = 32 * 2**20  # of fp32 logits at a time, where chunk_rows is not given
+CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, where chunk_rows is not given
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
 CARD_SHARE = 64  # at most this part of a card's memory
 
@@ -114,7 +113,7 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
         return results[0], results[1], results[3]
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_logprobs, _grad_entropy, _grad_log_sum):
         (gradient,) = ctx.saved_tensors
         # the product is taken in fp32 and rounded once, straight into place
@@ -137,7 +136,7 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         return results[0], results[1], results[3]
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_log_sum):
         hidden, weight, bias, low, lora_b, targets, entropy, *sums = ctx.saved_tensors
         shape, chunk_rows, needed = ctx.settings
@@ -158,9 +157,7 @@ def forward_pass(
         return forward_tiles(head, targets, shape, tile_columns(head, chunk_rows), keep_gradient)
     if not torch.compiler.is_compiling():
         return forward_rows(head, targets, shape, chunk_rows, keep_gradient)
-    *rows, gradient = forward_op(
-        head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), chunk_rows, keep_gradient
-    )
+    *rows, gradient = forward_op(*head.operands, targets, *shape.numbers(), chunk_rows, keep_gradient)
     return (rows[0], rows[1], rows[2], rows[3]), gradient if keep_gradient else None
 
 
@@ -168,14 +165,11 @@ def backward_pass(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int,
     rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], needed: list[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the head's five operands, None where not needed. `rows` are m, log s, the entropy and the
-    gradients of logprobs and entropy, each (N,)."""
+    """The gradients of the head's five operands, None where not needed; `rows` as `backward_tiles` takes them."""
     tile = tile_columns(head, chunk_rows)
     if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
         return backward_tiles(head, targets, shape, tile, *rows, needed)
-    grads = backward_op(
-        head.hidden, head.weight, head.bias, head.low, head.lora_b, targets, *shape.numbers(), tile, *rows, needed
-    )
+    grads = backward_op(*head.operands, targets, *shape.numbers(), tile, *rows, needed)
     return [grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)]
 
 
@@ -192,14 +186,12 @@ def forward_compiled(
     temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logprobs, entropy, m, log s, each (N,), and U (N, D), empty where it is not kept."""
-    shape = LogitShape(temperature, scale, softcap, ignore_index)
-    head = Head(hidden, weight, bias, low, lora_b)
+    head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
     rows, gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
     return *rows, hidden.new_empty(0) if gradient is None else gradient
 
 
 def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same, uninitialised."""
     rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(4)]
     return rows[0], rows[1], rows[2], rows[3], hidden.new_empty(hidden.shape if arguments[-1] else 0)
 
@@ -210,32 +202,24 @@ def backward_compiled(
     log_sum: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
     """Gradients of hidden, weight, bias, low and lora_b; empty where not needed."""
-    shape = LogitShape(temperature, scale, softcap, ignore_index)
-    head = Head(hidden, weight, bias, low, lora_b)
-    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
-    grads = backward_tiles(head, targets, shape, tile, *rows, needed)
+    head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
+    grads = backward_tiles(head, targets, shape, tile, maximum, log_sum, entropy, grad_logprobs, grad_entropy, needed)
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]
 
 
 def backward_fake(*arguments: Any) -> list[Tensor]:
-    """The same, uninitialised."""
-    needed = arguments[-1]
-    return [
-        torch.empty_like(operand, memory_format=torch.contiguous_format)
-        if is_needed else arguments[0].new_empty(0)
-        for operand, is_needed in zip(arguments[:5], needed, strict=True)
-    ]
+    return [torch.empty_like(operand, memory_format=torch.contiguous_format) if needed else arguments[0].new_empty(0)
+            for operand, needed in zip(arguments[:5], arguments[-1], strict=True)]
 
 
-forward_op = opaque("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
-backward_op = opaque("linear_logprobs_bwd", backward_compiled, fake=backward_fake)
+forward_op = custom_op("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
+backward_op = custom_op("linear_logprobs_bwd", backward_compiled, fake=backward_fake)
 
 
 def check_arguments(
     hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, bias: Tensor | None, temperature: float,
     chunk_rows: int | None,
 ) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
@@ -248,20 +232,15 @@ def check_arguments(
     if bias is not None and bias.device != device:
         raise ValueError(f"expected bias on {device}; got {bias.device}")
     if hidden.dtype != weight.dtype or hidden.device != device or targets.device != hidden.device:
-        raise ValueError(
-            f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight {weight.dtype} "
-            f"on {device}, targets on {targets.device}"
-        )
+        raise ValueError(f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight "
+                         f"{weight.dtype} on {device}, targets on {targets.device}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
 
 
-def check_lora(
-    hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None
-) -> None:
-    """Raise ValueError where the adapter of the head is half there or does not fit."""
+def check_lora(hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None) -> None:
     if lora_a is None and lora_b is None:
         return
     if lora_a is None or lora_b is None:

@@ -1,4 +1,4 @@
-"""What a model does to its logits after the head: bias, scale, softcap, temperature; in torch and in Triton.
+"""The output head (plain or 4-bit, with or without LoRA), and what a model does to its logits, in torch and in Triton.
 
     z = (raw + bias) * scale;  z = softcap * tanh(z / softcap);  z = z / temperature
     slope = dz / d raw = scale / temperature * (1 - tanh(...)^2)
@@ -15,11 +15,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.kernels.triton_utils import tl, triton, types_of
 
 FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0
 DOT_COLUMNS = 4096  # multiplied at a time
 NONE_IGNORED = -(2**62)  # no target
+
+
+@dataclass(frozen=True)
+class Head:
+    """raw logits (N, V) = hidden weight^T + low lora_b^T, of which only parts are ever made; bias is added later.
+
+    hidden (N, D), weight (V, D), bias (V,) or None; low = scale * hidden lora_a^T (N, r) and lora_b (V, r), or None.
+    """
+
+    hidden: Tensor
+    weight: Tensor | NF4Weight
+    bias: Tensor | None = None
+    low: Tensor | None = None
+    lora_b: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Tensor | NF4Weight | None, ...]:
+        return self.hidden, self.weight, self.bias, self.low, self.lora_b
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weight.shape[0]
+
+    def weight_rows(self, rows: slice | Tensor) -> Tensor:
+        """Rows of the weight (T, D), a band or those at an index (T,), dequantized where they are 4-bit."""
+        if not isinstance(self.weight, NF4Weight):
+            return self.weight[rows]
+        part = self.weight.rows(rows.start, rows.stop) if isinstance(rows, slice) else self.weight.gather(rows)
+        return nf4_dequantize(part)
+
+    def bias_rows(self, band: slice) -> Tensor | None:
+        return None if self.bias is None else self.bias[band]
+
+    def logits(self, rows: slice, band: slice, weight: Tensor, out: Tensor) -> Tensor:
+        """Raw logits of some rows and a band of the vocabulary, whose `weight` rows are given, written to `out`."""
+        matmul_fp32(self.hidden[rows], weight.T, out=out)
+        if self.low is not None and self.lora_b is not None:
+            addmm_fp32(out, self.low[rows], self.lora_b[band].T)
+        return out
+
+    def buffer(self, rows: int, columns: int) -> Tensor:
+        dtype = accumulator_dtype(self.hidden.dtype)
+        return torch.empty(rows, columns, dtype=dtype, device=self.hidden.device)
 
 
 @dataclass(frozen=True)
@@ -32,7 +77,6 @@ class LogitShape:
     ignore_index: int = NONE_IGNORED
 
     def numbers(self) -> tuple[float, float, float | None, int]:
-        """The four of them, as ops and kernels take them."""
         return self.temperature, self.scale, self.softcap, self.ignore_index
 
     def apply_(self, logits: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,8 +90,7 @@ class LogitShape:
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope_(self, shifted: Tensor, maximum: Tensor) -> Tensor | float:
-        """The slope, given z - maximum (R, V), over which it is written with a softcap, and maximum (R, 1); without a
-        softcap it is one number."""
+        """The slope, written over z - maximum (R, V) with a softcap; maximum (R, 1). Without one it is a number."""
         slope = self.scale / self.temperature
         if not self.softcap:
             return slope

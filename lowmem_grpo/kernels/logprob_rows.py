@@ -11,8 +11,9 @@ gradient fills the first half of each row's bytes, so a chunk costs 4 R V bytes 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.head import Head
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.logits import (
+    Head,
     LogitShape,
     floor_,
     kernels_take,
@@ -22,7 +23,6 @@ from lowmem_grpo.kernels.logits import (
     shape_logits,
     types_of_logits,
 )
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, entropy, m and log s: log sum exp(z) = m + log s
@@ -57,9 +57,7 @@ def finish_rows_ref(
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
     """(4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten; one more buffer of their size.
-
-    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards.
-    """
+    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
@@ -127,7 +125,6 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The same by the kernel."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
@@ -141,13 +138,12 @@ def logprob_rows_triton(
     return results
 
 
-logprob_rows = opaque(
+logprob_rows = custom_op(
     "logprob_rows", finish_rows_ref, logprob_rows_triton, mutates=("logits",),
     fake=lambda logits, *_: logits.new_empty(4, logits.shape[0]),
 )
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernel for heads of `dtype`."""
     types = types_of_logits(logprob_rows_kernel, dtype, results_ptr="*fp32")
     return flagged("logprob_rows", logprob_rows_kernel, types, LAUNCH, ("HAS_BIAS", "HAS_SOFTCAP", "HAS_GRADIENT"))

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.head import Head
-from lowmem_grpo.kernels.logits import LogitShape, kernels_take, packed_gradient
+from lowmem_grpo.kernels.logits import Head, LogitShape, kernels_take, packed_gradient
 from lowmem_grpo.kernels.logprob_rows import Rows
-from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd
-from lowmem_grpo.kernels.logprob_tile_fwd import (
+from lowmem_grpo.kernels.logprob_tile_kernels import (
     DECAY,
     MAXIMUM,
     SLOPE,
     SUM,
     TARGET,
     WEIGHTED,
+    differentiate_ref,
+    logprob_tile_bwd,
     logprob_tile_fwd,
     new_state,
     update_state_ref,
@@ -38,7 +38,6 @@ SUMS = ("hidden", "low")  # whose gradients are sums over the vocabulary
 
 
 def bands(vocabulary: int, tile: int) -> list[slice]:
-    """The vocabulary cut into tiles."""
     return [slice(start, min(start + tile, vocabulary)) for start in range(0, vocabulary, tile)]
 
 
@@ -73,7 +72,7 @@ def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, i
     gradient = total if total.dtype == head.hidden.dtype else torch.empty_like(head.hidden)
     for start in range(0, total.shape[0], ROWS):
         rows = slice(start, start + ROWS)
-        target_weight = head.weight_at(targets[rows].masked_fill(ignored[rows], 0)).to(total.dtype)
+        target_weight = head.weight_rows(targets[rows].masked_fill(ignored[rows], 0)).to(total.dtype)
         chunk = total[rows].div_(-state[SUM, rows, None]).addcmul_(target_weight, state[SLOPE, rows, None])
         gradient[rows] = chunk.masked_fill_(ignored[rows, None], 0)
     return gradient
@@ -81,10 +80,8 @@ def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, i
 
 @dataclass
 class HeadGradients:
-    """Gradients of a head's operands, of their shapes; None where not needed.
-
-    Those of hidden and low are sums over the vocabulary, in float32; the others are written band by band.
-    """
+    """Gradients of a head's operands, of their shapes; None where not needed. Those of hidden and low are sums over the
+    vocabulary, in float32; the others are written band by band."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -94,21 +91,15 @@ class HeadGradients:
 
     @classmethod
     def empty(cls, head: Head, needed: list[bool]) -> "HeadGradients":
-        """Zeros and uninitialised bands."""
-        dtype, device = accumulator_dtype(head.hidden.dtype), head.hidden.device
-        made: list[Tensor | None] = []
+        dtype, made = accumulator_dtype(head.hidden.dtype), dict.fromkeys(NAMES)
         for name, is_needed in zip(NAMES, needed, strict=True):
             operand = getattr(head, name)
-            if not is_needed or operand is None:
-                made.append(None)
-            elif name in SUMS:
-                made.append(torch.zeros(operand.shape, dtype=dtype, device=device))
-            else:
-                made.append(torch.empty(operand.shape, dtype=operand.dtype, device=device))
-        return cls(*made)
+            if is_needed and operand is not None:
+                made[name] = (head.hidden.new_zeros(operand.shape, dtype=dtype) if name in SUMS
+                              else torch.empty_like(operand, memory_format=torch.contiguous_format))
+        return cls(**made)
 
     def add(self, head: Head, band: slice, weight: Tensor, difference: Tensor, scale: Tensor) -> None:
-        """Takes one band's d (N, T) in; weight (T, D) is the band's."""
         if self.hidden is not None:
             addmm_fp32(self.hidden, difference, weight)
         if self.weight is not None:
@@ -121,27 +112,22 @@ class HeadGradients:
             self.lora_b[band] = matmul_fp32(difference.T, head.low).mul_(scale)
 
     def finish(self, head: Head, scale: Tensor) -> list[Tensor | None]:
-        """All five in the dtypes of their operands."""
-        for name in SUMS:
-            total = getattr(self, name)
-            if total is not None:
-                setattr(self, name, total.mul_(scale).to(head.hidden.dtype))
-        return [getattr(self, name) for name in NAMES]
+        grads = {name: getattr(self, name) for name in NAMES}
+        grads |= {name: grads[name].mul_(scale).to(head.hidden.dtype) for name in SUMS if grads[name] is not None}
+        return list(grads.values())
 
 
 def backward_tiles(
     head: Head, targets: Tensor, shape: LogitShape, tile: int, maximum: Tensor, log_sum: Tensor, entropy: Tensor,
     grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor | None]:
-    """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed.
-
-    The incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
-    results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16.
-    """
-    scale = largest_magnitude([grad for grad in (grad_logprobs, grad_entropy) if grad is not None])
-    grad_logprobs = grad_logprobs / scale
-    grad_entropy = None if grad_entropy is None else grad_entropy / scale
-    rows = (maximum, log_sum, entropy, grad_logprobs, grad_entropy)
+    """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed. The
+    incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
+    results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16."""
+    smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # above 0 where all are 0
+    present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
+    scale = torch.cat([smallest, *present]).abs().amax()
+    rows = (maximum, log_sum, entropy, grad_logprobs / scale, None if grad_entropy is None else grad_entropy / scale)
     gradients = HeadGradients.empty(head, needed)
     buffer = head.buffer(head.hidden.shape[0], min(tile, head.vocabulary))
     differentiate = logprob_tile_bwd if kernels_take(buffer) else differentiate_ref
@@ -151,9 +137,3 @@ def backward_tiles(
         differentiate(logits, targets, head.bias_rows(band), *rows, *shape.numbers(), band.start, head.hidden.dtype)
         gradients.add(head, band, weight, packed_gradient(logits, head.hidden.dtype), scale)
     return gradients.finish(head, scale)
-
-
-def largest_magnitude(values: list[Tensor]) -> Tensor:
-    """() the largest absolute value, above zero even where all are zero or there are none."""
-    smallest = values[0].new_full((1,), torch.finfo(values[0].dtype).tiny)
-    return torch.cat([smallest, *values]).abs().amax()

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.frozen import FrozenWeight, project, project_back, project_back_each, project_each
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -38,15 +38,15 @@ def lora_linear(
     many layers. A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
     """
     frozen = [frozen_weight(weight) for weight in weights]
-    given = [None] * len(loras) if biases is None else list(biases)
+    added = [None] * len(loras) if biases is None else list(biases)
     check_linears(x, frozen, loras)
-    check_biases(frozen, given)
+    check_biases(frozen, added)
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
-        outputs: Sequence[Tensor] = LoRALinearFunction.apply(rows, frozen, given, scales_of(loras), *tensors_of(loras))
+        outputs: Sequence[Tensor] = LoRALinearFunction.apply(rows, frozen, added, scales_of(loras), *tensors_of(loras))
     else:
         (factors,) = held_factors([loras], x.dtype)
-        outputs = forward_linears(rows, frozen, factors, given)
+        outputs = forward_linears(rows, frozen, factors, added)
     return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
 
@@ -62,7 +62,7 @@ class LoRALinearFunction(torch.autograd.Function):
         return tuple(forward_linears(x, weights, factors, biases))
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, *grads):
         x, *tensors = ctx.saved_tensors
         (factors,) = factors_of([pairs_of(tensors, ctx.scales)], x.dtype)
@@ -77,11 +77,11 @@ def forward_linears(
     outputs: list[Tensor] = []
     for weight in weights:
         count = matrices(weight)
-        given = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
+        own_biases = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
         if count > 1 and not isinstance(weight, Tensor):
-            outputs += project_each(x, weight, given)
+            outputs += project_each(x, weight, own_biases)
         else:
-            outputs.append(project(x, weight, given[0]))
+            outputs.append(project(x, weight, own_biases[0]))
     if factors is not None:
         factors.add_to(outputs, x)
     return outputs
@@ -90,8 +90,7 @@ def forward_linears(
 def backward_linears(
     grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx (N, in) or None, [dA, dB of each layer] in float32, or float64 for such x) without autograd; a layer whose
-    gradient is None adds nothing."""
+    """(dx (N, in) or None, [dA, dB of each layer], float32 or float64) without autograd; dy_i None adds nothing."""
     grad_x = back_to_x(grads, weights) if needs_x else None
     grad_low = None if factors is None else factors.grad_low(grads)
     if factors is None or grad_low is None:
@@ -106,22 +105,21 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
     total, rest = None, iter(grads)
     for weight in weights:
         some = [next(rest) for _ in range(matrices(weight))]
-        given = [grad for grad in some if grad is not None]
-        if not given:
+        present = [grad for grad in some if grad is not None]
+        if not present:
             continue
         if total is not None and isinstance(weight, Tensor):
-            total.addmm_(given[0], weight)
+            total.addmm_(present[0], weight)
             continue
         if len(some) > 1 and not isinstance(weight, Tensor):
             share = project_back_each(some, weight)
         else:
-            share = project_back(given[0], weight)
+            share = project_back(present[0], weight)
         total = share if total is None else total.add_(share)
     return total
 
 
 def matrices(weight: FrozenWeight) -> int:
-    """Return the number of layers in the weight."""
     return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
@@ -133,7 +131,6 @@ def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int]
 
 
 def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients in the dtypes of their tensors."""
     pairs = zip(grads, tensors, strict=True)
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 
@@ -149,7 +146,6 @@ def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
 
 
 def scales_of(loras: Sequence[LoRA | None]) -> list[float]:
-    """The scale of each adapter; 0 where a matrix has none."""
     return [0.0 if lora is None else lora.scale for lora in loras]
 
 
@@ -160,12 +156,10 @@ def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[
 
 
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
-            raise ValueError(
-                f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of {weight.dtype}"
-            )
+            raise ValueError(f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of "
+                             f"{weight.dtype}")
         if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
             raise ValueError("the weights are frozen: call weight.requires_grad_(False) and train LoRA")
     shapes = list(shapes_of(weights))
@@ -177,13 +171,11 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
         rank = lora.a.shape[0]
         expected = ((rank, shape[1]), (shape[0], rank))
         if (tuple(lora.a.shape), tuple(lora.b.shape)) != expected:
-            raise ValueError(
-                f"expected LoRA a {expected[0]} and b {expected[1]}; got {tuple(lora.a.shape)}, {tuple(lora.b.shape)}"
-            )
+            raise ValueError(f"expected LoRA a {expected[0]} and b {expected[1]}; got {tuple(lora.a.shape)}, "
+                             f"{tuple(lora.b.shape)}")
 
 
 def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     shapes = list(shapes_of(weights))
     if len(biases) != len(shapes):
         raise ValueError(f"expected one entry of biases for each weight; got {len(shapes)} and {len(biases)}")

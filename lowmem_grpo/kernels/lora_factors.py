@@ -3,10 +3,9 @@
     low = x A^T (N, sum of r_i)       y_i += scale_i low_i B_i^T
     d_low_i = scale_i dy_i B_i;  dx += d_low A;  dA = d_low^T x;  dB_i = dy_i^T (scale_i low_i)
 
-So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually
-kept in float32 while x is in 16 bits: all of them are converted by one launch, for as long as a pass over the layer
-takes. Nothing is kept between passes, so nothing can be out of date; but sampling, in which adapters stay as they are,
-keeps what it has converted (`kept_factors`).
+So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually in
+float32 while x is in 16 bits: all are converted by one launch and kept for one pass over the layer, so that nothing is
+out of date; but sampling, in which adapters stay as they are, keeps what it has converted (`kept_factors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ class Factors:
 
     a: Tensor  # (sum of r_i, in)
     b: list[Tensor | None]  # (out_i, r_i), None for a layer without LoRA
-    columns: list[slice]  # of low that belong to each layer
+    columns: list[slice]  # each layer's part of low
     scales: list[float]
 
     def add_to(self, outputs: Sequence[Tensor], x: Tensor) -> None:
@@ -77,13 +76,13 @@ class Factors:
     def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
         """[dA_i, dB_i of each layer] in float32 (float64 for such x); None without LoRA or without dy_i."""
         low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
             if grad is None or b is None:
-                found += [None, None]
+                gradients += [None, None]
             else:
-                found += [grad_a[columns], matmul_fp32(grad.T, low[:, columns])]
-        return found
+                gradients += [grad_a[columns], matmul_fp32(grad.T, low[:, columns])]
+        return gradients
 
 
 Copies = list[tuple[Tensor, Tensor]]  # (to, from)
@@ -96,9 +95,8 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Inside, passes without gradient convert the pairs of a layer once, and read them adjacent and in the dtype of x
-    from then on: 2 bytes for each number of the adapters where x is in 16 bits. The adapters must not change inside.
-    What was kept in `lasting` before is converted again, into the tensors that it had, and stays there."""
+    """Inside, passes without gradient convert a layer's pairs once: 2 bytes for each number where x is in 16 bits. The
+    adapters must not change inside. What was kept in `lasting` is converted again, in place, and stays there."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -112,29 +110,26 @@ def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
 
 def convert_again(kept: Kept) -> None:
     """Put the adapters of now where those of before are: a CUDA graph reads them there."""
-    for key, (groups, found) in kept.items():
+    for key, (groups, factors) in kept.items():
         if not isinstance(key[0], torch.dtype):
             continue  # no tensors of its own
-        for old, new in zip(found, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
+        for old, new in zip(factors, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
             pairs = zip([old.a, *old.b], [new.a, *new.b], strict=True) if old is not None and new is not None else ()
-            for to, given in pairs:
-                if to is not None and given is not None and to.data_ptr() != given.data_ptr():
-                    to.copy_(given)
+            for to, source in pairs:
+                if to is not None and source is not None and to.data_ptr() != source.data_ptr():
+                    to.copy_(source)
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """`factors_of`, kept where `kept_factors` says so."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
                     for group in groups for lora in (*group, None)))
-    found: list[Factors | None] = held(key, groups, lambda: factors_of(groups, dtype))
-    return found
+    return held(key, groups, lambda: factors_of(groups, dtype))
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`, and each time
-    outside."""
+    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`."""
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -146,14 +141,13 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
     """One for each group of layers on one input, None for a group without LoRA; all converted by one launch."""
     copies: Copies = []
-    found = [factors_of_group(group, dtype, copies) for group in groups]
+    factors = [factors_of_group(group, dtype, copies) for group in groups]
     if copies:
-        torch._foreach_copy_([to for to, _ in copies], [given for _, given in copies])
-    return found
+        torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
+    return factors
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Return the factors of a group; a tensor of another dtype gets a place, and its copy is noted."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None
@@ -163,15 +157,12 @@ def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factor
         rank = 0 if lora is None else lora.a.shape[0]
         columns.append(slice(end, end + rank))
         end += rank
-    return Factors(
-        stacked([lora.a for lora in present], dtype, copies),
-        [None if lora is None else next(factors) for lora in group], columns,
-        [0.0 if lora is None else lora.scale for lora in group],
-    )
+    return Factors(stacked([lora.a for lora in present], dtype, copies),
+                   [None if lora is None else next(factors) for lora in group], columns,
+                   [0.0 if lora is None else lora.scale for lora in group])
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
-    """The tensor, or a place for its copy."""
     if tensor.dtype == dtype:
         return tensor
     copies.append((tensor.new_empty(tensor.shape, dtype=dtype), tensor))
@@ -179,7 +170,6 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, copies: Copies) -> Tensor:
-    """Matrices (r_i, in) below each other, or a place for them."""
     if len(parts) == 1:
         return in_dtype(parts[0], dtype, copies)
     if all(part.dtype == dtype for part in parts):

@@ -2,14 +2,13 @@
 
     gate, up = x W_g^T + LoRA, x W_u^T + LoRA;  h = act(gate) * up;  y = h W_d^T + LoRA
 
-Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. Plain autograd keeps x, gate,
-up, act(gate), h and the small LoRA products. Here the backward pass writes d_gate over gate, d_up over up and h, made
-again, over dh: two buffers (N, F) kept and one made, where F is the inner size.
+Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. The backward pass writes
+d_gate over gate, d_up over up and h, made again, over dh: two buffers (N, F) kept and one made, F the inner size.
 
 In tiles of t rows nothing but x is kept and no buffer is larger than (t, F): the backward pass makes gate and up of a
-tile again. For that there are two autograd nodes. The first keeps x, gives it on, and makes all gradients; the second
-computes y, keeps nothing, and hands dy back as it is. So what is kept is kept before y is computed, and a checkpoint
-around it all that stops at the last tensor kept (torch's non-reentrant one does) never computes y a second time.
+tile again. There are two autograd nodes: the first keeps x, gives it on, and makes all gradients; the second computes
+y, keeps nothing, and hands dy back as it is. So all is kept before y is computed, and a checkpoint around it that stops
+at the last tensor kept (torch's non-reentrant one does) never computes y a second time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,23 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels import lora
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
-from lowmem_grpo.kernels.lora import (
-    as_given,
-    back_to_x,
-    backward_linears,
-    check_linears,
-    forward_linears,
-    frozen_weight,
-    lora_linear_ref,
-    pairs_of,
-    scales_of,
-    shapes_of,
-    tensors_of,
-)
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"), "gelu": F.gelu,
@@ -48,9 +35,9 @@ def lora_mlp_ref(
     up_lora: LoRA | None = None, down_lora: LoRA | None = None, activation: str = "silu",
 ) -> Tensor:
     """The same in plain torch; without `up`, gate holds both halves (2 F, in)."""
-    g = lora_linear_ref(x, gate, gate_lora)
-    g, u = g.chunk(2, -1) if up is None else (g, lora_linear_ref(x, up, up_lora))
-    return lora_linear_ref(ACTIVATIONS[activation](g) * u, down, down_lora)
+    g = lora.lora_linear_ref(x, gate, gate_lora)
+    g, u = g.chunk(2, -1) if up is None else (g, lora.lora_linear_ref(x, up, up_lora))
+    return lora.lora_linear_ref(ACTIVATIONS[activation](g) * u, down, down_lora)
 
 
 def lora_mlp(
@@ -65,20 +52,22 @@ def lora_mlp(
     With `tile_rows` (at least 1; out = in) rows are computed in tiles of as many, and gate and up are made again in the
     backward pass. Without it their buffers are used up by one backward pass: a second one raises RuntimeError.
     """
-    inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
-    both = len(list(shapes_of(inner))) == 1
+    inner = [lora.frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
+    both = len(list(lora.shapes_of(inner))) == 1
     if both and up_lora is not None:
         raise ValueError("up_lora was given without up: with one matrix for gate and up, gate_lora covers both")
     loras = [gate_lora, down_lora] if both else [gate_lora, up_lora, down_lora]
-    weights = MLPWeights(inner, frozen_weight(down), scales_of(loras), activation)
-    check_linears(x, inner, loras[:-1])
+    weights = MLPWeights(inner, lora.frozen_weight(down), lora.scales_of(loras), activation)
+    lora.check_linears(x, inner, loras[:-1])
     check_mlp(x, weights, loras[-1])
-    rows, tensors = x.reshape(-1, x.shape[-1]), tensors_of(loras)
-    if tile_rows is not None:
-        check_tiles(weights, x.shape[-1], tile_rows)
+    rows, tensors = x.reshape(-1, x.shape[-1]), lora.tensors_of(loras)
+    if tile_rows is not None and tile_rows < 1:
+        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
+    if tile_rows is not None and weights.down.shape[0] != x.shape[-1]:
+        raise ValueError(f"in tiles, expected out = in = {x.shape[-1]}; got a down weight {tuple(weights.down.shape)}")
     if not torch.is_grad_enabled() and (tile_rows is None or len(rows) <= tile_rows):
         inside, down_factors = held_factors([loras[:-1], loras[-1:]], x.dtype)
-        y = weights.output(forward_linears(rows, weights.inner, inside), down_factors)
+        y = weights.output(lora.forward_linears(rows, weights.inner, inside), down_factors)
     elif tile_rows is None:
         y = LoRAMLPFunction.apply(rows, weights, *tensors)
     else:
@@ -101,15 +90,14 @@ class MLPWeights:
         return sum(weight.shape[0] for weight in self.inner) // 2
 
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
-        """Return the factors of gate and up, and those of down, from their LoRA tensors."""
-        loras = pairs_of(tensors, self.scales)
+        loras = lora.pairs_of(tensors, self.scales)
         inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
         return inner, down
 
     def output(self, inner: list[Tensor], factors: Factors | None) -> Tensor:
         """y (N, out) from [gate, up] (N, F), or [both] (N, 2 F), with the factors of down."""
         h = glu_forward(*halves(*inner), self.activation)
-        return forward_linears(h, [self.down], factors)[0]
+        return lora.forward_linears(h, [self.down], factors)[0]
 
 
 class LoRAMLPFunction(torch.autograd.Function):
@@ -118,19 +106,19 @@ class LoRAMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, *tensors):
         factors = weights.factors(tensors, x.dtype)
-        inner = forward_linears(x, weights.inner, factors[0])
+        inner = lora.forward_linears(x, weights.inner, factors[0])
         ctx.weights, ctx.count = weights, len(tensors)
         ctx.save_for_backward(x, *tensors, *inner)
         return weights.output(inner, factors[1])
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, saved = ctx.saved_tensors[0], ctx.saved_tensors[1:]
         tensors, inner = saved[: ctx.count], saved[ctx.count :]
         factors = ctx.weights.factors(tensors, x.dtype)
         grad_x, grads = gradients(grad, x, list(inner), ctx.weights, factors, ctx.needs_input_grad[0])
-        return grad_x, None, *as_given(grads, tensors)
+        return grad_x, None, *lora.as_given(grads, tensors)
 
 
 class TileBackward(torch.autograd.Function):
@@ -143,7 +131,7 @@ class TileBackward(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, *tensors = ctx.saved_tensors
         factors = ctx.weights.factors(tensors, x.dtype)
@@ -151,7 +139,7 @@ class TileBackward(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_x and not one_tile else None
         totals: list[Tensor | None] = [None] * len(tensors)
         for rows in tiles(len(x), ctx.tile_rows):
-            inner = forward_linears(x[rows], ctx.weights.inner, factors[0])
+            inner = lora.forward_linears(x[rows], ctx.weights.inner, factors[0])
             share, grads = gradients(grad[rows], x[rows], inner, ctx.weights, factors, needs_x)
             if grad_x is None or share is None:
                 grad_x = share
@@ -160,7 +148,7 @@ class TileBackward(torch.autograd.Function):
             pairs = zip(totals, grads, strict=True)
             totals = [total if part is None else part if total is None else total.add_(part) for total, part in pairs]
             del inner, share, grads  # before those of the next tile are made
-        return grad_x, None, None, *as_given(totals, tensors)
+        return grad_x, None, None, *lora.as_given(totals, tensors)
 
 
 class TileForward(torch.autograd.Function):
@@ -170,20 +158,19 @@ class TileForward(torch.autograd.Function):
     def forward(ctx, x, weights, tile_rows, tensors):
         inner, down = weights.factors(tensors, x.dtype)
         if len(x) <= tile_rows:
-            return weights.output(forward_linears(x, weights.inner, inner), down)
+            return weights.output(lora.forward_linears(x, weights.inner, inner), down)
         y = torch.empty_like(x)
         for rows in tiles(len(x), tile_rows):
-            y[rows] = weights.output(forward_linears(x[rows], weights.inner, inner), down)
+            y[rows] = weights.output(lora.forward_linears(x[rows], weights.inner, inner), down)
         return y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None, None, None
 
 
 def tiles(rows: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` rows that cover them all."""
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
@@ -194,7 +181,7 @@ def gradients(
     """dx (N, in) or None, and dA, dB of each layer in float32; writes over gate and up."""
     gate, up = halves(*inner)
     of_inner, of_down = factors
-    grad_h = back_to_x([grad], [weights.down])
+    grad_h = lora.back_to_x([grad], [weights.down])
     assert grad_h is not None
     grad_low = None if of_down is None else of_down.grad_low([grad])
     if of_down is not None and grad_low is not None:
@@ -203,24 +190,15 @@ def gradients(
     down_grads: list[Tensor | None] = [None, None]
     if of_down is not None and grad_low is not None:
         down_grads = of_down.gradients([grad], grad_low, grad_h)
-    grad_x, inner_grads = backward_linears(inner, x, weights.inner, of_inner, needs_x)
+    grad_x, inner_grads = lora.backward_linears(inner, x, weights.inner, of_inner, needs_x)
     return grad_x, [*inner_grads, *down_grads]
 
 
-def check_tiles(weights: MLPWeights, width: int, tile_rows: int) -> None:
-    """Raise ValueError that says what was expected and what was got."""
-    if tile_rows < 1:
-        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
-    if weights.down.shape[0] != width:
-        raise ValueError(f"in tiles, expected out = in = {width}; got a down weight {tuple(weights.down.shape)}")
-
-
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(ACTIVATIONS)}")
-    shapes = [shape for shape, _ in shapes_of(weights.inner)]
+    shapes = [shape for shape, _ in lora.shapes_of(weights.inner)]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
         raise ValueError(f"expected gate and up of one shape; got {shapes[0]}, {shapes[1]}")
     inner = torch.empty(0, weights.size, dtype=x.dtype, device=x.device)
-    check_linears(inner, [weights.down], [down_lora])
+    lora.check_linears(inner, [weights.down], [down_lora])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.custom_op import custom_op
 
 MIN_BAND = 64  # columns upcast at a time on the CPU, at least
 
@@ -14,11 +14,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) where it is given.
-
-    On CUDA the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns
-    of `right` are upcast in bands no larger than the result.
-    """
+    """left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) where it is given. On CUDA
+    the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns of
+    `right` are upcast in bands no larger than the result."""
     dtype = accumulator_dtype(left.dtype)
     if out is None:
         out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
@@ -31,7 +29,6 @@ def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The product on the CPU."""
     wide = left.to(out.dtype)
     band = max(MIN_BAND, out.numel() // max(left.shape[1], 1))
     for start in range(0, right.shape[1], band):
@@ -39,7 +36,7 @@ def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.mm(wide, right[:, columns].to(out.dtype), out=out[:, columns])
 
 
-upcast_matmul = opaque("upcast_matmul", matmul_in_bands, mutates=("out",))
+upcast_matmul = custom_op("upcast_matmul", matmul_in_bands, mutates=("out",))
 
 
 def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
@@ -68,10 +68,8 @@ class NF4Weight:
     @classmethod
     def adjacent(cls, params: Sequence[Any]) -> "NF4Weight":
         """One weight out of several Params4bit, whose storage becomes views of it: bitsandbytes still works with them.
-
         They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends (with
-        double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed.
-        """
+        double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed."""
         check_adjacent(weights := [cls.from_bitsandbytes(param) for param in params])
         first = weights[0]
         names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
@@ -87,7 +85,6 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
-        """The weight of `tensors` and `sizes`, as operations of torch are given them."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
@@ -99,13 +96,11 @@ class NF4Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the kernels read: three, and three more with double quantization."""
         parts = (self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset)
         return [part for part in parts if part is not None]
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers that go with `tensors`."""
         return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property
@@ -134,27 +129,21 @@ class NF4Weight:
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")
         blocks = slice(start * columns // size, -(stop * columns // -size))
-        band = replace(
-            self, packed=self.packed[start * columns // 2 : (stop * columns + 1) // 2], absmax=self.absmax[blocks],
-            shape=(stop - start, columns), out_features=(stop - start,),
-        )
+        band = replace(self, packed=self.packed[start * columns // 2 : (stop * columns + 1) // 2],
+                       absmax=self.absmax[blocks], shape=(stop - start, columns), out_features=(stop - start,))
         if self.nested_absmax is None or self.offset is None:
             return band
         before = self.first_block + blocks.start
         groups = slice(before // self.nested_blocksize, -((self.first_block + blocks.stop) // -self.nested_blocksize))
-        return replace(
-            band, first_block=before % self.nested_blocksize, nested_absmax=self.nested_absmax[groups],
-            offset=self.offset[groups] if self.offset.ndim else self.offset,
-        )
+        return replace(band, first_block=before % self.nested_blocksize, nested_absmax=self.nested_absmax[groups],
+                       offset=self.offset[groups] if self.offset.ndim else self.offset)
 
     def gather(self, index: Tensor) -> "NF4Weight":
         """Copies of the rows at `index` (n,) int64, for an embedding: still in 4 bits, scales in float32."""
         (rows, columns), size = self.shape, self.blocksize
         if columns % size or index.ndim != 1 or index.dtype != torch.long:
-            raise ValueError(
-                f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} {index.dtype}, "
-                f"rows of {columns} in blocks of {size}"
-            )
+            raise ValueError(f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} "
+                             f"{index.dtype}, rows of {columns} in blocks of {size}")
         blocks = torch.arange(columns // size, device=index.device) + index[:, None] * (columns // size)
         return NF4Weight(
             self.packed.view(rows, columns // 2)[index].flatten(), self.scales(blocks).flatten(), self.code,
@@ -171,17 +160,14 @@ class NF4Weight:
 
 
 def check_adjacent(weights: Sequence[NF4Weight]) -> None:
-    """Raise ValueError that says which weight does not fit under the others."""
     if not weights:
         raise ValueError("expected at least one weight; got none")
     first = weights[0]
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.blocksize, w.dtype, w.absmax.dtype, w.nested_blocksize) for w in (first, weight))
         if want != got:
-            raise ValueError(
-                f"weight {number} does not fit: (in, blocksize, dtype, dtype of absmax, nested blocksize) is {got}, "
-                f"and {want} in weight 0"
-            )
+            raise ValueError(f"weight {number} does not fit: (in, blocksize, dtype, dtype of absmax, nested blocksize) "
+                             f"is {got}, and {want} in weight 0")
         tables = [table for w in (first, weight) for table in (w.code, w.nested_code) if table is not None]
         if not all(map(torch.equal, tables[: len(tables) // 2], tables[len(tables) // 2 :])):
             raise ValueError(f"weight {number} has other code tables than weight 0")
@@ -246,7 +232,6 @@ def nf4_dequantize_kernel(
 
 
 def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """Fills out (rows, width) with columns first_column to first_column + width of the weight's first rows."""
     rows, width = out.shape
     weight = NF4Weight.from_parts(tensors, sizes, [rows], out.dtype)
     unit = weight.row_unit
@@ -268,20 +253,17 @@ def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], 
         )
 
 
-nf4_dequantize_op = opaque("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
+nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
 
 
 def dequantized(weight: Any, out: Tensor | None) -> Tensor:
-    """The values (out, in) of a weight in NF4 or FP8 in its dtype, or written to `out` (contiguous, any floating dtype)
-    where it is given. ValueError where that does not fit."""
+    """The values (out, in) of a weight in NF4 or FP8, or written to `out`. ValueError where that does not fit."""
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
     if not fits or out.device != weight.device:
-        raise ValueError(
-            f"expected out {weight.shape}, contiguous, floating, on {weight.device}; got {tuple(out.shape)}, "
-            f"strides {out.stride()}, {out.dtype} on {out.device}"
-        )
+        raise ValueError(f"expected out {weight.shape}, contiguous, floating, on {weight.device}; got "
+                         f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}")
     weight.fill(out)
     return out
 
@@ -292,7 +274,6 @@ def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Single and double quantization, sizes that are multiples of 8 and others."""
     return [
         Variant(f"nf4_dequantize nested={nested} ragged={ragged}", nf4_dequantize_kernel,
                 types_of(nf4_dequantize_kernel, dtype, **weight_types(nested)), DEQUANTIZE,

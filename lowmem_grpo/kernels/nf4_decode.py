@@ -3,37 +3,25 @@
 A byte holds an even and an odd column: the high nibbles are multiplied with the even columns of x, the low ones with
 the odd columns, in two products, and nothing is interleaved.
 
-What bounds it: by the compiled loop a weight takes one shuffle (32 a clock and multiprocessor), one shift (64), one
-multiplication (128) and half a conversion (64), and 5 instructions in all (128), which makes 10 us for 4096 x 14336 and
-3 us for 4096 x 4096 on an H100. Measured there, in a CUDA graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and
-26 us for 64 (dense 47 and 15). So its warps wait for something else than instructions or bytes, which is not known yet.
-Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
+Bounds by the compiled loop are 10 us for 4096 x 14336 and 3 us for 4096 x 4096 on an H100; measured there in a CUDA
+graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and 26 us for 64 (dense 47 and 15). What its warps wait for is
+not known yet. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
 """
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.few_rows import (
-    VARYING,
-    decode_op,
-    finish,
-    finish_arguments,
-    grid,
-    launches,
-    narrow_launch,
-    narrow_launches,
-    takes_rows,
-    variant,
-)
+from lowmem_grpo.kernels import few_rows
+from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, tl, triton
 
 
 def can_decode_nf4(x: Tensor, weight: NF4Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, and rows of W made of whole blocks of 64 or
-    more."""
-    return takes_rows(x, weight.out_features, "nf4") and weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
+    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W in whole blocks of 64 or more."""
+    whole_blocks = weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
+    return whole_blocks and few_rows.takes_rows(x, weight.out_features, "nf4")
 
 
 @triton.jit(do_not_specialize=[*VARYING, "offset_stride", "block_shift", "first_block"])
@@ -97,33 +85,27 @@ def nf4_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
 ) -> Tensor:
-    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype. `launch`: another one
-    than the rule's, to time it."""
+    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous. `launch` replaces the rule's."""
     rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launch = launch or narrow_launch(rows, outputs, x.shape[1], capability(x.device))
+    launch = launch or few_rows.narrow_launch(rows, outputs, x.shape[1], capability(x.device))
     pointers, numbers = weight_arguments(tensors, sizes)
-    nf4_decode_kernel[grid(rows, outputs, launch)](
+    nf4_decode_kernel[few_rows.grid(rows, outputs, launch)](
         out, x, *pointers, sizes[0] // 2, *numbers,
-        *finish_arguments(x, tensors[2], features, xa, lora_b, scale, scale_tensor, bias), NESTED=len(tensors) > 3,
-        SHUFFLE=x.is_cuda, **launch.options,
+        *few_rows.finish_arguments(x, tensors[2], features, xa, lora_b, scale, scale_tensor, bias),
+        NESTED=len(tensors) > 3, SHUFFLE=x.is_cuda, **launch.options,
     )
     return out
 
 
-def nf4_values(tensors: list[Tensor], sizes: list[int], features: list[int], dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in a dtype."""
-    return nf4_dequantize_ref(NF4Weight.from_parts(tensors, sizes, features, dtype))
-
-
-nf4_decode_op = decode_op("nf4_decode", nf4_values, nf4_decode_triton)
+nf4_decode_op = few_rows.decode_op(
+    "nf4_decode", lambda *parts: nf4_dequantize_ref(NF4Weight.from_parts(*parts)), nf4_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every launch that the rule chooses, with single and double quantization."""
-    found = launches(capability) if capability < 80 else narrow_launches(capability)
+    choices = few_rows.launches(capability) if capability < 80 else few_rows.narrow_launches(capability)
     return [
-        variant(f"nf4_decode {name} nested={nested}", nf4_decode_kernel, weight_types(nested), dtype, launch,
-                NESTED=nested, SHUFFLE=True)
-        for name, launch in found.items() for nested in (False, True)
+        few_rows.variant(f"nf4_decode {name} nested={nested}", nf4_decode_kernel, weight_types(nested), dtype, launch,
+                         NESTED=nested, SHUFFLE=True)
+        for name, launch in choices.items() for nested in (False, True)
     ]

@@ -21,7 +21,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, tl, triton, types_of
 
-BYTES = 32  # of a row that are decoded at a time: one block
+BYTES = 32  # decoded at a time from a row: one block
 VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", "block_shift", "first_block"]
 
 
@@ -36,7 +36,7 @@ class Places:
     block: int  # places of a tile
 
     @classmethod
-    def of(cls, ids: Tensor, experts: int) -> "Places":
+    def from_ids(cls, ids: Tensor, experts: int) -> "Places":
         """Return the places of the flattened ids (S,), without waiting for the device."""
         chosen, order = ids.sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
@@ -46,7 +46,6 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
-    """Places of a tile: few where experts have few."""
     return 64 if places >= 32 * experts else 16
 
 
@@ -197,13 +196,11 @@ def nf4_grouped(
 
 
 def steps_of(experts: int) -> int:
-    """Return the number of steps of a search by halves among so many experts."""
     return max(1, (experts - 1).bit_length())
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Both directions, both sizes of tiles, with gate values and without, single and double quantization; of 128
-    experts. None before sm_80."""
+    """Both directions and tile sizes, scaled or not, single and double quantization; 128 experts. None before sm_80."""
     if capability < 80:
         return []
     return [

@@ -7,10 +7,8 @@ x (..., in), W (out, in); A (r, in) and B (out, r), or with S adjacent matrices 
 product with x, and B (out, r), whose rows of matrix s take part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
 equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
 
-A few rows on CUDA go through `nf4_decode`, which reads the 4-bit weight once. All other cases dequantize bands of the
-weight (`frozen.py`). That includes rows of W that are not made of whole blocks, blocks of 32, float32, and the backward
-pass, for which no dequantized weight is kept: it needs x for dA, x A^T for dB, the adapters for dx, and keeps what
-these ask for.
+A few rows on CUDA go through `nf4_decode`; all else, the backward pass too, dequantizes bands of the weight
+(`frozen.py`). It needs x for dA, x A^T for dB, the adapters for dx, and keeps what these ask for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 Adapter = Tensor | Sequence[Tensor | None] | None
 
@@ -89,7 +87,6 @@ def check_arguments(
     x: Tensor, weight: NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None, scale: float | Tensor,
     bias: Tensor | None,
 ) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     out, columns = weight.shape
     if x.ndim < 1 or x.shape[-1] != columns or not x.is_floating_point():
         raise ValueError(f"expected x (..., {columns}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
@@ -98,10 +95,8 @@ def check_arguments(
     if lora_a is not None and lora_b is not None:
         rank = lora_b.shape[-1]
         if lora_b.shape != (out, rank) or lora_a.shape != (rank * len(weight.out_features), columns):
-            raise ValueError(
-                f"expected lora_a ({len(weight.out_features)} * rank, {columns}) and lora_b ({out}, rank); got "
-                f"{tuple(lora_a.shape)}, {tuple(lora_b.shape)}"
-            )
+            raise ValueError(f"expected lora_a ({len(weight.out_features)} * rank, {columns}) and lora_b ({out}, "
+                             f"rank); got {tuple(lora_a.shape)}, {tuple(lora_b.shape)}")
     if bias is not None and bias.shape != (out,):
         raise ValueError(f"expected bias ({out},); got {tuple(bias.shape)}")
     if isinstance(scale, Tensor) and (scale.ndim or scale.requires_grad):
@@ -125,16 +120,16 @@ class NF4LinearFunction(torch.autograd.Function):
             else:
                 y = project(x, weight, bias)
                 if xa is not None:
-                    add_adapters(y, weight, xa * scale, lora_b)
+                    low = xa * scale
+                    for rows, part in adapter_parts(weight, lora_b.shape[1]):
+                        y[:, rows].addmm_(low[:, part], lora_b[rows].T)
         ctx.weight, ctx.scale = weight, None if isinstance(scale, Tensor) else scale
-        ctx.save_for_backward(
-            x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
-            lora_b if needs_x or needs_a else None, scale if isinstance(scale, Tensor) else None,
-        )
+        ctx.save_for_backward(x if needs_a else None, xa if needs_b else None, lora_a if needs_x else None,
+                              lora_b if needs_x or needs_a else None, scale if isinstance(scale, Tensor) else None)
         return y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, xa, lora_a, lora_b, scale = ctx.saved_tensors
         scale = ctx.scale if scale is None else scale
@@ -142,10 +137,15 @@ class NF4LinearFunction(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             grad_x, grad_a = project_back(grad, ctx.weight) if needs_x else None, None
             if lora_b is not None:
-                grad_xa = adapter_back(grad, ctx.weight, lora_b) * scale
+                parts = [grad[:, rows] @ lora_b[rows] for rows, _ in adapter_parts(ctx.weight, 0)]
+                grad_xa = torch.cat(parts, 1) * scale
                 grad_x = grad_x.addmm_(grad_xa, lora_a) if grad_x is not None else None
                 grad_a = grad_xa.T @ x if needs_a else None
-            grad_b = adapter_grad(grad, ctx.weight, xa * scale) if needs_b else None
+            grad_b = None
+            if needs_b:
+                low, rank = xa * scale, xa.shape[1] // len(ctx.weight.out_features)
+                parts = [grad[:, rows].T @ low[:, part] for rows, part in adapter_parts(ctx.weight, rank)]
+                grad_b = torch.cat(parts)
         return grad_x, None, grad_a, grad_b, None, grad.sum(0) if needs_bias else None
 
 
@@ -155,20 +155,3 @@ def adapter_parts(weight: NF4Weight, rank: int) -> Iterator[tuple[slice, slice]]
     for number, features in enumerate(weight.out_features):
         yield slice(start, start + features), slice(number * rank, (number + 1) * rank)
         start += features
-
-
-def add_adapters(y: Tensor, weight: NF4Weight, xa: Tensor, lora_b: Tensor) -> None:
-    """y (N, out) += each part of x A^T times its B^T."""
-    for rows, part in adapter_parts(weight, lora_b.shape[1]):
-        y[:, rows].addmm_(xa[:, part], lora_b[rows].T)
-
-
-def adapter_back(grad: Tensor, weight: NF4Weight, lora_b: Tensor) -> Tensor:
-    """(N, S * r): dy of each matrix times its B."""
-    return torch.cat([grad[:, rows] @ lora_b[rows] for rows, _ in adapter_parts(weight, 0)], 1)
-
-
-def adapter_grad(grad: Tensor, weight: NF4Weight, xa: Tensor) -> Tensor:
-    """(out, r): dy of each matrix transposed times its part of x A^T."""
-    rank = xa.shape[1] // len(weight.out_features)
-    return torch.cat([grad[:, rows].T @ xa[:, part] for rows, part in adapter_parts(weight, rank)])

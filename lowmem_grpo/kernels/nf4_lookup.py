@@ -77,11 +77,10 @@ def block_scale(
 
 
 def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Return the pointers into a weight, in the order of `weight_types`, and the numbers that `block_scale` takes. The
-    table of values stands for what a weight without double quantization has not, and nothing reads it."""
+    """Return the pointers into a weight (unread ones are the table's) and the numbers that `block_scale` takes."""
     _, blocksize, nested_blocksize, first_block = sizes
     nested = tensors[3:] or [tensors[2]] * 3
-    stride = nested[2].ndim if len(tensors) > 3 else 0  # of offsets: one, or one for each nested block
+    stride = nested[2].ndim if len(tensors) > 3 else 0  # one offset, or one for each nested block
     numbers = [stride, (blocksize // 2).bit_length() - 1, first_block, nested_blocksize.bit_length() - 1]
     return [*tensors[:3], *nested], numbers
 

@@ -9,14 +9,12 @@ offset, or `round_once`, rounds only the product (Gemma3RMSNorm: offset 1; Olmo2
 Kept for backward: h, weight and rstd.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, read, tl, triton, types_of
 
 MAX_WIDTH = 65536
 WHOLE_ROW = 8192  # columns up to which a row stays in registers; the blocks of a wider one are read twice
@@ -51,19 +49,6 @@ def launch_rule(columns: int) -> Launch:
     block = max(64, next_power_of_2(columns)) if whole else 4096
     tile = max(2048, block)
     return Launch({"WHOLE_ROW": whole, "BLOCK_N": tile // block, "BLOCK_D": block}, tile // 512, num_stages=1)
-
-
-def rows_rule(rows: int, block: int, partial_sums: bool) -> int:
-    """Rows of one program, a multiple of `block`: few programs where each writes a partial sum."""
-    if not partial_sums:
-        return block
-    return block * -(-max(rows, 8 * PARTIAL_SUMS) // (PARTIAL_SUMS * block))
-
-
-@triton.jit
-def read(row_ptr, columns, inside):
-    """A tile in float32, 0 outside."""
-    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -169,7 +154,6 @@ def adjacent(rows: Tensor) -> Tensor:
 def rms_norm_fwd_triton(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the forward kernel on rows (N, D) of any strides."""
     y, total, rstd = new_results(x, weight, residual, offset, round_once)
     rows, columns = x.shape
     launch = launch_rule(columns)
@@ -185,12 +169,13 @@ def rms_norm_fwd_triton(
 def rms_norm_bwd_triton(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel on rows (N, D) of any strides, and adds up its partial sums."""
     rows, columns = h.shape
     grad, h, weight = adjacent(grad), adjacent(h), weight.contiguous()
     other = grad if grad_sum is None else adjacent(grad_sum)
     launch = launch_rule(columns)
-    rows_per_program = rows_rule(rows, launch.constexprs["BLOCK_N"], grad_weight)
+    rows_per_program = block = launch.constexprs["BLOCK_N"]
+    if grad_weight:  # few programs, since each writes a partial sum
+        rows_per_program *= -(-max(rows, 8 * PARTIAL_SUMS) // (PARTIAL_SUMS * block))
     programs = -(-rows // rows_per_program)
     grad_h = h.new_empty(h.shape)
     partial = rstd.new_empty(programs, columns) if grad_weight else rstd
@@ -225,11 +210,11 @@ def rms_norm_bwd_cpu(
     return grad_h.to(h.dtype).contiguous(), sums
 
 
-rms_norm_fwd = opaque(
+rms_norm_fwd = custom_op(
     "rms_norm_fwd", rms_norm_fwd_cpu, rms_norm_fwd_triton,
     fake=lambda x, weight, residual, _, offset, round_once=False: new_results(x, weight, residual, offset, round_once),
 )
-rms_norm_bwd = opaque(
+rms_norm_bwd = custom_op(
     "rms_norm_bwd", rms_norm_bwd_cpu, rms_norm_bwd_triton,
     fake=lambda grad, _sum, h, weight, _rstd, _offset, needed: (
         h.new_empty(h.shape), weight.new_empty(weight.shape if needed else 0)),
@@ -240,9 +225,7 @@ class RMSNormFunction(torch.autograd.Function):
     """(y, residual + x or None) of rows (N, D)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx, x, weight, residual, eps, offset, round_once):
         y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset, round_once)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.offset, ctx.has_residual = offset, residual is not None
@@ -250,8 +233,8 @@ class RMSNormFunction(torch.autograd.Function):
         return y, total if ctx.has_residual else None
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx, grad, grad_sum):
         h, weight, rstd = ctx.saved_tensors
         if grad is None:  # y was not used
             return grad_sum, None, grad_sum, None, None, None
@@ -279,7 +262,6 @@ def rms_norm(
 
 
 def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     if x.ndim == 0 or not 0 < x.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"expected x (..., D) with D from 1 to {MAX_WIDTH}; got {tuple(x.shape)}")
     if weight.shape != x.shape[-1:]:
@@ -289,20 +271,17 @@ def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if weight.device != x.device:
         raise ValueError(f"expected one device; got x on {x.device}, weight on {weight.device}")
     if residual is not None and (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
-        raise ValueError(
-            f"expected residual like x, {tuple(x.shape)} {x.dtype} on {x.device}; got {tuple(residual.shape)} "
-            f"{residual.dtype} on {residual.device}"
-        )
+        raise ValueError(f"expected residual like x, {tuple(x.shape)} {x.dtype} on {x.device}; got "
+                         f"{tuple(residual.shape)} {residual.dtype} on {residual.device}")
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernels for x of `dtype`, with a weight of `dtype`."""
     forward = types_of(rms_norm_fwd_kernel, dtype, rstd_ptr="*fp32", eps="fp32", offset="fp32")
     backward = types_of(rms_norm_bwd_kernel, dtype, rstd_ptr="*fp32", partial_ptr="*fp32", offset="fp32")
-    found = []
+    cases = []
     for width in (2**power for power in range(6, 15)):
         launch = launch_rule(width)
-        found += flagged(f"rms_norm_fwd {width}", rms_norm_fwd_kernel, forward, launch, ("HAS_RESIDUAL", "CAST_FIRST"))
+        cases += flagged(f"rms_norm_fwd {width}", rms_norm_fwd_kernel, forward, launch, ("HAS_RESIDUAL", "CAST_FIRST"))
         flags = ("HAS_GRAD_SUM", "HAS_GRAD_WEIGHT")
-        found += flagged(f"rms_norm_bwd {width}", rms_norm_bwd_kernel, backward, launch, flags)
-    return found
+        cases += flagged(f"rms_norm_bwd {width}", rms_norm_bwd_kernel, backward, launch, flags)
+    return cases

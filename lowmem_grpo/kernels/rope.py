@@ -10,20 +10,18 @@ frequencies (llama3, yarn, longrope, linear, dynamic) is in cos and sin already.
 """
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.opaque import opaque
-from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, tl, triton, types_of
+from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, read, tl, triton, types_of
 
-MAX_WIDTH = 1024  # of cos and sin
+MAX_WIDTH = 1024  # columns of cos and sin
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
-    """Rotated q and k in plain torch."""
     views = (tokens_first(x, heads_first) for x in (q, k))
     turned = [rotated(x, angles(cos)[:, :, None], angles(sin)[:, :, None]) for x in views]
     q_out, k_out = (x.transpose(1, 2) if heads_first else x for x in turned)
@@ -47,12 +45,6 @@ def launch_rule(half: int) -> Launch:
     in place is safe. Fused, the first product would not be rounded, and results not those of transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
-
-
-@triton.jit
-def read(row_ptr, columns, inside):
-    """A tile in float32, 0 outside."""
-    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -146,24 +138,19 @@ def new_like(x: Tensor) -> Tensor:
 def rope_new_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """The kernel into new tensors; q and k may have any strides."""
     q_out, k_out = new_like(q), new_like(k)
     q, k = (x if x.stride(-1) == 1 else out.copy_(x) for x, out in ((q, q_out), (k, k_out)))
     launch(q, k, q_out, k_out, cos, sin, heads_first, backward)
     return q_out, k_out
 
 
-def rope_in_place_triton(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
-) -> None:
-    """The kernel over q and k."""
+def rope_in_place_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
     launch(q, k, q, k, cos, sin, heads_first, backward)
 
 
 def rope_new_cpu(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turned q and k; cos and sin (B or 1, T, R) of the same strides."""
     q_out, k_out = new_like(q), new_like(k)
     for x, out in ((q, q_out), (k, k_out)):
         values = rotated(tokens_first(x, heads_first), cos[:, :, None], sin[:, :, None], backward)
@@ -172,29 +159,26 @@ def rope_new_cpu(
 
 
 def rope_in_place_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
-    """The same over q and k."""
     for x in (tokens_first(q, heads_first), tokens_first(k, heads_first)):
         x.copy_(rotated(x, cos[:, :, None], sin[:, :, None], backward))
 
 
-rope_new = opaque("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k, *_: (new_like(q), new_like(k)))
-rope_in_place = opaque("rope_in_place", rope_in_place_cpu, rope_in_place_triton, mutates=("q", "k"))
+rope_new = custom_op("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k, *_: (new_like(q), new_like(k)))
+rope_in_place = custom_op("rope_in_place", rope_in_place_cpu, rope_in_place_triton, mutates=("q", "k"))
 
 
 class RopeFunction(torch.autograd.Function):
     """Turned q and k in new tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, q, k, cos, sin, heads_first):
         ctx.save_for_backward(cos, sin)
         ctx.heads_first = heads_first
         return rope_new(q, k, cos, sin, heads_first, False)
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx, grad_q, grad_k):
         cos, sin = ctx.saved_tensors
         # new tensors: autograd may have given these gradients to others as well
         return *rope_new(grad_q, grad_k, cos, sin, ctx.heads_first, True), None, None, None
@@ -204,7 +188,7 @@ class RopeInPlaceFunction(torch.autograd.Function):
     """q or k turned in place; one at a time, since autograd lets a function change only one view."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> Tensor:
+    def forward(ctx, x, cos, sin, heads_first):
         ctx.save_for_backward(cos, sin)
         ctx.heads_first = heads_first
         ctx.mark_dirty(x)
@@ -212,8 +196,8 @@ class RopeInPlaceFunction(torch.autograd.Function):
         return x
 
     @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
         grad_x, _ = rope_new(grad, without_heads(grad, ctx.heads_first), cos, sin, ctx.heads_first, True)
         return grad_x, None, None, None
@@ -251,12 +235,10 @@ def rope(
 
 
 def angles(values: Tensor) -> Tensor:
-    """cos or sin as contiguous (B or 1, T, R)."""
     return (values if values.ndim == 3 else values[None]).contiguous()
 
 
 def check_in_place(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where q or k cannot be overwritten."""
     if q is k:
         raise ValueError("in place needs two tensors; q and k are one and the same")
     for name, x in (("q", q), ("k", k)):
@@ -267,7 +249,6 @@ def check_in_place(q: Tensor, k: Tensor) -> None:
 
 
 def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     order = "(B, H, T, D)" if heads_first else "(B, T, H, D) or (T, H, D)"
     shapes = [tuple(x.shape) for x in (q, k)]
     if q.ndim != k.ndim or q.ndim not in ((4,) if heads_first else (3, 4)):
@@ -295,11 +276,10 @@ def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Every configuration of the kernel for q and k of `dtype`."""
-    found = []
+    cases = []
     sizes = [2**power for power in range(4, 10)]
     for angle_type, half, backward in product(sorted({f"*{TRITON_TYPES[dtype]}", "*fp32"}), sizes, (False, True)):
         name = f"rope {half} cos {angle_type}{' backward' if backward else ''}"
         types = types_of(rope_kernel, dtype, cos_ptr=angle_type, sin_ptr=angle_type)
-        found.append(Variant(name, rope_kernel, types, launch_rule(half), {"BACKWARD": backward}))
-    return found
+        cases.append(Variant(name, rope_kernel, types, launch_rule(half), {"BACKWARD": backward}))
+    return cases

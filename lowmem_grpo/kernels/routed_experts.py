@@ -7,11 +7,9 @@
 with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
 (T, k). Products and activations are in the dtype of x; sums over experts are in float32, as are w and its gradient.
 
-On a card, up to GROUPED_ROWS rows an expert go through `nf4_grouped.py`, which decodes tiles within its products and
-never waits for the host. More rows would decode each weight many times. They, the CPU, and experts that are no NF4 take
-one expert after the other: its two matrices are decoded into buffers that serve for all of them, and at most PIECE rows
-are computed together, so scratch memory does not grow with T beside one sum (T, D) in float32.
-Backward decodes again and computes gate and up again: only x, ids and w are kept, and they are kept before y is
+On a card, up to GROUPED_ROWS rows an expert go through `nf4_grouped.py`, which never waits for the host. More rows, the
+CPU, and experts that are no NF4 take one expert after the other, decoded into buffers that serve for all, and at most
+PIECE rows at a time. Backward decodes and computes gate and up again: only x, ids and w are kept, and before y is
 computed, so a checkpoint that stops at the last tensor kept does not compute y twice (as in `lora_mlp.py`).
 """
 
@@ -20,12 +18,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
-from lowmem_grpo.kernels.opaque import opaque
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # an expert, on average: one large tile each (not measured yet)
@@ -45,7 +43,6 @@ def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenS
 
 
 def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
-    """One expert's weight in `dtype`, by definition."""
     part = stack.expert(number)
     return nf4_dequantize_ref(part).to(dtype) if isinstance(part, NF4Weight) else part.to(dtype)
 
@@ -56,12 +53,10 @@ def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack
     are frozen. The ids of a row should differ. ValueError where shapes or dtypes do not fit."""
     check_arguments(x, ids, weights, gate_up, down)
     x, weights = RoutedBackward.apply(x.contiguous(), weights, ids, gate_up, down)
-    y: Tensor = RoutedForward.apply(x, weights, ids, gate_up, down)
-    return y
+    return RoutedForward.apply(x, weights, ids, gate_up, down)
 
 
 def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
-    """Raise ValueError that says what was expected and what was got."""
     experts, size, inner = down.shape
     if gate_up.shape != (experts, 2 * inner, size):
         raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")
@@ -73,8 +68,7 @@ def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
     wide = torch.promote_types(x.dtype, torch.float32)
     if weights.shape != ids.shape or weights.dtype != wide:
         raise ValueError(f"expected weights {tuple(ids.shape)} in {wide}; got {tuple(weights.shape)} {weights.dtype}")
-    places: dict[str, Tensor | FrozenStack] = {
-        "ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
+    places: dict[str, Tensor | FrozenStack] = {"ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
     if wrong := [name for name, part in places.items() if part.device != x.device]:
         raise ValueError(f"expected all on the device of x, {x.device}; {', '.join(wrong)} is not")
 
@@ -89,7 +83,7 @@ class RoutedBackward(torch.autograd.Function):
         return x.detach(), weights.detach()
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad, _):
         x, weights, ids = ctx.saved_tensors
         needs_x, needs_weights, *_ = ctx.needs_input_grad
@@ -108,13 +102,12 @@ class RoutedForward(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None, None, None, None
 
 
 def flat(gate_up: FrozenStack, down: FrozenStack) -> tuple[list[Tensor], list[int], list[Tensor], list[int]]:
-    """Both stacks as an operation of torch takes them."""
     return gate_up.tensors, gate_up.sizes, down.tensors, down.sizes
 
 
@@ -122,8 +115,7 @@ def routed_forward(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
     down_sizes: list[int],
 ) -> Tensor:
-    """y (T, D) in the dtype of x."""
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_forward(x, ids, weights, *stacks)
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -139,7 +131,7 @@ def routed_backward(
     down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
     """(dx (T, D) in the dtype of x, dw (T, k) in that of weights) of dy (T, D)."""
-    stacks = FrozenStack.again(gate_up, gate_up_sizes, x.dtype), FrozenStack.again(down, down_sizes, x.dtype)
+    stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_backward(grad, x, ids, weights, *stacks)
     grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -155,14 +147,12 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernels compute these rows, on a card."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 
 
 def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
-    """y (T, D) through the grouped kernels."""
-    places = Places.of(ids.flatten(), gate_up.experts)
+    places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     parts = nf4_grouped(glu_forward(*halves(both), "silu"), down, places, scale=weights.flatten())
     return parts.view(*ids.shape, -1).sum(1)
@@ -171,8 +161,7 @@ def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
 def grouped_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> tuple[Tensor, Tensor]:
-    """(dx (T, D), dw (T, k)) through the grouped kernels."""
-    places = Places.of(ids.flatten(), gate_up.experts)
+    places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     back = nf4_grouped(grad, down, places, ids.shape[1], back=True).to(weights.dtype)
     product = (back * weights.flatten()[:, None]).to(x.dtype)
@@ -184,10 +173,7 @@ def grouped_backward(
 def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(rows of x, places in the flattened ids, both weights of the expert) for pieces of each expert's rows, in order.
-
-    Knowing how many rows each expert has waits for the device once.
-    """
+    """(rows of x, places in the flattened ids, the expert's two weights) for pieces of rows. Waits for the device."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))
@@ -200,8 +186,8 @@ def by_expert(
         start += count
 
 
-routed_forward_op = opaque("routed_forward", routed_forward, fake=lambda x, *_: torch.empty_like(x))
-routed_backward_op = opaque(
+routed_forward_op = custom_op("routed_forward", routed_forward, fake=lambda x, *_: torch.empty_like(x))
+routed_backward_op = custom_op(
     "routed_backward", routed_backward,
     fake=lambda _grad, x, _ids, weights, *_: (torch.empty_like(x), torch.empty_like(weights)),
 )

@@ -47,12 +47,10 @@ class Launch:
 
     @property
     def compiler(self) -> dict[str, Any]:
-        """Return what the compiler is told beside the compile-time values."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything as keyword arguments of a launch."""
         return self.constexprs | self.compiler
 
 
@@ -60,7 +58,7 @@ class Launch:
 class Variant:
     """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", ...) and its settings."""
 
-    name: str  # of the kernel and what is special about this variant, unique within a chip and a dtype
+    name: str  # kernel and what is special about this variant, unique within a chip and a dtype
     kernel: Any
     types: dict[str, str]
     launch: Launch
@@ -68,15 +66,13 @@ class Variant:
 
 
 def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
-    """Return the types of a kernel's run-time arguments: `others` by name, all else integers and pointers to `dtype`.
-    Names of compile-time arguments are long and in capitals."""
+    """Return the types of a kernel's run-time arguments: `others`, and else integers and pointers to `dtype`."""
     names = [name for name in kernel.arg_names if len(name) == 1 or not name.isupper()]
     value = "*" + TRITON_TYPES[dtype]
     return {name: value if name.endswith("_ptr") else "i32" for name in names} | others
 
 
 def flagged(name: str, kernel: Any, types: dict[str, str], launch: Launch, flags: Sequence[str]) -> list[Variant]:
-    """Return a variant for each choice of compile-time flags."""
     return [Variant(f"{name} {chosen}", kernel, types, launch, dict(zip(flags, chosen, strict=True)))
             for chosen in product((False, True), repeat=len(flags))]
 
@@ -92,3 +88,9 @@ def capability(device: torch.device) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@triton.jit
+def read(row_ptr, columns, inside):
+    """A tile in float32, 0 outside."""
+    return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)

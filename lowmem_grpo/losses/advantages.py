@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import of_trained, with_context
-from lowmem_grpo.rules import NUMBERS, TRUTH, Rule, check_ranges, one_of
+from lowmem_grpo.utils import NUMBERS, TRUTH, Rule, check_ranges, one_of, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +26,7 @@ def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
-    """The rewards (..., R), with NaN for completions that only functions of weight 0 scored: those are metrics, which
-    move nothing."""
+    """The rewards (..., R), with NaN for completions that only metrics, functions of weight 0, scored."""
     return rewards.masked_fill((rewards.isnan() | (weights == 0)).all(-1, keepdim=True), torch.nan)
 
 
@@ -47,7 +45,6 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def batch_std(values: Tensor) -> Tensor:
-    """Unbiased standard deviation () of all values that are not NaN."""
     return nanstd(values.flatten(), dim=-1)
 
 
@@ -69,17 +66,14 @@ def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int)
 
 
 def of_batch(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the mean of the batch, divided by its std."""
     return centered(rewards.reshape(1, -1)).view_as(rewards) / (batch_std(rewards) + STD_EPSILON)
 
 
 def of_batch_and_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the group's mean, then divided by the std of the batch of those."""
     return centered(rewards) / (batch_std(centered(rewards)) + STD_EPSILON)
 
 
 def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the reward of the prompt's greedy completion."""
     if baselines is None:
         raise ValueError("remax needs the reward of a greedy completion of each prompt; pass baselines (P,)")
     return rewards - baselines[:, None]
@@ -87,17 +81,13 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
     """Return what a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a
-    group.
-
-    Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by the
-    std of the best of k; for rewards of 0 and 1 that is the published closed form.
-    """
+    group. Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by
+    the std of the best of k; for rewards of 0 and 1 that is the published closed form."""
     rows = [best_of_k(row, k, scale == "group") for row in rewards]
     return torch.stack(rows)
 
 
 def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
-    """`pass_at_k` of one group (G,)."""
     scored = rewards.isnan().logical_not()
     values, order = rewards[scored].sort()
     count = len(values)
@@ -203,7 +193,6 @@ class AdvantageSettings:
         self.check_advantage_options()
 
     def check_advantage_options(self) -> None:
-        """Raise ValueError for an option that the estimator does not use."""
         if self.scale_rewards in TRUTHS:
             self.scale_rewards = TRUTHS[self.scale_rewards]
         name = self.advantage_estimator
@@ -219,7 +208,6 @@ class AdvantageSettings:
             )
 
     def check_rloo(self) -> None:
-        """Raise ValueError for RLOO's options where they have no meaning."""
         limits = self.reward_clip_range
         if self.normalize_advantages and self.advantage_estimator != "rloo":
             raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
@@ -242,7 +230,6 @@ class AdvantageSettings:
 
     @property
     def scale(self) -> str:
-        """The scale in effect."""
         return str(self.scale_rewards or (*ESTIMATORS[self.advantage_estimator].scales, "none")[0])
 
 
@@ -252,18 +239,16 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
     if settings.multi_objective_aggregation == "normalize_then_sum":
         return normalized_then_summed(rewards, weights).nan_to_num(nan=0.0)
     estimator, k = ESTIMATORS[settings.advantage_estimator], settings.pass_at_k or max(rewards.shape[1] // 2, 1)
-    found = estimator.function(summed_rewards(rewards, weights, settings), settings.scale, baselines, k)
-    return (normalized(found) if settings.normalize_advantages else found).nan_to_num(nan=0.0)
+    advantages = estimator.function(summed_rewards(rewards, weights, settings), settings.scale, baselines, k)
+    return (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
 
 
 def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
-    """Weighted sums (P, G) of rewards (P, G, R), within `reward_clip_range`."""
     sums, limits = combine_rewards(rewards, weights), settings.reward_clip_range
     return sums if limits is None else sums.clamp(*limits)
 
 
 def normalized(advantages: Tensor) -> Tensor:
-    """Advantages (P, G) less their mean, divided by their std, over those that are not NaN."""
     return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
 
 
@@ -276,10 +261,8 @@ def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of groups of any size.
-
     Groups that are `unjudged` or `lost`, and rollouts that `failed`, have neither: to the others it is as if they were
-    not there.
-    """
+    not there."""
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
@@ -301,10 +284,8 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
 
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     """Set `token_advantages` (REINFORCE++): R - beta * the KL still to come, k1 per token, normalised over all tokens.
-
     Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none. Tokens
-    before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on.
-    """
+    before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
@@ -312,21 +293,19 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     flat = torch.cat(returns)
     flat = flat.where(flat.isfinite(), torch.nan)  # one broken reference is told at its own tokens, and moves no other
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
-    for rollout, values in zip(scored, scores.split([len(found) for found in returns]), strict=True):
+    for rollout, values in zip(scored, scores.split([len(per_token) for per_token in returns]), strict=True):
         rollout.token_advantages = with_context(rollout, values.float())
 
 
 def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
-    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as TRL does.
-
-    A completion without `ref_logprobs` is one that is masked, whose KL counts as 0.
-    """
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as TRL does. A completion
+    without `ref_logprobs` is one that is masked, whose KL counts as 0."""
     rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
     widest = max(map(len, rows), default=0)
     table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
-    found = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
-    found = (normalized(found) if settings.normalize_advantages else found).nan_to_num(nan=0.0)
-    for group, values in zip(groups, found.tolist(), strict=True):
+    advantages = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
+    advantages = (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
+    for group, values in zip(groups, advantages.tolist(), strict=True):
         for rollout, value in zip(group.rollouts, values, strict=False):
             rollout.advantage = value
 

@@ -5,9 +5,8 @@
     A_t = G_t less the mean of the group's G_t at the same turn   with `turn_discount`; else the episode's advantage
         + state_weight (G_t less the mean of G over the group's turns that acted in the same state)
 
-The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8). Each difference is divided as `scale_rewards` says: by
-the standard deviation of what it is compared with, by that of the batch, or by nothing. Without `turn_discount` the
-discount of the last line is 1. A turn that has nothing to be compared with gets 0 from that comparison.
+The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8), with discount 1 where there is no `turn_discount`. Each
+difference is divided as `scale_rewards` says. A turn that has nothing to be compared with gets 0 from that comparison.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import math
 from collections.abc import Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.advantages import COMPARING, ESTIMATORS, AdvantageSettings, of_group
 from lowmem_grpo.losses.sequences import with_context
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from lowmem_grpo.types import Rollout, RolloutGroup
 
-Place = tuple[int, int]  # of a turn: the number of its episode, and its own
+Place = tuple[int, int]  # a turn: the number of its episode, and its own
 Compared = dict[Hashable, dict[Place, float]]  # returns that are compared with each other
 
 
@@ -45,13 +44,12 @@ def assign_credit(
         return
     for episode, (_, rollout) in enumerate(episodes):
         places = [(episode, turn) for turn in range(len(rollout.turns))]
-        give(rollout, [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
+        set_turn_advantages(rollout, [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
                        for place in places])
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
-    """The returns of turns (of one number in a group, of one state in a group), from episodes with the number of their
-    group and their returns."""
+    """The returns of turns that compare by number, and by state, from (group, rollout, returns) of episodes."""
     turns: Compared = {}
     states: Compared = {}
     for episode, (group, rollout, returns) in enumerate(episodes):
@@ -68,28 +66,26 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
     weight = sum(weights[name] for name in scored if name in paid)
     values = [weight * (turn.reward or 0.0) for turn in rollout.turns]
     values[-1] += sum(weights[name] * value for name, value in scored.items() if name not in paid)
-    found, to_go = [], 0.0
+    returns, to_go = [], 0.0
     for value in reversed(values):
         to_go = value + discount * to_go
-        found.append(to_go)
-    return found[::-1]
+        returns.append(to_go)
+    return returns[::-1]
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
-    """The advantage of each turn among those that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
-    rows = [[*found.values(), *[math.nan] * (widest - len(found))] for found in compared.values()]
+    rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:
         return {}
     name = settings.advantage_estimator
     function = ESTIMATORS[name].function if name in COMPARING else of_group
     advantages = function(torch.tensor(rows, dtype=torch.float64), settings.scale, None, 0).tolist()
-    return {place: value for found, row in zip(compared.values(), advantages, strict=True)
-            for place, value in zip(found, row, strict=False)}
+    return {place: value for returns, row in zip(compared.values(), advantages, strict=True)
+            for place, value in zip(returns, row, strict=False)}
 
 
-def give(rollout: Rollout, advantages: list[float]) -> None:
-    """Give each token that the policy drew the advantage of its turn."""
+def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:
     lengths = [len(turn.completion_ids) for turn in rollout.turns]
     assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
     each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))

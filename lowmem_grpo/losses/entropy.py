@@ -7,10 +7,8 @@ from torch import Tensor
 
 
 def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
-    """(N,) bool: the `share` of tokens with the highest entropy (N,), over the whole step (arXiv 2506.01939).
-
-    A token takes part if its entropy is at least the (1 - share) quantile, so equal entropies stay together.
-    """
+    """(N,) bool: the `share` of tokens with the highest entropy (N,), over the whole step (arXiv 2506.01939). A token
+    takes part if its entropy is at least the (1 - share) quantile, so equal entropies stay together."""
     if entropy.numel() == 0 or share >= 1:
         return torch.ones_like(entropy, dtype=torch.bool)
     values = entropy.float()
@@ -29,10 +27,8 @@ def quantile(values: Tensor, share: float) -> Tensor:
 @dataclass
 class EntropyControl:
     """The coefficient of the entropy bonus: fixed, or steered towards a target (Skywork-OR1, arXiv 2505.22312).
-
-    Adaptive control raises it by `delta` after each step whose mean entropy was at or below the target, lowers it
-    after others, and applies it only after the former.
-    """
+    Adaptive control raises it by `delta` after each step whose mean entropy was at or below the target, lowers it after
+    others, and applies it only after the former."""
 
     coef: float
     adaptive: bool = False
@@ -40,21 +36,18 @@ class EntropyControl:
     highest: float = 1.0
     delta: float = 0.005
     target: float = 0.2
-    last_entropy: float | None = None  # of the step before
+    last_entropy: float | None = None  # in the step before
 
     @property
     def applied(self) -> float:
-        """The coefficient of this step."""
         low = self.last_entropy is not None and self.last_entropy <= self.target
         return self.coef if low or not self.adaptive else 0.0
 
     @property
     def enabled(self) -> bool:
-        """Whether a bonus is ever given."""
         return self.adaptive or self.coef != 0
 
     def update(self, entropy: float) -> None:
-        """Take the mean entropy of the step that was just made."""
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
             self.coef = min(max(self.coef + step, self.lowest), self.highest)

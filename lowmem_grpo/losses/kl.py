@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.loss_types import held
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d: unbiased, of high variance. Weighed by the ratio its gradient is the KL's own; without, it has none on
-    average."""
+    """d: unbiased, of high variance. Only weighed by the ratio is its gradient the KL's own."""
     return logprobs - ref_logprobs
 
 
@@ -45,14 +44,8 @@ def excess(x: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def weighed_kl(
-    name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True
-) -> Tensor:
-    """The estimate times w = exp(log_weight), (N,), also where only one of the two leaves the range of the dtype.
-
-    `of_token` says that log_weight grows with the token's own logprob: w exp(-d), which is then one exponential of a
-    constant, is kept out of the gradient, where it would cancel.
-    """
+def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
+    """The estimate times w = exp(log_weight), (N,), finite where the product is; `of_token`: w grows with logp."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))

@@ -15,10 +15,8 @@ Means = dict[str, tuple[Tensor, float]]  # name: (mean, of how many)
 def clip_metrics(
     kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool
 ) -> tuple[Means, dict[str, Tensor]]:
-    """(means, extremes) of the clipping of a loss type; empty for one that does not clip.
-
-    Where the ratio is one for the sequence, means are over sequences, else over tokens; extremes are over sequences.
-    """
+    """(means, extremes) of the clipping of a loss type; empty for one that does not clip. Where the ratio is one for
+    the sequence, means are over sequences, else over tokens; extremes are over sequences."""
     if not kind.metrics or tokens.logprobs.numel() == 0:
         return {}, {}
     return KINDS[kind.metrics](tokens, options, per_sequence)
@@ -39,7 +37,6 @@ def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
 
 
 def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
-    """The mean of each sequence, `fill` for one without tokens."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means.masked_fill(tokens.lengths == 0, fill)
 
@@ -52,15 +49,12 @@ def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> 
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """The same on log ratios, token by token."""
     ratio = tokens.log_ratio.detach()
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
 
 
-def both_sides(
-    below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool
-) -> tuple[Means, dict[str, Tensor]]:
+def both_sides(below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
     """Shares of clipped tokens on either side, from flags (N,): the sign of A decides which flag counts."""
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
@@ -71,13 +65,11 @@ def both_sides(
 
 
 def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Tokens with A > 0 whose weight the bound lowered."""
     bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
     return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """The mean weight phi over sequences."""
     return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
 
 
@@ -98,7 +90,6 @@ def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, d
 
 
 def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
-    """|log pi_old - log mu| over tokens (N,), mean and max."""
     if mismatch.numel() == 0:
         return {}, {}
     name, values = "sampling/sampling_logp_difference", mismatch.abs()
@@ -111,8 +102,7 @@ def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -
         return [float("nan")] * len(shares)
     ordered = values.sort().values
     places = [round(share * (len(ordered) - 1)) for share in shares]
-    found: list[float] = ordered[torch.tensor(places, device=values.device)].tolist()
-    return found
+    return ordered[torch.tensor(places, device=values.device)].tolist()
 
 
 def effective_sample_share(weights: Tensor) -> float:

@@ -1,12 +1,12 @@
 """The options of the loss, under TRL's names: which loss type uses which, and which contradict each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lowmem_grpo.losses.kl import KL_ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS, Bounds
-from lowmem_grpo.rules import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
+from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 LEVELS = ("token", "sequence", "sequence_token")
 OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",
@@ -59,7 +59,7 @@ class LossSettings:
 
     off_policy_mask_threshold: float | None = None
     """Leave out bad completions that the policy has moved away from by more than this (DeepSeek-V3.2)."""
-    vllm_importance_sampling_correction: bool | None = None
+    vllm_importance_sampling_correction: bool | None = field(default=None, metadata={"nargs": "?", "const": True})
     """Weigh tokens for what sampler and trainer disagree on, whichever the sampler. None: only while they do."""
     vllm_importance_sampling_mode: str = "token_truncate"
     vllm_importance_sampling_clip_max: float | None = 2.0
@@ -80,7 +80,6 @@ class LossSettings:
         self.check_loss_options()
 
     def check_loss_options(self) -> None:
-        """Raise ValueError for the first option that the loss type does not use, or that contradicts another."""
         self.check_used()
         self.check_clipping()
         self.check_entropy()
@@ -89,14 +88,13 @@ class LossSettings:
     def chosen(self) -> dict[str, Any]:
         """The loss type's options: the ones given, its own defaults for others."""
         defaults = LOSS_TYPES[self.loss_type].options
-        given = {name: getattr(self, name) for name in defaults}
-        if given.get("epsilon") is not None:
+        options = {name: getattr(self, name) for name in defaults}
+        if options.get("epsilon") is not None:
             defaults = {**defaults, "epsilon_high": None}  # which is epsilon
-        return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+        return {name: default if options[name] is None else options[name] for name, default in defaults.items()}
 
     @property
     def level(self) -> str:
-        """The level of the importance weight."""
         return str(self.chosen().get("importance_sampling_level", LOSS_TYPES[self.loss_type].level))
 
     @property
@@ -104,27 +102,23 @@ class LossSettings:
         return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
     def check_used(self) -> None:
-        """Raise ValueError for an option that the loss type does not use. TRL's default written out asks for nothing,
-        nor does the level that the type has anyway."""
+        """Raise ValueError for an option that the loss type does not use; TRL's default asks for nothing."""
         kind = LOSS_TYPES[self.loss_type]
         used = kind.options
         asks_nothing: dict[str, Any] = {"importance_sampling_level": kind.level, **(OF_TRL if kind.in_trl else {})}
         for name in OF_TYPES:
             if getattr(self, name) not in (None, asks_nothing.get(name)) and name not in used:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, and loss_type {self.loss_type!r} does not use it; it uses "
-                    f"{', '.join(used) or 'no option of its own'}. Leave {name} out, or choose another loss_type"
-                )
+                raise ValueError(f"{name} is {getattr(self, name)}, and loss_type {self.loss_type!r} does not use it; "
+                                 f"it uses {', '.join(used) or 'no option of its own'}. Leave {name} out, or choose "
+                                 "another loss_type")
         if self.kl_estimator is not None and not self.beta:
             raise ValueError(f"kl_estimator is {self.kl_estimator!r}, and beta is 0: there is no KL term; set beta")
 
     def check_clipping(self) -> None:
         options = self.chosen()
         if self.loss_type == "cispo" and options["epsilon_high"] < 1:
-            raise ValueError(
-                f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: below 1 it would "
-                "shrink every gradient, on-policy too. 5.0 is usual"
-            )
+            raise ValueError(f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: "
+                             "below 1 it would shrink every gradient, on-policy too. 5.0 is usual")
         if options.get("delta") is not None:
             upper = 1 + (options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"])
             if not options["delta"] > upper:
@@ -132,19 +126,16 @@ class LossSettings:
 
     def check_entropy(self) -> None:
         if self.top_entropy_quantile < 1 and self.whole_sequences:
-            raise ValueError(
-                f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one ratio for "
-                "all tokens of a completion, which a mask over tokens would break up; use loss_type='gspo_token'"
-            )
+            raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
+                             "ratio for all tokens of a completion, which a mask over tokens would break up; use "
+                             "loss_type='gspo_token'")
         if not self.use_adaptive_entropy:
             for name, default in ADAPTIVE.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is {getattr(self, name)}, which only use_adaptive_entropy=True uses")
         elif not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef is {self.entropy_coef}; it must be between entropy_coef_min ({self.entropy_coef_min}) "
-                f"and entropy_coef_max ({self.entropy_coef_max})"
-            )
+            raise ValueError(f"entropy_coef is {self.entropy_coef}; it must be between entropy_coef_min "
+                             f"({self.entropy_coef_min}) and entropy_coef_max ({self.entropy_coef_max})")
 
     @property
     def whole_sequences(self) -> str:
@@ -163,10 +154,8 @@ class LossSettings:
         if self.vllm_importance_sampling_correction is False and (mode, low, high) != ("token_truncate", None, 2.0):
             raise ValueError(f"{name}_correction is False, and its mode or bounds are set; leave one of them out")
         if mode == "token_mask" and self.whole_sequences:
-            raise ValueError(
-                f"{name}_mode is 'token_mask', and {self.whole_sequences} has one ratio for all tokens of a "
-                "completion; use 'token_truncate', or 'geometric_mask' to leave out whole completions"
-            )
+            raise ValueError(f"{name}_mode is 'token_mask', and {self.whole_sequences} has one ratio for all tokens of "
+                             "a completion; use 'token_truncate', or 'geometric_mask' to leave out whole completions")
         if mode == "geometric_mask" and (low is None or high is None):
             raise ValueError(f"'geometric_mask' needs {name}_clip_min and _clip_max, such as 0.99 and 1.01")
         if mode == "k3_mask" and low is not None:

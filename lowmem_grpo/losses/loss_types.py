@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,7 @@ def ratio(log_ratio: Tensor) -> Tensor:
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """The log ratios, which where they overflow and are `bounded` by what follows become a constant without gradient.
-    Where nothing bounds them, infinity stays: nothing else is true there."""
+    """The log ratios; where they overflow and are `bounded` by what follows, a constant without gradient."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 
@@ -105,7 +104,6 @@ def sapo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def of_sign(name: str, positive: Tensor, options: Mapping[str, Any], like: Tensor) -> Tensor:
-    """The option `name`_pos or `name`_neg of each token (N,), in the precision of `like`."""
     return torch.where(positive, torch.full_like(like, options[f"{name}_pos"]), options[f"{name}_neg"])
 
 
@@ -113,10 +111,8 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient.
-
-    Computed in float64, since phi magnifies what a sum over thousands of tokens loses in float32.
-    """
+    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient. Computed
+    in float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
     count = len(tokens.lengths)
     log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:
@@ -131,7 +127,6 @@ def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-sg(phi(w)) A logp, with w of the whole sequence."""
     return -vespo_phi(tokens, options) * tokens.advantages * tokens.logprobs
 
 
@@ -147,7 +142,6 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-A logp."""
     return -tokens.advantages * tokens.logprobs
 
 
@@ -155,17 +149,14 @@ def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def mean_of_sequence_means(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / (tokens of the sequence * sequences of the step)."""
     return 1 / (lengths * max(step.sequences, 1))
 
 
 def mean_of_sequence_sums(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / sequences of the step."""
     return torch.full_like(lengths, 1 / max(step.sequences, 1))
 
 
 def mean_over_tokens(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / tokens of the step."""
     return torch.full_like(lengths, 1 / max(step.tokens, 1))
 
 

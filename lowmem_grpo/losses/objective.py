@@ -1,7 +1,5 @@
-"""What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch.
-
-`Learner` knows an algorithm only by its `Objective`. Another algorithm on the same frozen base, such as the supervised
-fine-tuning of `train/sft.py`, is another small class.
+"""What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch. Another algorithm on the
+same frozen base, such as the supervised fine-tuning of `train/sft.py`, is another small `Objective`.
 """
 
 from collections.abc import Sequence
@@ -25,14 +23,10 @@ class Reducer:
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
         """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
         for name, value in metrics.items():
-            if name.endswith(("min", "max")):
-                self.take(name, value, 1.0)
-            else:
-                share = (counts or {}).get(name, weight)
-                self.take(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
+            share = 1.0 if name.endswith(("min", "max")) else (counts or {}).get(name, weight)
+            self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of none is NaN
 
-    def take(self, name: str, value: Tensor, weight: float) -> None:
-        """Take in an extreme, or a sum over `weight` things."""
+    def add_value(self, name: str, value: Tensor, weight: float) -> None:
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
             extreme = torch.minimum if name.endswith("min") else torch.maximum
@@ -41,22 +35,17 @@ class Reducer:
             self.sums[name] = value if seen is None else seen + value
             self.weights[name] = self.weights.get(name, 0.0) + weight
 
-    def join(
-        self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]
-    ) -> None:
-        """Take in what another reducer has."""
+    def join(self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]) -> None:
         for name, value in sums.items():
-            self.take(name, value, weights[name])
+            self.add_value(name, value, weights[name])
         for name, parts in samples.items():
             self.samples.setdefault(name, []).extend(parts)
 
     def keep(self, samples: dict[str, Tensor]) -> None:
-        """Keep values (N,) that are wanted for the whole step."""
         for name, values in samples.items():
             self.samples.setdefault(name, []).append(values)
 
     def sampled(self, name: str) -> Tensor:
-        """All values kept under a name."""
         return torch.cat(self.samples.get(name) or [torch.empty(0)])
 
     def result(self) -> dict[str, float]:
@@ -69,7 +58,7 @@ class StepTotals:
 
     sequences: int
     tokens: float  # that count in the loss
-    policy_tokens: float  # of these, those whose policy term counts
+    policy_tokens: float  # those of them whose policy term counts
 
 
 class Objective:
@@ -84,14 +73,13 @@ class Objective:
 
     @property
     def entropy_grad(self) -> bool:
-        """Whether the loss needs the gradient of the entropy."""
         return False
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
         """The fields of a rollout to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
         return ()
 
-    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+    def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """An update begins on all these rollouts, with the policy of this version."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
@@ -111,7 +99,7 @@ class Objective:
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """The decisions of `begin`, and all else that changes the loss from one update to the next."""
+        """The decisions of `start_update`, and all else that changes the loss from one update to the next."""
         return ()
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
@@ -123,7 +111,6 @@ class Objective:
         return reducer.result()
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -131,5 +118,4 @@ class Objective:
 
 
 def policy_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout whose policy term counts."""
     return rollout.num_trained if rollout.policy_mask is None else int(rollout.policy_mask.sum())

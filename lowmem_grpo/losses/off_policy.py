@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
 from lowmem_grpo.losses.kl import excess
 from lowmem_grpo.losses.loss_types import ratio as ratio_of
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,8 @@ Bounds = tuple[float | None, float | None]
 class Correction:
     """One way to weigh tokens, as the code dispatches on it and as the documentation shows it."""
 
-    weights: Callable[[Tensor, Tensor, Tensor, Bounds], Tensor]
+    measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # what is bounded, from d_t (N,), sequence ids and lengths
+    bounded: Callable[[Tensor, Bounds], Tensor]
     formula: str
     when: str
     source: str
@@ -38,53 +39,27 @@ class Correction:
 
 
 def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """The ratio, clamped to the bounds."""
     return ratio if bounds == (None, None) else ratio.clamp(*bounds)
 
 
 def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """The ratio inside of the bounds, 0 outside."""
     return torch.where(inside(ratio, bounds), ratio, 0.0)
+
+
+def kept(values: Tensor, bounds: Bounds) -> Tensor:
+    return inside(values, bounds).to(values.dtype)
 
 
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
     """Bool, of the shape of `values`: within the bounds, which are inclusive; None is no bound."""
     low, high = bounds
-    kept = torch.ones_like(values, dtype=torch.bool)
-    kept = kept if low is None else kept & (values >= low)
-    return kept if high is None else kept & (values <= high)
+    within = torch.ones_like(values, dtype=torch.bool)
+    within = within if low is None else within & (values >= low)
+    return within if high is None else within & (values <= high)
 
 
-def token_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """rho_t, clamped to the bounds (N,) (TIS)."""
-    return truncated(ratio_of(mismatch), bounds)
-
-
-def token_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """rho_t inside of the bounds, else 0 (N,) (MIS, IcePop)."""
-    return masked(ratio_of(mismatch), bounds)
-
-
-def sequence_truncate(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """The product of rho over the sequence, clamped, for each of its tokens (N,)."""
-    return truncated(ratio_of(sequence_sums(mismatch, ids, len(lengths))), bounds)[ids]
-
-
-def sequence_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """The product of rho over the sequence inside of the bounds, else 0 (N,)."""
-    return masked(ratio_of(sequence_sums(mismatch, ids, len(lengths))), bounds)[ids]
-
-
-def geometric_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """1 for tokens of sequences whose geometric mean of rho lies inside of the bounds, else 0 (N,)."""
-    kept = inside(sequence_means(mismatch, ids, lengths).exp(), bounds)
-    return kept.to(mismatch.dtype)[ids]
-
-
-def k3_mask(mismatch: Tensor, ids: Tensor, lengths: Tensor, bounds: Bounds) -> Tensor:
-    """1 for tokens of sequences whose mean k3 lies inside of the bounds, else 0 (N,)."""
-    kept = inside(sequence_means(k3_of(mismatch), ids, lengths), bounds)
-    return kept.to(mismatch.dtype)[ids]
+def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return ratio_of(sequence_sums(mismatch, ids, len(lengths)))
 
 
 def k3_of(mismatch: Tensor) -> Tensor:
@@ -99,30 +74,32 @@ def mean_k3(ratio: Tensor) -> float:
 
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
-        token_truncate, "c_t = min(max(rho_t, clip_min), clip_max)",
+        lambda mismatch, *_: ratio_of(mismatch), truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
         "The default where a correction is due (TIS): a bounded bias, and no completion is lost whatever its length.",
         "TIS; verl",
     ),
     "token_mask": Correction(
-        token_mask, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
+        lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
         "A few wild tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
         "MIS; IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(
-        sequence_truncate, "c = min(max(prod_t rho_t, clip_min), clip_max)",
+        sequence_product, truncated, "c = min(max(prod_t rho_t, clip_min), clip_max)",
         "Only short completions: the product grows or vanishes with length.", "TRL", True,
     ),
     "sequence_mask": Correction(
-        sequence_mask, "c = prod_t rho_t where inside of the bounds, else 0",
+        sequence_product, masked, "c = prod_t rho_t where inside of the bounds, else 0",
         "TRL's default, for comparison: it drops long completions first.", "TRL", True,
     ),
     "geometric_mask": Correction(
-        geometric_mask, "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
+        lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
+        "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
         "Whole sequences that drifted are left out, fairly for every length; bounds near 1, such as 0.99 and 1.01.",
         "Geometric rejection, verl", True,
     ),
     "k3_mask": Correction(
-        k3_mask, "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
+        lambda mismatch, ids, lengths: sequence_means(k3_of(mismatch), ids, lengths), kept,
+        "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
         "As geometric_mask, where deviations of both signs must not cancel; clip_max such as 0.01.",
         "K3 rejection, verl", True,
     ),
@@ -134,7 +111,9 @@ def correction_weights(
 ) -> Tensor:
     """Weights c (N,) without gradient, from log-probabilities (N,) of the trainer and of the sampler."""
     mismatch = (old_logprobs - rollout_logprobs).detach()
-    return CORRECTIONS[mode].weights(mismatch, sequence_ids, lengths, bounds)
+    correction = CORRECTIONS[mode]
+    weights = correction.bounded(correction.measured(mismatch, sequence_ids, lengths), bounds)
+    return weights[sequence_ids] if correction.per_sequence else weights
 
 
 def off_policy_sequence_mask(
@@ -149,8 +128,7 @@ def off_policy_sequence_mask(
 
 @dataclass
 class MismatchWatch:
-    """Decides when a correction is due where the settings leave it open: for stale samples, and while the last
-    measured mean k3 between sampler and trainer is above `bound`."""
+    """Decides when a correction is due: for stale samples, and while the last mean k3 is above `bound`."""
 
     bound: float = 1e-3
     last_k3: float | None = None

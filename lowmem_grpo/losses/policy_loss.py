@@ -1,7 +1,5 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate.
-
-`loss_types.py` holds what the loss types differ in; this file what they share: the level of the importance weight, the
-KL term, masks, the correction for the sampler, the entropy bonus and the order in which they apply:
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate: what
+the loss types of `loss_types.py` share, and the order in which it applies.
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
@@ -56,14 +54,12 @@ def grpo_loss(
         policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
     report = Report()
     report.add(clip_metrics(kind, tokens, chosen, settings.level != "token"))
-    found = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
-    per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, found)
+    term_factors = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
+    per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, term_factors)
     if settings.beta:
         per_token = per_token + settings.beta * kl_term(tokens, settings, ref_logprobs, report)
-    step = StepCounts(
-        given(num_sequences_in_step, (tokens.lengths > 0).sum()), given(num_tokens_in_step, len(logprobs)),
-        settings.max_completion_length,
-    )
+    step = StepCounts(given(num_sequences_in_step, (tokens.lengths > 0).sum()),
+                      given(num_tokens_in_step, len(logprobs)), settings.max_completion_length)
     policy_loss = (per_token * kind.weights(tokens.lengths[sequence_ids].to(per_token.dtype), step)).sum()
     loss, coef = policy_loss, given(entropy_coef, settings.entropy_coef)
     if coef:
@@ -84,13 +80,12 @@ class Report:
         self.metrics: dict[str, Tensor] = {}
         self.counts: dict[str, float] = {}
 
-    def add(self, found: tuple[Means, dict[str, Tensor]]) -> None:
-        means, extremes = found
+    def add(self, measured: tuple[Means, dict[str, Tensor]]) -> None:
+        means, extremes = measured
         self.metrics |= {name: mean for name, (mean, _) in means.items()} | extremes
         self.counts |= {name: count for name, (_, count) in means.items()}
 
     def mean(self, name: str, values: Tensor) -> None:
-        """The mean of values (N,), where there are any."""
         if values.numel():
             self.add(({name: (values.detach().mean(), float(len(values)))}, {}))
 
@@ -114,9 +109,8 @@ def loss_tokens(
     if correct:
         sampled = needed(rollout_logprobs, "rollout_logprobs", "the sampler's mismatch is to be corrected")
         correction = correction_weights(mode, old, sampled, sequence_ids, lengths, settings.correction_bounds)
-    return LossTokens(
-        logprobs, log_ratio, log_weight, advantages, sequence_ids, lengths, correction, CORRECTIONS[mode].per_sequence
-    )
+    return LossTokens(logprobs, log_ratio, log_weight, advantages, sequence_ids, lengths, correction,
+                      CORRECTIONS[mode].per_sequence)
 
 
 def at_level(log_ratio: Tensor, sequence_ids: Tensor, lengths: Tensor, level: str) -> Tensor:
@@ -138,10 +132,8 @@ def factors(
     if settings.off_policy_mask_threshold is not None:
         logprobs = tokens.logprobs.detach()
         sampler = logprobs - tokens.log_ratio.detach() if rollout_logprobs is None else rollout_logprobs
-        kept = off_policy_sequence_mask(
-            logprobs, sampler, tokens.advantages, tokens.sequence_ids, tokens.lengths,
-            settings.off_policy_mask_threshold,
-        ).to(logprobs.dtype)
+        kept = off_policy_sequence_mask(logprobs, sampler, tokens.advantages, tokens.sequence_ids, tokens.lengths,
+                                        settings.off_policy_mask_threshold).to(logprobs.dtype)
         report.mean("off_policy/masked_share", 1 - kept)
         yield kept
     if policy_mask is not None:
@@ -152,14 +144,13 @@ def factors(
             yield tokens.correction
 
 
-def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, found: list[Tensor]) -> Tensor:
-    """The policy term times its factors, (N,). Where the advantage or a factor is 0 the term and its gradient are 0,
-    even if another overflows."""
-    if not found:
+def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
+    """The policy term times its factors, (N,): 0, with its gradient, where a factor is 0, even if another overflows."""
+    if not term_factors:
         return token_loss(tokens)
-    kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in found)]).all(0)
+    kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)
     per_token = token_loss(tokens.only(kept))
-    for factor in found:
+    for factor in term_factors:
         per_token = per_token * factor
     return torch.where(kept, per_token, 0.0)
 
@@ -185,12 +176,10 @@ def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | Non
 
 
 def given(value: float | None, default: float | Tensor) -> float:
-    """The value, or where it is None the default."""
     return float(default if value is None else value)
 
 
 def needed(values: Tensor | None, name: str, why: str) -> Tensor:
-    """The values; ValueError where they are missing."""
     if values is None:
         raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
     return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.later import torch
+from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def sequence_lengths(sequence_ids: Tensor, count: int | None = None) -> Tensor:
-    """Tokens of each sequence, (S,) int64; 0 for an id that no token has. `count` is S where it is known: to find it, a
-    card would have to be waited for."""
+    """Tokens of each sequence, (S,) int64. `count` is S: without it, a card is waited for."""
     if count is None:
         return torch.bincount(sequence_ids)
     return sequence_ids.new_zeros(count).index_add(0, sequence_ids, torch.ones_like(sequence_ids))

@@ -56,16 +56,16 @@ def loss_named(name: str) -> TokenLoss:
     return LOSSES[name]
 
 
-def checked_settings(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+def checked_settings(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
     """The settings of a loss, with the defaults of those that were not given. ValueError names what is wrong."""
     allowed = loss_named(name).settings
-    for key, value in given.items():
+    for key, value in config.items():
         if key not in allowed:
             raise ValueError(f"loss_fn_config has {key!r}, which {name} does not take; it takes "
                              f"{', '.join(allowed) or 'no settings'}")
         if isinstance(value, str) or not 0 <= value < float("inf"):
             raise ValueError(f"loss_fn_config[{key!r}] is {value!r}; it must be a number, at least 0")
-    settings = {**allowed, **{key: float(value) for key, value in given.items()}}
+    settings = {**allowed, **{key: float(value) for key, value in config.items()}}
     if "clip_low_threshold" in settings and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
         raise ValueError(f"clip_low_threshold is {settings['clip_low_threshold']:g} and clip_high_threshold "
                          f"{settings['clip_high_threshold']:g}; both are ratios, such as 0.8 and 1.2, the low one "
@@ -77,11 +77,9 @@ def token_losses(
     name: str, logprobs: Tensor, values: Mapping[str, Tensor], settings: Mapping[str, float], sequence_ids: Tensor,
     sequences: int,
 ) -> Tensor:
-    """The loss (N,) of each token, whose sum is to be minimised.
-
-    logprobs (N,) are the policy's; `values` (N,) are what the loss `needs`; `sequence_ids` (N,) int64 tell `sequences`
-    sequences apart. `settings` are all of them, as `checked_settings` returns them.
-    """
+    """The loss (N,) of each token, whose sum is to be minimised. logprobs (N,) are the policy's; `values` (N,) are what
+    the loss `needs`; `sequence_ids` (N,) int64 tell `sequences` sequences apart. `settings` are all of them, as
+    `checked_settings` returns them."""
     if name == "cross_entropy":
         return -values["weights"] * logprobs
     advantages, change = values["advantages"], logprobs - values["logprobs"]
@@ -108,8 +106,7 @@ def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> T
 
 
 def sequence_change(change: Tensor, mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:
-    """The mean of `change` (N,) over each sequence, weighted by `mask` (N,), at each of its tokens; 0 where the mask
-    of a sequence is 0 all over."""
+    """The mean of `change` (N,) over each sequence, weighted by `mask` (N,), at each token; 0 without a mask."""
     weight = sequence_sums(mask, sequence_ids, sequences)
     means = sequence_sums(change * mask, sequence_ids, sequences) / torch.where(weight == 0, 1.0, weight)
     return means[sequence_ids]

@@ -8,7 +8,6 @@ IN_16_BITS = 'Leave kv_cache_dtype at "auto"'
 
 
 def in_8_bits(cache_dtype: str) -> bool:
-    """Return whether a number of the cache takes one byte."""
     return cache_dtype != AUTO
 
 
@@ -18,7 +17,6 @@ def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
 
 
 def cache_text(cache_dtype: str) -> str:
-    """Return a plan's words for it."""
     return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else "16 bits"
 
 

@@ -3,30 +3,51 @@
 import difflib
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.utils import GIB, MIB
 
-# What the driver reports as a card's memory, in MiB.
-CARDS = {
-    "t4": 15360, "p100": 16384, "v100-16": 16384, "v100-32": 32768, "a10g": 23028, "a10": 23028, "l4": 23034,
-    "rtx3060": 12288, "rtx3090": 24576, "rtx4060ti-16": 16380, "rtx4070ti": 12282, "rtx4080": 16376,
-    "rtx4090": 24564, "rtx5080": 16303, "rtx5090": 32607, "a4000": 16376, "a5000": 24564, "a6000": 49140,
-    "l40s": 46068, "a100-40": 40960, "a100-80": 81920, "h100": 81559, "h100-nvl": 95830, "h200": 143771,
-    "b200": 183359,
+
+class CardSpeed(NamedTuple):
+    """The speeds in NVIDIA's data sheet of a card."""
+
+    tflops: float  # dense, 16-bit, sums in float32: half of the best rate on a GeForce card
+    memory_tb_s: float
+    pcie_gb_s: float  # in one direction
+    sms: int
+    ghz: float  # boost
+    capability: int  # 75 is sm_75
+
+
+SHEETS: dict[str, tuple[Any, ...]] = {  # MiB of memory as the driver reports them, and a CardSpeed
+    "t4": (15360, 65, 0.320, 15.75, 40, 1.59, 75), "p100": (16384, 18.7, 0.732, 15.75, 56, 1.30, 60),
+    "v100-16": (16384, 125, 0.900, 15.75, 80, 1.53, 70), "v100-32": (32768, 125, 0.900, 15.75, 80, 1.53, 70),
+    "a10g": (23028, 70, 0.600, 31.5, 72, 1.71, 86), "a10": (23028, 125, 0.600, 31.5, 72, 1.695, 86),
+    "l4": (23034, 121, 0.300, 31.5, 58, 2.04, 89), "rtx3060": (12288, 25.5, 0.360, 31.5, 28, 1.78, 86),
+    "rtx3090": (24576, 71, 0.936, 31.5, 82, 1.695, 86), "rtx4060ti-16": (16380, 44.1, 0.288, 15.75, 34, 2.535, 89),
+    "rtx4070ti": (12282, 80.2, 0.504, 31.5, 60, 2.61, 89), "rtx4080": (16376, 97.5, 0.717, 31.5, 76, 2.505, 89),
+    "rtx4090": (24564, 165.2, 1.008, 31.5, 128, 2.52, 89), "rtx5080": (16303, 112.6, 0.960, 63, 84, 2.62, 120),
+    "rtx5090": (32607, 209.5, 1.792, 63, 170, 2.41, 120), "a4000": (16376, 76.7, 0.448, 31.5, 48, 1.56, 86),
+    "a5000": (24564, 111.1, 0.768, 31.5, 64, 1.695, 86), "a6000": (49140, 154.8, 0.768, 31.5, 84, 1.80, 86),
+    "l40s": (46068, 362, 0.864, 31.5, 142, 2.52, 89), "a100-40": (40960, 312, 1.555, 31.5, 108, 1.41, 80),
+    "a100-80": (81920, 312, 2.039, 31.5, 108, 1.41, 80), "h100": (81559, 989, 3.35, 63, 132, 1.83, 90),
+    "h100-nvl": (95830, 835, 3.9, 63, 132, 1.785, 90), "h200": (143771, 989, 4.8, 63, 132, 1.83, 90),
+    "b200": (183359, 2250, 8.0, 63, 148, 1.965, 100),
 }
+CARDS = {name: sheet[0] for name, sheet in SHEETS.items()}
+SPEEDS = {name: CardSpeed(*sheet[1:]) for name, sheet in SHEETS.items()}
 SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx3090", "4080": "rtx4080",
         "4090": "rtx4090", "5080": "rtx5080", "5090": "rtx5090", "4070ti": "rtx4070ti", "4060ti-16": "rtx4060ti-16"}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
 UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
-DEFAULT_SHARE = 0.95  # of a named card: a display, or what another program holds, takes the rest
+DEFAULT_SHARE = 0.95  # usable part of a named card: a display, or what another program holds, takes the rest
 
 
 PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # tokens that vLLM reads at a time, on cards of less than so many bytes
 LARGE_PREFILL = 8192  # on the others
-MASK_PLACES = 2**26  # of attention's masks in a pass of the transformers engine
+MASK_PLACES = 2**26  # places in attention's masks in a pass of the transformers engine
 LEAST_PIECE = 256  # tokens of each prompt that it reads in a pass, at least
-GRAPH_PLACES = 128  # of the cache: by how many graphs of our own engine differ, at least
+GRAPH_PLACES = 128  # cache places by which graphs of our own engine differ, at least
 MOST_SEQUENCES = 256  # decoded together at most, where nothing else was asked for
 
 
@@ -70,58 +91,28 @@ def prefill_tokens(total: int, sequences: int = 1) -> int:
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine reads in one pass: `LARGE_PREFILL` of all prompts,
-    or fewer, so that the masks (prompts, piece, longest) have at most `MASK_PLACES`."""
+    """Return how many tokens of each prompt the transformers engine reads in one pass, so that its masks stay small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 
 def graph_rows(rows: int) -> int:
-    """Return the rows of the CUDA graph that computes so many of our own engine: 1, 2, 4, 8, then by eights as vLLM's,
-    above 64 by an eighth of the next power of 2."""
+    """Return the rows of our engine's CUDA graph for so many: 1, 2, 4, 8, by eights, above 64 by eighths of 2^n."""
     power = 1 << (rows - 1).bit_length()
     step = power if rows <= 8 else max(8, power // 8)
     return -(-rows // step) * step
 
 
 def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
-    """Return the places of the cache that such a graph reads for rows of `width` places: a multiple of `least`, above
-    2,048 of a sixteenth of the next power of 2, so that long contexts need few graphs."""
+    """Return the places that a graph reads: multiples of `least`, above 2,048 of a sixteenth of the next power of 2."""
     step = max(least, (1 << (width - 1).bit_length()) // 16)
     return -(-width // step) * step
 
 
 def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
-    """Sequences that are decoded together: those that a run samples (None: not known), and no more than a cache for
-    `longest_in_cache` sequences of the longest length holds when they are half as long."""
+    """Sequences decoded together: those a run samples, and no more than fit a cache when they are half as long."""
     return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))
 
 
-class CardSpeed(NamedTuple):
-    """The speeds in NVIDIA's data sheet of a card."""
-
-    tflops: float  # dense, 16-bit, sums in float32: half of the best rate on a GeForce card
-    memory_tb_s: float
-    pcie_gb_s: float  # in one direction
-    sms: int
-    ghz: float  # boost
-    capability: int  # 75 is sm_75
-
-
-SPEEDS = {name: CardSpeed(*sheet) for name, sheet in {  # by the names of CARDS
-    "t4": (65, 0.320, 15.75, 40, 1.59, 75), "p100": (18.7, 0.732, 15.75, 56, 1.30, 60),
-    "v100-16": (125, 0.900, 15.75, 80, 1.53, 70), "v100-32": (125, 0.900, 15.75, 80, 1.53, 70),
-    "a10g": (70, 0.600, 31.5, 72, 1.71, 86), "a10": (125, 0.600, 31.5, 72, 1.695, 86),
-    "l4": (121, 0.300, 31.5, 58, 2.04, 89), "rtx3060": (25.5, 0.360, 31.5, 28, 1.78, 86),
-    "rtx3090": (71, 0.936, 31.5, 82, 1.695, 86), "rtx4060ti-16": (44.1, 0.288, 15.75, 34, 2.535, 89),
-    "rtx4070ti": (80.2, 0.504, 31.5, 60, 2.61, 89), "rtx4080": (97.5, 0.717, 31.5, 76, 2.505, 89),
-    "rtx4090": (165.2, 1.008, 31.5, 128, 2.52, 89), "rtx5080": (112.6, 0.960, 63, 84, 2.62, 120),
-    "rtx5090": (209.5, 1.792, 63, 170, 2.41, 120), "a4000": (76.7, 0.448, 31.5, 48, 1.56, 86),
-    "a5000": (111.1, 0.768, 31.5, 64, 1.695, 86), "a6000": (154.8, 0.768, 31.5, 84, 1.80, 86),
-    "l40s": (362, 0.864, 31.5, 142, 2.52, 89), "a100-40": (312, 1.555, 31.5, 108, 1.41, 80),
-    "a100-80": (312, 2.039, 31.5, 108, 1.41, 80), "h100": (989, 3.35, 63, 132, 1.83, 90),
-    "h100-nvl": (835, 3.9, 63, 132, 1.785, 90), "h200": (989, 4.8, 63, 132, 1.83, 90),
-    "b200": (2250, 8.0, 63, 148, 1.965, 100),
-}.items()}
 # The driver's names that do not follow from those here. Another name (a laptop's card, an H100 on PCIe) has no speed.
 DRIVER_NAMES = {
     "tesla p100-pcie-16gb": "p100", "tesla v100-sxm2-16gb": "v100-16", "tesla v100-sxm2-32gb": "v100-32",

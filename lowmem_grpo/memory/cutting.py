@@ -44,8 +44,7 @@ class Span:
 
     @property
     def length(self) -> int:
-        """Tokens of its longest sequence."""
-        return max(one.whole for one in self.sequences)
+        return max(sequence.whole for sequence in self.sequences)
 
 
 def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
@@ -58,11 +57,9 @@ def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[lis
 
 
 def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Span]]:
-    """The micro-batches of groups of completions, each of which stays whole.
-
-    Completions follow each other group by group, longest first, so that those of one micro-batch are alike in length
-    and neighbours share their prompt. Those without a sequence are left out.
-    """
+    """The micro-batches of groups of completions, each of which stays whole. Completions follow each other group by
+    group, longest first, so that those of one micro-batch are alike in length and neighbours share their prompt. Those
+    without a sequence are left out."""
     batches: list[list[Span]] = []
     for span in ordered(groups):
         if not batches or full([*batches[-1], span], limits):
@@ -80,7 +77,6 @@ def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
 
 
 def full(batch: list[Span], limits: Limits) -> bool:
-    """Return whether these would be too much for one micro-batch."""
     if limits.sequences is not None and len(batch) > limits.sequences:
         return True
     return limits.tokens is not None and (places(batch) > limits.tokens or area(batch) > limits.spread * limits.tokens)
@@ -92,17 +88,16 @@ def places(batch: list[Span]) -> int:
 
 
 def area(batch: list[Span]) -> int:
-    """Places that attention lays side by side, as `token_rows` counts them."""
     return token_rows(families(batch))
 
 
 def families(batch: list[Span]) -> list[list[int]]:
     """For each prompt, its own places and those of each sequence that shares it: of neighbours of one group."""
-    found: list[list[int]] = []
+    by_prompt: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
         lengths: dict[Hashable, list[int]] = {}
         for span in spans:
             for family, prompt, tokens in span.sequences:
                 lengths.setdefault(family, [prompt - 1]).append(tokens)
-        found += lengths.values()
-    return found
+        by_prompt += lengths.values()
+    return by_prompt

@@ -1,8 +1,7 @@
 """The model families that were checked here: what their layers are, and which of our modules take their places.
-
-`FAMILIES` has one row for each, under transformers' `model_type` of the text config. Everything that the code asks of a
-family is answered here. A model of a family without a row trains on transformers' own layers, if they can be packed.
-docs/families.md is made of this table, and tests/models/test_families.py tries each row.
+`FAMILIES` has one row for each, under transformers' `model_type` of the text config. A model of another family trains
+on transformers' own layers, if they can be packed. docs/families.md is made of it, tests/models/test_families.py tries
+it.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 SPLIT, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
-DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # of a gated delta net
+DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # in a gated delta net
 GATE_UP, FUSED_GATE_UP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
@@ -42,7 +41,7 @@ class Attention:
 
     kind: str
     inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
-    norm: Literal["", "heads", "whole"] = ""  # of q and k: none, each head by itself, or all heads together
+    norm: Literal["", "heads", "whole"] = ""  # for q and k: none, each head by itself, or all heads together
     position: Literal["half", "pairs"] = "half"  # RoPE turns x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
     turned: float = 1.0  # the share of a head that RoPE turns, where a config does not say it
     turns: str = ""  # the attribute that says whether RoPE is in a layer; "": it is in all
@@ -55,7 +54,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertBlock:
     """A router, and gated MLPs of which each token takes some."""
 
     kind: str  # transformers' class of router and experts together
@@ -70,12 +69,12 @@ class Family:
     attention: Attention
     mlp: MLP
     norm: Norm
-    norms: int = 2  # of the hidden size, in a layer
+    norms: int = 2  # norms of the hidden size in a layer
     unlike_layers: bool = False  # head sizes, windows and keys differ from layer to layer: see layer_forms.py
-    buffers: tuple[str, ...] = ()  # of a layer: what a checkpoint holds beside parameters
+    buffers: tuple[str, ...] = ()  # what a checkpoint holds for a layer beside parameters
     vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
     delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
-    experts: Experts | None = None  # in place of the MLP, in the layers that have them
+    experts: ExpertBlock | None = None  # in place of the MLP, in the layers that have them
     only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
     turns: tuple[str, ...] = ()  # tokens that its chat template writes, each of which must be one token
     refused: str = ""  # why the family cannot be trained, and what to take
@@ -105,25 +104,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", turns=IM,
                      attention=Attention("Qwen2Attention", window="layers", bias=True)),
     "qwen3": decoder("Qwen3", "Qwen3", turns=IM, attention=Attention("Qwen3Attention", norm="heads", window="layers")),
-    "gemma3_text": decoder(
-        "Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
-        attention=Attention("Gemma3Attention", norm="heads", window="layers"),
-    ),
-    "phi3": decoder(
-        "Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
-        attention=Attention("Phi3Attention", FUSED, window="config"),
-    ),
+    "gemma3_text": decoder("Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
+                           attention=Attention("Gemma3Attention", norm="heads", window="layers")),
+    "phi3": decoder("Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
+                    attention=Attention("Phi3Attention", FUSED, window="config")),
     "smollm3": decoder(
         "SmolLM3", "SmolLM3", vllm=None, turns=IM,
         attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
-    "olmo2": decoder(
-        "OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
-        attention=Attention("Olmo2Attention", norm="whole"),
-    ),
-    "olmo3": decoder(
-        "OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
-        attention=Attention("Olmo3Attention", norm="whole", window="layers"),
-    ),
+    "olmo2": decoder("OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
+                     attention=Attention("Olmo2Attention", norm="whole")),
+    "olmo3": decoder("OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
+                     attention=Attention("Olmo3Attention", norm="whole", window="layers")),
     "granite": decoder("Granite 3, 4 (dense)", "Granite", turns=("<|start_of_role|>", "<|end_of_role|>")),
     "glm4": decoder("GLM-4", "Glm4", norms=4, turns=("<|user|>", "<|assistant|>"), mlp=MLP("Glm4MLP", FUSED_GATE_UP),
                     attention=Attention("Glm4Attention", position="pairs", turned=0.5)),
@@ -140,10 +131,8 @@ FAMILIES: dict[str, Family] = {
         attention=Attention("Qwen3_5Attention", norm="heads", turned=0.25, gated=True, lean=False),
         delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM,
     ),
-    "qwen3_moe": decoder(
-        "Qwen3-MoE", "Qwen3Moe", turns=IM, experts=Experts("Qwen3MoeSparseMoeBlock"),
-        attention=Attention("Qwen3MoeAttention", norm="heads", window="config"),
-    ),
+    "qwen3_moe": decoder("Qwen3-MoE", "Qwen3Moe", turns=IM, experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
+                         attention=Attention("Qwen3MoeAttention", norm="heads", window="config")),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
         "Exaone4Attention", norm="heads", window="layers", lean=False)),
     "gemma2": refused("Gemma 2", "soft-capped scores"),
@@ -151,7 +140,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."
-# of a checkpoint with images or sounds: the names of its text model's tensors, and those in a checkpoint of text only
+# for a checkpoint with images or sounds: the names of its text model's tensors, and those in a checkpoint of text only
 TEXT_NAMES: dict[str, dict[str, str]] = {
     "gemma4": {WHOLE: "model."},
     "mistral3": {INSIDE + r"model\.": "model.", INSIDE + "lm_head": "lm_head", WHOLE: "model."},
@@ -184,13 +173,11 @@ def has_experts(config: Any) -> bool:
 
 
 def family_of(config: Any) -> Family | None:
-    """The row of a model's config, or of a config.json's fields; None for a family without one."""
     return FAMILIES.get(model_type_of(config))
 
 
 def check_family(config: Any, name: str) -> str | None:
-    """Return a note on a model of this config before it is loaded: one line for a family without a row, else None.
-    ValueError names a family that is refused, and the reason."""
+    """Return a note on a model without a row before it is loaded, else None; ValueError for a refused family."""
     check_images(config, name)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:
@@ -203,7 +190,6 @@ def check_family(config: Any, name: str) -> str | None:
 
 
 def check_images(config: Any, name: str) -> None:
-    """Raise ValueError for a model of images that is no causal language model."""
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
@@ -212,25 +198,22 @@ def check_images(config: Any, name: str) -> None:
 
 
 def check_float16(config: Any) -> None:
-    """ValueError for a model that cannot compute in float16."""
     row = family_of(config)
     if row is not None and row.only_bfloat16:
         raise ValueError(NO_FLOAT16.format(row.name))
 
 
 def sampled_by(row: Family) -> str:
-    """The engines that sample a family, in words."""
     return "vLLM and transformers" if row.vllm else "transformers"
 
 
 def trained(by_vllm: bool = False) -> str:
     """The names of the families that train, as one list; with `by_vllm`, of those that vLLM samples."""
-    return ", ".join(one.name for one in FAMILIES.values() if not one.refused and (one.vllm or not by_vllm))
+    return ", ".join(row.name for row in FAMILIES.values() if not row.refused and (row.vllm or not by_vllm))
 
 
 def with_experts() -> str:
-    """The names of the families whose experts are trained in 4 bits."""
-    return ", ".join(one.name for one in FAMILIES.values() if one.experts is not None)
+    return ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
 
 
 def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
@@ -238,7 +221,7 @@ def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
     said, row = check_family(config, name), family_of(config)
     if row is None:
         return {"family": said or ""}
-    found = {"family": row.name, "sampled by": sampled_by(row)}
+    words = {"family": row.name, "sampled by": sampled_by(row)}
     if engine == "vllm" and not row.vllm:
-        found["note"] = f"vLLM does not sample {row.name}: plan with --engine transformers"
-    return found
+        words["note"] = f"vLLM does not sample {row.name}: plan with --engine transformers"
+    return words

@@ -10,7 +10,7 @@ from lowmem_grpo.memory.families import EXPERTS
 FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # in which weights are held
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights that share a scale, scales that share one of theirs
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's values, those of the scales, and their offset
-GLOBAL_HEAD = 512  # of Gemma 4's layers without a window, where a config.json does not say it
+GLOBAL_HEAD = 512  # in Gemma 4's layers without a window, where a config.json does not say it
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,13 @@ class Linear:
         """Numbers that a token is multiplied with."""
         return self.taken * self.rows * self.columns
 
-    @property
-    def nf4_bytes(self) -> int:
-        """In NF4 with double quantization."""
+    def bytes_in(self, form: str) -> int:
+        """In one of FORMS: NF4 is doubly quantized; FP8 has a scale for each row, or for each block of 128 x 128."""
+        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
+        if form != NF4:
+            return self.weights + 4 * scales[form] if form in scales else 2 * self.weights
         blocks = -(-self.weights // BLOCK)
         return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
-
-    def bytes_in(self, form: str) -> int:
-        """In one of FORMS: FP8 has a scale for each row, or for each block of 128 x 128."""
-        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
-        if form in scales:
-            return self.weights + 4 * scales[form]
-        return self.nf4_bytes if form == NF4 else 2 * self.weights
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class DeltaForm:
     width: int  # W, of the convolution
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "DeltaForm":
+    def from_config(cls, fields: Mapping[str, Any]) -> "DeltaForm":
         """From a config's fields; without `layer_types` every `full_attention_interval`th layer has attention."""
         total, every = fields["num_hidden_layers"], fields.get("full_attention_interval") or 4
         kinds = fields.get("layer_types")
@@ -82,7 +77,6 @@ class DeltaForm:
 
     @property
     def values(self) -> int:
-        """Numbers of a token's values."""
         return self.heads * self.value_size
 
     @property
@@ -97,7 +91,6 @@ class DeltaForm:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a layer's states of one sequence: the rule's in float32, the convolution's in 16 bits."""
         return 4 * self.heads * self.key_size * self.value_size + 2 * self.mixed * (self.width - 1)
 
 
@@ -111,10 +104,10 @@ class ExpertForm:
     inner: int  # I
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "ExpertForm":
+    def from_config(cls, fields: Mapping[str, Any]) -> "ExpertForm":
         """From a config's fields: of Qwen3-MoE, every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
         every, without = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
-        layers = [one for one in range(fields["num_hidden_layers"]) if one not in without and (one + 1) % every == 0]
+        layers = set(range(every - 1, fields["num_hidden_layers"], every)) - set(without)
         count = next(fields[name] for name in EXPERTS if fields.get(name))  # transformers renames what a file says
         return cls(len(layers), count, fields["num_experts_per_tok"], fields["moe_intermediate_size"])
 
@@ -125,24 +118,22 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
     layers, kinds = fields["num_hidden_layers"], fields["layer_types"]
     sharing = layers - (fields.get("num_kv_shared_layers") or 0)
     twice = 2 if fields.get("use_double_wide_mlp") else 1
-    found = []
+    forms = []
     for number, kind in enumerate(kinds):
         full, shares = kind == "full_attention", number >= sharing
         own = own_fields(fields, number, full)
-        found.append(LayerForm(
+        forms.append(LayerForm(
             own.get("head_dim") or fields["head_dim"], own.get("num_key_value_heads") or fields["num_key_value_heads"],
             fields["intermediate_size"] * (twice if shares else 1), None if full else fields.get("sliding_window"),
             not shares, not (full and fields.get("attention_k_eq_v")),
         ))
-    return tuple(found)
+    return tuple(forms)
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
-    """Return the settings of one layer only."""
     each = fields.get("per_layer_config")
     if each is not None:
-        own: Mapping[str, Any] = each.get(str(number), each.get(number)) or {}
-        return own
+        return each.get(str(number), each.get(number)) or {}
     if not full:
         return {}
     heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None

@@ -1,7 +1,5 @@
-"""Bytes that tensors really took while a run made its optimizer steps, to compare with a plan.
-
-On a card the allocator counts. On the CPU every storage that an operation makes is counted here while it lives; what
-one operation makes and frees within itself is not seen.
+"""Bytes that tensors really took while a run made its optimizer steps, to compare with a plan: the allocator's on a
+card; on the CPU those of every storage that an operation makes, while it lives.
 
 `TorchDispatchMode` is torch's documented way to see operations, in a module whose name is private. Only this file of
 the package uses it. Checked with torch 2.13; tests/memory/test_live_bytes.py fails if it moves.
@@ -28,14 +26,13 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
-            if tensor.untyped_storage().data_ptr() not in given:
+            if tensor.untyped_storage().data_ptr() not in inputs:
                 self.count(tensor)
         return result
 
     def count(self, tensor: Tensor) -> None:
-        """Note the tensor's storage where it is new."""
         storage = tensor.untyped_storage()
         key, size = storage.data_ptr(), storage.nbytes()
         if not size or key in self.seen:  # empty ones have no place of their own
@@ -51,7 +48,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in what an operation takes or gives: tuples, lists and dicts of them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -60,8 +56,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def update_peak(trainer: Any, groups: list[Any]) -> int:
-    """Train on scored groups (`trainer.update(groups)`); the most bytes that tensors took meanwhile, on a card or on
-    the CPU: weights, adapters, gradients, optimizer states and activations."""
+    """Train on scored groups (`trainer.update(groups)`); the most bytes that tensors took, on a card or on the CPU."""
     if trainer.policy.device.type == "cuda":
         trainer.update(groups)  # its phase begins with a reset of the allocator's peak
         return torch.cuda.max_memory_allocated(trainer.policy.device)

@@ -5,41 +5,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowmem_grpo.memory.families import (
-    DELTA_IN,
-    DELTA_OUT,
-    FAMILIES,
-    FUSED,
-    FUSED_GATE_UP,
-    Family,
-    decoder,
-    has_experts,
-    with_experts,
-)
-from lowmem_grpo.memory.layer_forms import (
-    BLOCK,
-    FP8,
-    FP8_BLOCK,
-    NESTED_BLOCK,
-    NF4,
-    DeltaForm,
-    ExpertForm,
-    LayerForm,
-    Linear,
-    forms_of,
-)
+from lowmem_grpo.memory import families, layer_forms
+from lowmem_grpo.memory.families import Family
+from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear
 
 PAGED_BLOCK = 16  # tokens of a block of vLLM's cache on a card
-PLAIN = decoder("a plain decoder", "")
+NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights in a nested block
+PLAIN = families.decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of K numbers, V vocabulary.
-
-    Where layers are not alike, `forms` has them all, and I, H_kv and K are those of the largest.
-    """
+    Where layers are not alike, `forms` has them all, and I, H_kv and K are those of the largest."""
 
     hidden: int
     inner: int
@@ -59,11 +38,11 @@ class ModelShape:
     per_layer: int = 0  # P, numbers that each layer takes of a token beside its input; 0: none
     per_layer_vocabulary: int = 0  # rows of the table of these, which is L P wide
     turned: float = 1.0  # the share of a head that RoPE turns
-    experts: ExpertForm | None = None  # of the layers that have them in place of an MLP
-    delta: DeltaForm | None = None  # of the layers without attention, where there are such; in `each`, of these only
+    experts: ExpertForm | None = None  # in the layers that have them in place of an MLP
+    delta: DeltaForm | None = None  # in the layers without attention, where there are such; in `each`, these only
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
+    def from_config(cls, config: Any) -> "ModelShape":
         """From a config.json's fields, or a transformers config; ValueError for what has no plan."""
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         tied = bool(fields.get("tie_word_embeddings", False))
@@ -72,11 +51,12 @@ class ModelShape:
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
-        row, mixed = family_named(kind), has_experts(fields)
+        row, mixed = family_named(kind), families.has_experts(fields)
         if mixed and row.experts is None:
-            raise ValueError(f"{kind} has several experts; of such models, plans are made for {with_experts()} only")
-        bias, forms = row.attention.bias, forms_of(fields) if row.unlike_layers else ()
-        found = cls(
+            raise ValueError(f"{kind} has several experts; of such models, plans are made for "
+                             f"{families.with_experts()} only")
+        bias, forms = row.attention.bias, layer_forms.forms_of(fields) if row.unlike_layers else ()
+        shape = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
             fields["vocab_size"], tied or bool(fields.get("tie_word_embeddings", False)),
@@ -85,13 +65,13 @@ class ModelShape:
             fields.get("sliding_window") if fields.get("use_sliding_window", True) else None, forms=forms,
             per_layer=fields.get("hidden_size_per_layer_input") or 0,
             per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
-            turned=turned_share(fields, row), delta=DeltaForm.of(fields) if row.delta_net else None,
-            experts=ExpertForm.of(fields) if mixed else None,
+            turned=turned_share(fields, row), delta=DeltaForm.from_config(fields) if row.delta_net else None,
+            experts=ExpertForm.from_config(fields) if mixed else None,
         )
         if not forms:
-            return found
+            return shape
         largest = max(forms, key=lambda form: form.own_keys * form.head_size * form.kv_heads)
-        return replace(found, head_size=largest.head_size, kv_heads=largest.kv_heads,
+        return replace(shape, head_size=largest.head_size, kv_heads=largest.kv_heads,
                        inner=max(form.inner for form in forms))
 
     def each(self) -> Iterator[tuple[int, "ModelShape"]]:
@@ -106,15 +86,12 @@ class ModelShape:
         elif not self.forms:
             yield self.layers, self
         for form, count in Counter(self.forms).items():
-            yield count, replace(
-                self, head_size=form.head_size, kv_heads=form.kv_heads, inner=form.inner, window=form.window,
-                own_keys=form.own_keys, own_values=form.own_values, forms=(),
-            )
+            yield count, replace(self, head_size=form.head_size, kv_heads=form.kv_heads, inner=form.inner,
+                                 window=form.window, own_keys=form.own_keys, own_values=form.own_values, forms=())
 
     @property
     def for_all_layers(self) -> int:
-        """Numbers of a token that all layers share while a micro-batch is computed: cosines and sines of the positions,
-        those that each layer takes beside its input, and keys and values of layers that serve later ones."""
+        """Numbers of a token that all layers share: cosines and sines, their own inputs, lent keys and values."""
         if not self.forms:
             return 2 * self.turned_size
         lent = {(form.window, form.head_size * form.kv_heads) for form in self.forms if form.own_keys}
@@ -123,12 +100,10 @@ class ModelShape:
 
     @property
     def turned_size(self) -> int:
-        """R, numbers of a head that RoPE turns."""
         return int(self.head_size * self.turned)
 
     @property
     def family(self) -> Family:
-        """The row of its family."""
         return family_named(self.model_type)
 
     @property
@@ -146,9 +121,9 @@ class ModelShape:
         bias, lora = self.attention_bias, self.family.experts is None  # with experts, attention only is adapted
         if self.delta is not None:
             sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
-            yield from (Linear(name, rows, self.hidden) for name, rows in zip(DELTA_IN, sizes, strict=True))
-            yield Linear(DELTA_OUT, self.hidden, self.delta.values)
-        elif self.family.attention.inner == FUSED:
+            yield from (Linear(name, rows, self.hidden) for name, rows in zip(families.DELTA_IN, sizes, strict=True))
+            yield Linear(families.DELTA_OUT, self.hidden, self.delta.values)
+        elif self.family.attention.inner == families.FUSED:
             yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
         else:
             yield Linear("q_proj", self.queries * (1 + self.family.attention.gated), self.hidden, bias)
@@ -163,7 +138,7 @@ class ModelShape:
             yield Linear("experts.gate_up_proj", 2 * self.experts.inner, self.hidden, **many)
             yield Linear("experts.down_proj", self.hidden, self.experts.inner, **many)
             return
-        if self.family.mlp.inner == FUSED_GATE_UP:
+        if self.family.mlp.inner == families.FUSED_GATE_UP:
             yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
         else:
             yield Linear("gate_proj", self.inner, self.hidden, lora=lora)
@@ -175,34 +150,30 @@ class ModelShape:
 
     @property
     def linear_weights(self) -> int:
-        """Numbers in the linear layers of all decoder layers, biases aside."""
-        return sum(count * sum(one.weights for one in shape.linears()) for count, shape in self.each())
+        return sum(count * sum(linear.weights for linear in shape.linears()) for count, shape in self.each())
 
     @property
     def sampler_weights(self) -> int:
         """The part of these that the sampler may hold in 16 bits for a phase: all but experts."""
-        return sum(count * sum(one.weights for one in shape.linears() if one.experts == 1)
+        return sum(count * sum(linear.weights for linear in shape.linears() if linear.experts == 1)
                    for count, shape in self.each())
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all layers and norms, with linear layers in this form; embeddings and head are apart.
-        ValueError for a form in which experts are not held."""
-        if self.experts is not None and form in (FP8, FP8_BLOCK):
+        """Return the bytes of all layers and norms in this form, without embeddings; ValueError for experts in FP8."""
+        if self.experts is not None and form in (layer_forms.FP8, layer_forms.FP8_BLOCK):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
         return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
 
     def layer_bytes(self, form: str) -> int:
-        """Return the bytes of one layer with its norms."""
-        linears = sum(one.bytes_in(form) for one in self.linears())
-        linears += self.offset_bytes() if form == NF4 else 0
-        biases = 2 * sum(one.rows for one in self.linears() if one.bias)
+        linears = sum(linear.bytes_in(form) for linear in self.linears())
+        linears += self.offset_bytes() if form == layer_forms.NF4 else 0
+        biases = 2 * sum(linear.rows for linear in self.linears() if linear.bias)
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
     def norm_bytes(self) -> int:
-        """Return the bytes of a layer's norms, those of the hidden size and those of queries and keys, and of its
-        router."""
+        """Return the bytes of a layer's norms of the hidden size, of queries and keys, and of its router."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
         hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
@@ -221,19 +192,19 @@ class ModelShape:
 
     def groups(self) -> list[list[Linear]]:
         """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
-        linears = {one.name: one for one in self.linears()}
-        form, found = self.family, [[one] for name, one in linears.items() if name.startswith("per_layer")]
-        for names in (DELTA_IN, (DELTA_OUT,), form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
+        linears = {linear.name: linear for linear in self.linears()}
+        form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
+        delta = families.DELTA_IN, (families.DELTA_OUT,)
+        for names in (*delta, form.attention.inner, ("o_proj",), form.mlp.inner, ("down_proj",)):
             group = [linears[name] for name in names if name in linears]
-            whole = len(group) == len(names) and all(one.weights % (BLOCK * NESTED_BLOCK) == 0 for one in group[:-1])
-            found += [group] if whole else [[one] for one in group]
-        return found
+            whole = len(group) == len(names) and not any(linear.weights % NESTED_WEIGHTS for linear in group[:-1])
+            groups += [group] if whole else [[linear] for linear in group]
+        return groups
 
     def offset_bytes(self) -> int:
-        """Return the bytes of the offsets of a layer's weights side by side: one offset for each nested block, in place
-        of one for each weight."""
-        blocks = [-(-one.weights // (BLOCK * NESTED_BLOCK)) for group in self.groups() if len(group) > 1
-                  for one in group]
+        """Return the bytes of the offsets of weights side by side: one for each nested block, not weight."""
+        side_by_side = (group for group in self.groups() if len(group) > 1)
+        blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
         return 4 * (sum(blocks) - len(blocks))
 
     @property
@@ -241,23 +212,17 @@ class ModelShape:
         """The embedding, and the head likewise, in 16 bits."""
         return 2 * self.vocabulary * self.hidden
 
-    @property
-    def per_layer_table_bytes(self) -> int:
-        """The embedding that gives each layer numbers of its own, in 16 bits."""
-        return 2 * self.per_layer_vocabulary * self.layers * self.per_layer
-
     def host_bytes(self) -> int:
         """Return the bytes of the embeddings that can be on the host: not of one that is the head too."""
-        return self.per_layer_table_bytes + (0 if self.tied else self.table_bytes)
+        per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
+        return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int) -> int:
-        """Numbers of LoRA on all linears."""
-        return rank * sum(count * sum(one.rows + one.columns for one in shape.linears() if one.lora)
+        return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
                           for count, shape in self.each())
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Return the bytes of keys and values of one sequence in numbers of `itemsize` bytes, and of its states in
-        layers without attention, which keep their own."""
+        """Return the bytes of keys and values of one sequence, and of its states in layers without attention."""
         keys = 2 * itemsize * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
         return keys + self.states_bytes
 
@@ -292,5 +257,4 @@ def turned_share(fields: Mapping[str, Any], row: Family) -> float:
 
 
 def family_named(model_type: str) -> Family:
-    """The row of a family; where there is none, that of a plain decoder."""
-    return FAMILIES.get(model_type, PLAIN)
+    return families.FAMILIES.get(model_type, PLAIN)

@@ -14,7 +14,6 @@ NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-ll
 
 
 def named_shapes() -> list[str]:
-    """The names that ship with the package."""
     return sorted(entry.name.removesuffix(".json") for entry in (files("lowmem_grpo") / "assets" / "shapes").iterdir())
 
 
@@ -30,15 +29,12 @@ def named_config(name: str) -> dict[str, Any]:
     if short is None:
         close = difflib.get_close_matches(plain_name(name), named_shapes(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(
-            f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a config.json"
-        )
-    found: dict[str, Any] = json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
-    return found
+        raise ValueError(f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a "
+                         "config.json")
+    return json.loads((files("lowmem_grpo") / "assets" / "shapes" / f"{short}.json").read_text())
 
 
 def shape_name(name: str) -> str | None:
-    """The shipped shape that a name means; None where there is none."""
     plain = plain_name(name)
     plain = NAMESAKES.get(plain, plain)
     return plain if plain in named_shapes() else None
@@ -53,11 +49,10 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a config.json; ValueError says why it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a model's config.json: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no object of fields; a model's config.json is needed")
-    return found
+    return fields

@@ -25,7 +25,6 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 
 def this_card(device: torch.device) -> Device:
-    """The card that a run is on, and what of it this process may fill."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
     return Device(torch.cuda.get_device_name(device), total, int(total * share))
@@ -48,7 +47,6 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside is part of the phase "generate" or "train"."""
         if not self.counted:
             yield
             return
@@ -68,6 +66,5 @@ class PhasePeaks:
         self.peaks = {}
         if self.plan is None:
             return measured
-        return measured | {
-            "memory/planned_generate_bytes": self.plan.rollout, "memory/planned_train_bytes": self.plan.train
-        }
+        return measured | {"memory/planned_generate_bytes": self.plan.rollout,
+                           "memory/planned_train_bytes": self.plan.train}

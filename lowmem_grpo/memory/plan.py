@@ -1,16 +1,16 @@
 """What a plan is made of: settings that decide memory, rows of bytes, choices and what each bought."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
-from lowmem_grpo.rules import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
+from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
-OPTIMIZER_BYTES = {  # of a trained number; the states that stay on the device
+OPTIMIZER_BYTES = {  # per trained number; the states that stay on the device
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
     "paged_adamw_8bit": 2.03125,
 }
@@ -31,7 +31,7 @@ class RunSettings:
     load_in_fp8: bool = False  # in place of 4 bits
     checkpointing: bool | str = "offload"
     engine: str = "vllm"
-    max_tokens: int | None = None  # of a training micro-batch
+    max_tokens: int | None = None  # in a training micro-batch
     spread: float | None = None  # places that attention may lay side by side there, as a multiple of max_tokens; 0: one
     mlp_tile: int | None = None  # tokens; 0 is none
     chunk_rows: int | None = None  # tokens whose logits exist at a time
@@ -41,14 +41,14 @@ class RunSettings:
     longest_completion: int | None = None  # tokens; None: a completion may fill the context
     host_embedding: bool | None = None
     optim: str | None = None
-    sampling_weights: str | None = None  # of quantized weights: "16bit" dequantizes them once a sampling phase
+    sampling_weights: str | None = None  # for quantized weights: "16bit" dequantizes them once a sampling phase
     sequences: int | None = None  # decoded together; None is a group
     sleeps: bool = True  # whether the engine gives its cache back while training
-    completions_per_step: int | None = None  # of an optimizer step: a micro-batch never holds more; None is not known
-    host_bytes: int | None = None  # of the host's memory that the run may fill; None is not known
+    completions_per_step: int | None = None  # a micro-batch never holds more; None is not known
+    host_bytes: int | None = None  # host memory that the run may fill; None is not known
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores
-    reward_host_bytes: int = 0  # of all reward models, between steps
+    reward_host_bytes: int = 0  # all reward models, between steps
     ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
     trained: int | None = None  # numbers of the adapter; None: of `lora_rank` on all linears
 
@@ -80,7 +80,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """Bytes of one component at the peak of each phase. `note` says what it is, and what it takes at other moments."""
 
     name: str
@@ -88,7 +88,7 @@ class Row:
     train: int = 0
     host: int = 0
     note: str = ""
-    card_only: bool = False  # of the driver or of a kernel of the card: fake tensors do not show it
+    card_only: bool = False  # taken by the driver or a kernel on the card: fake tensors do not show it
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class MemoryPlan:
     model: str
     device: Device
     settings: RunSettings  # with every choice filled in
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     choices: tuple[Choice, ...] = ()
-    concurrent_sequences: int = 0  # of the longest length, in the KV cache
-    moment: str = ""  # of a training step, at which it holds most
+    concurrent_sequences: int = 0  # as long as allowed, in the KV cache
+    moment: str = ""  # in a training step, at which it holds most
     train_allocated: int = 0  # the most that tensors take while training, without what only a card adds
     advice: tuple[str, ...] = field(default=())  # where it does not fit
 
@@ -141,12 +141,10 @@ class MemoryPlan:
 
     @property
     def limits(self) -> Limits:
-        """The limits of a micro-batch."""
         return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
 
     def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
-        """Return how many micro-batches one optimizer step makes of groups: (tokens of the prompt, of each completion).
-        """
+        """Return how many micro-batches a step makes of groups: (tokens of the prompt, of each completion)."""
         return len(cut(groups, self.limits))
 
     def short_of(self) -> list[str]:
@@ -158,11 +156,5 @@ class MemoryPlan:
         return [name for name, wants in short.items() if wants]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and for records."""
-        totals = {name: getattr(self, name) for name in
-                  ("rollout", "train", "host", "kv_bytes", "peak", "fits")}
-        return asdict(self) | totals
-
-    def named(self, model: str) -> "MemoryPlan":
-        """The same plan with the model's name."""
-        return replace(self, model=model)
+        totals = ("rollout", "train", "host", "kv_bytes", "peak", "fits")
+        return asdict(self) | {name: getattr(self, name) for name in totals}

@@ -1,40 +1,21 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
+from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
 from lowmem_grpo.memory.cards import GRAPH_PLACES, LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
-from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, Row, RunSettings
-from lowmem_grpo.memory.training_step import (
-    BAND_BYTES,
-    CARD_ONLY,
-    CHUNK,
-    EXPERTS,
-    HEAD,
-    INPUTS,
-    LAYER,
-    TILE,
-    WORD,
-    WORKSPACE,
-    Moment,
-    StepShape,
-)
+from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
+from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, EXPERTS, WORD, Moment, StepShape
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
-CUDA_CONTEXT = 512 * MIB  # of the driver and its libraries
-GRAPHS = 384 * MIB  # of CUDA graphs, vLLM's and ours
-RESERVE = 0.04  # of what is freed and made again: holes between blocks
+CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
+GRAPHS = 384 * MIB  # CUDA graphs, vLLM's and ours
+RESERVE = 0.04  # share of what is freed and made again: holes between blocks
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
 REWARD_MODEL = "reward model"
-WORKING = (INPUTS, LAYER, TILE, HEAD, CHUNK, WORKSPACE, EXPERTS, REWARD_MODEL)
-NOTES = {
-    INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
-    HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
-    WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
-    EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
-    REWARD_MODEL: "weights, and what is inside a layer (estimated)",
-}
+NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a layer (estimated)"}
 
 
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
@@ -45,16 +26,19 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     if settings.reward_bytes:
         moments["scoring"] = {REWARD_MODEL: settings.reward_bytes}
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
-    working = [working_row(component, name, moments, settings.head_groups or 1) for component in WORKING
+    working = [working_row(component, name, moments, settings.head_groups or 1) for component in NOTES
                if (component != EXPERTS or shape.experts is not None)
                and (component != REWARD_MODEL or settings.reward_bytes)]
-    allocated = sum(row.train for row in fixed) + max(without_card(moment) for moment in moments.values())
+    shown = (sum(size for part, size in moment.items() if part not in CARD_ONLY) for moment in moments.values())
+    allocated = sum(row.train for row in fixed) + max(shown)
     graphs = GRAPHS if settings.engine == "vllm" or recorded(shape) else 0
     kept = graphs if settings.engine == "vllm" or not settings.sleeps else 0
-    engine = Row("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
-                 note="prefill and sampling" + ("; CUDA graphs" if graphs else "") + (", which stay" if kept else "")
-                 + " (estimated)")
-    driver = driver_rows(engine.rollout, sum(row.train for row in working))
+    engine = PlanRow("engine workspace", engine_workspace(shape, settings, device) + graphs, kept, card_only=True,
+                     note="prefill and sampling" + ("; CUDA graphs" if graphs else "")
+                     + (", which stay" if kept else "") + " (estimated)")
+    holes = int(RESERVE * engine.rollout), int(RESERVE * sum(row.train for row in working))
+    driver = [PlanRow("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, 0, "driver and libraries (estimated)", True),
+              PlanRow("reserve", *holes, 0, "holes between blocks (estimated)", True)]
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     first, each = cache_bytes(shape, settings)
@@ -66,7 +50,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     stays = 0 if settings.sleeps else kv_bytes
     after = "stays" if stays else "freed"
     held_in = cache_text(settings.kv_cache_dtype)
-    cache = Row(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
+    cache = PlanRow(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
     concurrent = min(sequences, max(0, 1 + (kv_bytes - first) // each))
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
@@ -78,21 +62,18 @@ def recorded(shape: ModelShape) -> bool:
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of the first sequence of the longest length in the cache, and of each further one of its group.
-    vLLM holds the whole blocks of their prompt once (but that of its last token, which it always computes); of a hybrid
-    model, whose prefixes it does not keep, none."""
+    """Return the bytes in the cache of the first longest sequence, and of each further one of its group."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
     itemsize = cache_itemsize(settings.kv_cache_dtype)
-    one = shape.paged_bytes(settings.context, itemsize=itemsize)
+    sequence = shape.paged_bytes(settings.context, itemsize=itemsize)
     if shape.delta is not None or settings.longest_completion is None:
-        return one, one
+        return sequence, sequence
     before_last = max(0, settings.context - settings.longest_completion - 1)
-    return one, one - shape.paged_bytes(before_last // PAGED_BLOCK * PAGED_BLOCK, itemsize=itemsize)
+    return sequence, sequence - shape.paged_bytes(before_last // PAGED_BLOCK * PAGED_BLOCK, itemsize=itemsize)
 
 
-def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """Return the rows of both phases; gradients only while training."""
+def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
@@ -101,49 +82,45 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = KINDS[settings.form], settings.ranks > 1  # their gradients are summed in a copy
     return [
-        Row("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
-        Row("embedding", on_device, on_device, note=where),
-        Row("head", table, table, note="16 bits"),
-        Row("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
-        Row("gradients", 0, adapters * (1 + ranks), note="of the adapters, float32" + ", and all ranks' sum" * ranks),
-        Row("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
+        PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
+        PlanRow("embedding", on_device, on_device, note=where),
+        PlanRow("head", table, table, note="16 bits"),
+        PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
+        PlanRow("gradients", 0, adapters * (1 + ranks),
+                note="of the adapters, float32" + ", and all ranks' sum" * ranks),
+        PlanRow("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
     ]
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
-    """Return how many numbers are trained."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
-    """Return what a plan says of the adapter; usually it lies on these layers."""
     if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def embedded(shape: ModelShape) -> str:
-    """Return a plan's words for embeddings on the device."""
     return "; ".join(("the head is the same table" if shape.tied else "16 bits",
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
 
-def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """Return the rows of what is computed with beside the trainer's tensors while sampling. vLLM keeps its copy of the
-    adapters."""
+def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
+    """Return the rows of what lies beside the trainer's tensors while sampling; vLLM keeps its copy of the adapters."""
     copied = WORD * trained_numbers(shape, settings)
-    rows = [Row("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
+    rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
-        rows = [Row("adapter copy", copied, 0 if settings.sleeps else copied,
-                    note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
+        rows = [PlanRow("adapter copy", copied, 0 if settings.sleeps else copied,
+                        note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     if settings.sampling_weights == "16bit":
-        rows.append(Row("sampling weights", WORD * shape.sampler_weights, card_only=True,
-                        note="weights in 16 bits while sampling; freed while training"))
+        rows.append(PlanRow("sampling weights", WORD * shape.sampler_weights, card_only=True,
+                            note="weights in 16 bits while sampling; freed while training"))
     return rows
 
 
 def states(shape: ModelShape) -> str:
-    """Return a plan's words for the states of layers without attention."""
     if shape.delta is None:
         return ""
     with_states, size = shape.delta.layers, shape.states_bytes / MIB
@@ -163,30 +140,23 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
-    """Each moment as it is in the micro-batch that holds most in it."""
-    all_moments = [one.moments() for one in shapes]
+    all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}
 
 
-def without_card(moment: Moment) -> int:
-    """Return what fake tensors show of a moment."""
-    return sum(size for component, size in moment.items() if component not in CARD_ONLY)
-
-
-def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> Row:
+def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> PlanRow:
     """A component's bytes at the peak; its note says where it holds more at another moment."""
     now = moments[peak].get(component, 0)
     other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
     most = moments[other].get(component, 0)
     elsewhere = f"; {most / MIB:,.0f} MiB in {other}" if most > now else ""
     heads = "all heads" if groups == 1 else f"one of {groups} groups of heads"
-    return Row(component, 0, now, note=NOTES[component].format(heads) + elsewhere, card_only=component in CARD_ONLY)
+    return PlanRow(component, 0, now, note=NOTES[component].format(heads) + elsewhere, card_only=component in CARD_ONLY)
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:
-    """Return the bytes that the rollout engine holds beside weights and cache while it samples, CUDA graphs left out.
-    """
+    """Return the bytes that the engine holds while it samples beside weights, cache and CUDA graphs."""
     sequences = settings.sequences or settings.num_generations
     sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
     most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
@@ -196,29 +166,18 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 
 
 def mask_bytes(settings: RunSettings, sequences: int) -> int:
-    """Return the bytes of attention's masks while our own engine reads a piece of each prompt: of bools, one of what
-    came before and one of all, and one in 16 bits as fused attention takes it."""
+    """Return the bytes of attention's masks while our engine reads prompts: two of bools, one in 16 bits."""
     prompts = -(-sequences // settings.num_generations)
     return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
 
 
-def host_rows(shape: ModelShape, settings: RunSettings) -> list[Row]:
-    """Return the rows of the host."""
+def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
     kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
     scorers = settings.reward_host_bytes
-    return [Row("host buffers", host=inputs + embedding + states + kept + scorers,
-                note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
-                + (", reward models" if scorers else ""))]
-
-
-def driver_rows(rollout: int, train: int) -> list[Row]:
-    """The driver's own memory, and room for holes between blocks."""
-    return [
-        Row("CUDA context", CUDA_CONTEXT, CUDA_CONTEXT, note="driver and libraries (estimated)", card_only=True),
-        Row("reserve", int(RESERVE * rollout), int(RESERVE * train), note="holes between blocks (estimated)",
-            card_only=True),
-    ]
+    return [PlanRow("host buffers", host=inputs + embedding + states + kept + scorers,
+                    note="layer inputs in pinned memory" + (", embedding" if embedding else "")
+                    + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
+                    + (", reward models" if scorers else ""))]

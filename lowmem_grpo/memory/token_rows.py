@@ -11,22 +11,23 @@ A sliding window takes blocks of queries, each against the keys before it that a
 from collections.abc import Sequence
 
 Prompts = Sequence[Sequence[int]]
-PAIRS_A_CALL = 2**20  # of a query and a key, whose work takes a card longer than the launches of one more call
-KEY_SHARE = 1 / 2  # of a row, at most: keys and values only, and as many heads of them as of queries
+PAIRS_A_CALL = 2**20  # pairs of a query and a key, whose work takes a card longer than the launches of one more call
+KEY_SHARE = 1 / 2  # share of a row, at most: keys and values only, and as many heads of them as of queries
 BLOCK = 1024  # queries that meet a window's mask at a time
 ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wants them
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Return whether prompts are computed once, because the pairs that this saves are worth its calls."""
-    return pairs_side_by_side(prompts) - pairs_once(prompts) > PAIRS_A_CALL * (calls_once(prompts) - 1)
+    """Return whether prompts are computed once, because the pairs of a query and a key that this saves are worth its
+    calls; a completion without others goes with its prompt."""
+    side_by_side = count_sequences(prompts) * widest(prompts) ** 2 // 2
+    pairs = sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
+    calls = sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
+    return side_by_side - pairs > PAIRS_A_CALL * (calls - 1)
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Rows (queries, keys, values and outputs of a token) that attention holds beside the packed ones.
-
-    Where prompts are computed once, keys and values only are copied, and count as a part of a row.
-    """
+    """Rows that attention holds beside the packed ones; keys and values copied alone count as a part of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):
@@ -36,32 +37,14 @@ def token_rows(prompts: Prompts) -> int:
 
 
 def count_sequences(prompts: Prompts) -> int:
-    """S."""
     return sum(len(others) for _, *others in prompts)
 
 
 def widest(prompts: Prompts) -> int:
-    """W, places of the longest sequence."""
     return max(own + max(others) for own, *others in prompts)
 
 
-def pairs_side_by_side(prompts: Prompts) -> int:
-    """Pairs of a query and a key, all sequences as wide as the longest."""
-    return count_sequences(prompts) * widest(prompts) ** 2 // 2
-
-
-def pairs_once(prompts: Prompts) -> int:
-    """Pairs of a query and a key, each prompt computed once."""
-    return sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
-
-
-def calls_once(prompts: Prompts) -> int:
-    """Calls of attention where prompts are computed once; a completion without others goes with its prompt."""
-    return sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
-
-
 def window_block(width: int) -> int:
-    """Queries of a block where the longest sequence has `width` tokens."""
     return min(BLOCK, width)
 
 

@@ -1,9 +1,8 @@
 """Bytes of a training step, moment by moment: what is alive when a layer's MLP, its attention, or the head is at work.
 
 T tokens of a micro-batch, A places that attention lays side by side, D hidden size, I inner size, R rows of an MLP
-tile; 16 bits a number. A moment lists what is alive beside weights, adapters, gradients and optimizer, under the names
-of a plan's rows. The sizes are those of the code that runs (`offload`, `lean_modules`, `lora_layers`, `attention`,
-`linear_logprobs`), and are held against it by tests that weigh a real step.
+tile; 16 bits a number. A moment lists, by a plan's rows, what is alive beside weights, adapters, gradients and
+optimizer. The sizes are those of the code that runs, and tests that weigh a real step hold them against it.
 """
 
 from dataclasses import dataclass
@@ -14,16 +13,22 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
-BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
+BAND_BYTES = 64 * 2**20  # dequantized weights at a time
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # an expert, up to which all are computed together
-PAGE_BYTES = 4 * 2**20  # of host memory
+PAGE_BYTES = 4 * 2**20  # a page of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host; one where attention is by groups of heads
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
 )
 EXPERTS = "experts at work"
 CARD_ONLY = (WORKSPACE, EXPERTS)  # within one operation, which fake tensors do not show
+NOTES = {
+    INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
+    HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
+    WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
+    EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
+}
 Moment = dict[str, int]
 
 
@@ -74,16 +79,14 @@ class StepShape:
 
     @property
     def laid(self) -> int:
-        """Bytes of q and output, k and v, and their float32 log-sums as attention holds them for its backward pass:
-        copies side by side, or the packed ones where there is one sequence."""
-        one = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
+        """Bytes of q, k, v, output and log-sums as attention keeps them: side by side, or packed for one sequence."""
+        token = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
         if self.by_groups:  # no log-sums; the output of packed tokens is kept, but by what comes next
-            one -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
-        return one * (self.area or self.tokens)
+            token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
+        return token * (self.area or self.tokens)
 
     @property
     def rows(self) -> int:
-        """Tokens that the MLP takes at a time."""
         return min(self.mlp_tile or self.tokens, self.tokens)
 
     @property
@@ -92,12 +95,10 @@ class StepShape:
         return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
     def moments(self) -> dict[str, Moment]:
-        """Each moment at which a step may hold most."""
         return {"MLP backward": self.mlp(), "attention backward": self.attention(),
                 "attention forward": self.attention_forward(), "head": self.head()}
 
     def inputs(self) -> int:
-        """Layer inputs on the device."""
         if not self.checkpointing:
             return 0
         if self.checkpointing != "offload":
@@ -112,10 +113,9 @@ class StepShape:
         return (self.model.layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
-        """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also its output packed
-        again."""
+        """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also the packed output."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
-        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # of blocks of queries, and together
+        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # outputs by block, and joined
             kept += WORD * self.model.queries * (self.area or self.tokens)
         if self.model.per_layer:  # Gemma 4: inputs of norms after attention and MLP, and what is added to a layer
             kept += 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer
@@ -133,8 +133,7 @@ class StepShape:
         return self.hidden + self.queries + others  # normed input, output
 
     def delta_saved(self) -> int:
-        """Return the bytes that a gated delta net keeps: normed input; the convolution's input, output and that after
-        SiLU; of the gated norm its input, gate and SiLU in float32, and two results."""
+        """Return the bytes a gated delta net keeps: normed input, three of the convolution, and the gated norm's."""
         delta = self.model.delta
         if delta is None:
             return 0
@@ -149,9 +148,7 @@ class StepShape:
 
     def layers_kept(self) -> int:
         """Return the bytes kept of all layers where nothing is recomputed, or of the one that is."""
-        if self.checkpointing:
-            return self.saved()
-        return self.model.layers * (self.saved() + self.hidden)
+        return self.saved() if self.checkpointing else self.model.layers * (self.saved() + self.hidden)
 
     def mlp(self) -> Moment:
         """The gradient of an MLP: gate, up and their common gradient of a tile; of experts, what is inside."""
@@ -163,7 +160,7 @@ class StepShape:
         row_hidden = WORD * self.rows * self.model.hidden
         lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
         at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # kept already where there are no tiles
-        grads = self.hidden * (2 if self.mlp_tile else 1)  # of the output, and of the input as it fills
+        grads = self.hidden * (2 if self.mlp_tile else 1)  # the output's, and the input's as it fills
         tile = at_work + lora + self.band()
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
@@ -203,13 +200,11 @@ class StepShape:
         return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band()}
 
     def head(self) -> Moment:
-        """The output head: trained states, U, and a chunk of logits in float32."""
         logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
         kept = self.angles + (0 if self.checkpointing else self.layers_kept())
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:
-        """Dequantized weights of one band."""
         groups = self.model.groups() if self.quantized else []
-        largest = max((WORD * sum(one.weights for one in group) for group in groups), default=0)
+        largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

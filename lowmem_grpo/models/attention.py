@@ -32,15 +32,13 @@ CHANGES = {  # what a model may ask for that changes the result and that none of
 }
 
 
-def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    packed: PackedLayout | None = None, cached: bool = False, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, newest: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+              packed: PackedLayout | None = None, cached: bool = False, scaling: float | None = None,
+              dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+              newest: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
-    given = kwargs | {"softcap": softcap}
-    if wanted := [words for name, words in CHANGES.items() if given.get(name) is not None]:
+    asked = kwargs | {"softcap": softcap}
+    if wanted := [words for name, words in CHANGES.items() if asked.get(name) is not None]:
         raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")
     with without_cudnn():
         if packed is not None:
@@ -57,9 +55,8 @@ def attention(
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Inside, torch's attention uses its flash form instead of cuDNN's, which it prefers on sm_90. cuDNN makes a plan
-    for each new shape, and here nearly every call has a new shape. Also, importing vLLM turns cuDNN's form off for the
-    process, so the kernels of a run would depend on its engine."""
+    """Inside, torch's attention uses its flash form instead of cuDNN's, which makes a plan for each new shape;
+    importing vLLM turns that off for the process, so kernels would depend on the engine."""
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -68,10 +65,8 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was)
 
 
-def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sliding_window: int | None,
-    newest: Tensor | None = None,
-) -> Tensor:
+def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+                     sliding_window: int | None, newest: Tensor | None = None) -> Tensor:
     """One query a row: (B, H, 1, K) against (B, H_kv, L, K). Rows are right-aligned, so a window is the last keys.
     The mask (B, 1, 1, L) is of bools, or what is added to the scores, in the dtype of the query. Where there are empty
     places after the keys, `newest` (1,) is the place of the last one."""
@@ -118,10 +113,8 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: f
     return (out.where(seen, 0.0) * share).sum(1).to(query.dtype).view(rows, heads, group, size)
 
 
-def fused_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, added: Tensor, scaling: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the result of fused attention, and the logarithms of its sums of exponentials, at least one a query."""
+def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
+                   scaling: float | None) -> tuple[Tensor, Tensor]:
     if query.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True,
                                                                               scale=scaling)
@@ -132,9 +125,8 @@ def fused_with_lse(
 
 
 def uses_registry(model: Any) -> bool:
-    """Return whether a transformers model takes its attention from the registry. Every model sets this flag, despite
-    the underscore: checked on transformers 5.17 to 5.19, and a test fails if it goes away. Families in our table do so
-    whatever the flag says (it is not set for Qwen3.5)."""
+    """Return whether a model takes its attention from transformers' registry. Every model sets this flag, despite the
+    underscore: a test fails if it goes away. Families in our table do so whatever it says."""
     return family_of(model.config) is not None or bool(getattr(model, "_supports_attention_backend", False))
 
 

@@ -1,7 +1,4 @@
-"""Checks that a model's card can be used, before anything is downloaded: its driver, its age, and a C compiler.
-
-Loads no torch until a card is used.
-"""
+"""Checks a card before anything is downloaded (driver, age, C compiler), and chooses the dtype of products."""
 
 import ctypes
 import importlib.util
@@ -14,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.later import torch
-from lowmem_grpo.units import size_text
+from lowmem_grpo.memory.families import check_float16
+from lowmem_grpo.utils import size_text, torch
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by the first number of CUDA (NVIDIA: CUDA compatibility, minor versions)
@@ -31,11 +28,8 @@ NO_HEADER = ("Triton builds its launcher against Python's headers, and {} does n
 
 
 def use_card(device: str, cuda: Any = None) -> None:
-    """Make `device` the current one, on which kernels are launched; nothing where it is the CPU.
-
-    RuntimeError where the driver is too old for this torch, where the card is too old for the kernels, and where
-    Triton would find no C compiler; ValueError where there is no such card.
-    """
+    """Make `device` the current one, on which kernels are launched; nothing on the CPU. RuntimeError where driver, card
+    or C compiler do not do, ValueError where there is no such card."""
     if not device.startswith("cuda"):
         return
     cuda = cuda or torch.cuda
@@ -85,7 +79,6 @@ def no_card(driver: str | None, built_for: str | None, version: str, why: str | 
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version; None where there is none."""
     text = DRIVER_FILE.read_text() if DRIVER_FILE.is_file() else ""
     if match := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text):
         return match[1]
@@ -118,3 +111,30 @@ def missing_compiler() -> str | None:
     scheme = sysconfig.get_default_scheme()
     header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
     return None if header.is_file() else NO_HEADER.format(header, sysconfig.get_python_version())
+
+
+def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
+    """The dtype to load in: the given one, otherwise bfloat16 or float16 depending on the card, float32 on the CPU."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, dtype)
+    if isinstance(dtype, torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
+        return dtype
+    if dtype not in (None, "auto"):
+        raise ValueError(f'dtype is {dtype!r}; allowed are float32, bfloat16, float16, "auto" and None')
+    if not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16 if is_bfloat16_supported() else torch.float16
+
+
+def check_dtype(config: Any, *dtypes: "torch.dtype | None") -> None:
+    """ValueError where a model of this config would compute in float16 and cannot."""
+    if torch.float16 in dtypes:
+        check_float16(config)
+
+
+def is_bfloat16_supported() -> bool:
+    """Return whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works. Older
+    cards store it, emulate some operations slowly, and Triton does not compile for it there."""
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

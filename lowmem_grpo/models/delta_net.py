@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels import field_kernels
-from lowmem_grpo.kernels.causal_conv import causal_conv
-from lowmem_grpo.kernels.delta_rule import delta_rule, delta_step
-from lowmem_grpo.kernels.runs import Runs
+from lowmem_grpo.kernels import fla
+from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_step
+from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
-from lowmem_grpo.models.lean_attention import take_place
+from lowmem_grpo.models.lean_modules import take_place
 from lowmem_grpo.models.lora_layers import JoinedWeights, one_node
 from lowmem_grpo.models.packed_attention import PackedLayout
 
@@ -33,40 +32,39 @@ KINDS = {row.delta_net for row in FAMILIES.values() if row.delta_net}  # transfo
 
 
 @dataclass(frozen=True)
-class Given:
+class RuleInputs:
     """The inputs of the rule for T packed tokens: the convolution's input, decay and rate."""
 
     mixed: Tensor  # (T, C) query, key and value
     g: Tensor  # (T, H) float32
     beta: Tensor  # (T, H) float32
 
-    def at(self, tokens: Tensor | slice) -> "Given":
-        """Those of some tokens."""
-        return Given(self.mixed[tokens], self.g[tokens], self.beta[tokens])
+    def at(self, tokens: Tensor | slice) -> "RuleInputs":
+        return RuleInputs(self.mixed[tokens], self.g[tokens], self.beta[tokens])
 
 
 @dataclass(frozen=True)
 class Stages:
     """Packed tokens in two stages: prompts, which begin from zeros, and completions, which go on from a prompt."""
 
-    prompts: Runs
-    completions: Runs
+    prompts: VarlenSequences
+    completions: VarlenSequences
     counts: tuple[int, ...]  # completions of each prompt
     order: Tensor | None  # (T,) int64, the packed tokens by stage; None where they lie so
     back: Tensor | None
 
     @classmethod
-    def of(cls, layout: PackedLayout, device: torch.device) -> "Stages":
+    def from_layout(cls, layout: PackedLayout, device: torch.device) -> "Stages":
         """Return the inputs of a packed micro-batch: every prompt's tokens first, then all completions'."""
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
         stages = [int(place > 0) for prompt in layout.prompts for place in range(len(prompt))]  # 0: a prompt
-        first, later = ([place for place, one in enumerate(stages) if one == stage] for stage in (0, 1))
+        first, later = ([place for place, other in enumerate(stages) if other == stage] for stage in (0, 1))
         order = torch.cat([tokens[place] for place in (*first, *later)])
         same = stages == sorted(stages)
         return cls(
-            Runs(tuple(lengths[place] for place in first), device),
-            Runs(tuple(lengths[place] for place in later), device),
+            VarlenSequences(tuple(lengths[place] for place in first), device),
+            VarlenSequences(tuple(lengths[place] for place in later), device),
             tuple(len(prompt) - 1 for prompt in layout.prompts),
             None if same else order.to(device), None if same else order.argsort().to(device),
         )
@@ -88,96 +86,86 @@ class DeltaNet(nn.Module):
         take_place(self, net)
         self.weights = JoinedWeights()
 
-    def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
-        packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
+                packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
         """(B, T, D) -> (B, T, D); real, or attention_mask, (B, T): which tokens are no padding, left of all others."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = wide(a, b, self.A_log, self.dt_bias)
         g = -log.exp() * F.softplus(a + bias)
-        given = Given(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
+        inputs = RuleInputs(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
         if packed is not None:
             packed.calls += 1
-            result = self.packed(given, packed)
+            result = self.packed(inputs, packed)
         else:
             real = attention_mask.bool() if real is None and attention_mask is not None else real
-            result = self.rows(given, rows, cache_params, None if real is None else real[:, -count:])
+            result = self.rows(inputs, rows, cache_params, None if real is None else real[:, -count:])
         z = z.reshape(-1, self.head_v_dim)
         normed = self.get_submodule("norm")(result.reshape(-1, self.head_v_dim), z)
         output: Tensor = self.get_submodule(DELTA_OUT)(normed.view(rows, count, self.value_dim))
         return output
 
-    def packed(self, given: Given, layout: PackedLayout) -> Tensor:
-        """(T, H, V) of a packed micro-batch."""
+    def packed(self, inputs: RuleInputs, layout: PackedLayout) -> Tensor:
         if layout.stages is None:
-            layout.stages = Stages.of(layout, given.g.device)
+            layout.stages = Stages.from_layout(layout, inputs.g.device)
         stages: Stages = layout.stages
         if stages.order is not None:
-            given = given.at(stages.order)
+            inputs = inputs.at(stages.order)
         count = stages.prompts.tokens
-        prompts, *states = self.run(given.at(slice(0, count)), stages.prompts)
+        prompts, *states = self.run(inputs.at(slice(0, count)), stages.prompts)
         shared = [repeated(state, stages.counts) for state in states]
-        completions, *_ = self.run(given.at(slice(count, None)), stages.completions, *shared)
+        completions, *_ = self.run(inputs.at(slice(count, None)), stages.completions, *shared)
         result = torch.cat([prompts, completions])
         return result if stages.back is None else result.index_select(0, stages.back)
 
-    def rows(self, given: Given, rows: int, cache: Any, real: Tensor | None) -> Tensor:
+    def rows(self, inputs: RuleInputs, rows: int, cache: Any, real: Tensor | None) -> Tensor:
         """(B T, H, V) of rows, which go on from the cache's states if there is a cache, and leave theirs in it."""
-        count = len(given.g) // rows
+        count = len(inputs.g) // rows
         before = self.states(cache) if cache is not None and cache.has_previous_state(self.layer_idx, 0) else None
         if real is not None:
             shown = real.reshape(-1, 1)
-            given = Given(torch.where(shown, given.mixed, 0), torch.where(shown, given.g, 0),
-                          torch.where(shown, given.beta, 0))
-        runs = Runs((count,) * rows, given.g.device)
-        result, _, state = self.run(given, runs, *(before or (None, None)))
+            inputs = RuleInputs(torch.where(shown, inputs.mixed, 0), torch.where(shown, inputs.g, 0),
+                                torch.where(shown, inputs.beta, 0))
+        runs = VarlenSequences((count,) * rows, inputs.g.device)
+        result, _, state = self.run(inputs, runs, *(before or (None, None)))
         if cache is not None:
-            cache.update_conv_state(given.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
-                                    conv_kernel_size=self.conv_width)
+            cache.update_conv_state(inputs.mixed.unflatten(0, (rows, count)).mT, self.layer_idx, real=real,
+                                    conv_kernel_size=self.conv_weight.shape[1])
             cache.update_recurrent_state(state, self.layer_idx, real=real)
         return result
 
     def states(self, cache: Any) -> tuple[Tensor, Tensor]:
         """The last inputs (B, W - 1, C) of the convolution, and the states (B, H, K, V) of the rule, in a cache."""
         layer = cache.layers[self.layer_idx]
-        return layer.conv_states[0][..., 1 - self.conv_width :].mT, layer.recurrent_states[0]
+        return layer.conv_states[0][..., 1 - self.conv_weight.shape[1] :].mT, layer.recurrent_states[0]
 
     def run(
-        self, given: Given, runs: Runs, conv: Tensor | None = None, state: Tensor | None = None
+        self, inputs: RuleInputs, runs: VarlenSequences, conv: Tensor | None = None,
+            state: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
-        mixed, conv = causal_conv(given.mixed, self.conv_weight, runs, conv)
+        mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
         heads = query.unflatten(-1, (-1, self.head_k_dim)), key.unflatten(-1, (-1, self.head_k_dim))
         value = value.unflatten(-1, (-1, self.head_v_dim))
-        if state is not None and len(given.g) == len(runs.lengths) == sum(runs.lengths) and not grads(state, value):
-            result, state = delta_step(*heads, value, given.g, given.beta, state)
+        if state is not None and len(inputs.g) == len(runs.lengths) == sum(runs.lengths) and not grads(state, value):
+            result, state = delta_step(*heads, value, inputs.g, inputs.beta, state)
         else:
-            result, state = delta_rule(*heads, value, given.g, given.beta, runs, state)
+            result, state = delta_rule(*heads, value, inputs.g, inputs.beta, runs, state)
         return result, conv, state
 
     @property
     def conv_weight(self) -> Tensor:
-        """(C, W) of the convolution."""
         weight: Tensor = self.get_submodule("conv1d").weight  # type: ignore[assignment]
         return weight[:, 0]
 
-    @property
-    def conv_width(self) -> int:
-        """W."""
-        return self.conv_weight.shape[1]
-
 
 def wide(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in float32, or in float64 if they are that."""
-    return [one.to(torch.promote_types(one.dtype, torch.float32)) for one in tensors]
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 def grads(*tensors: Tensor) -> bool:
-    """Return whether autograd follows any of them."""
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -195,5 +183,5 @@ def use_delta_nets(model: nn.Module) -> list[str]:
             replaced.append(path)
     if replaced:
         first: Any = model.get_submodule(replaced[0])
-        logger.info("%d gated delta-net layers compute with %s", len(replaced), field_kernels.said(first.conv_weight))
+        logger.info("%d gated delta-net layers compute with %s", len(replaced), fla.describe(first.conv_weight))
     return replaced

@@ -1,9 +1,7 @@
-"""Loads a mixture of experts in NF4, through a quantizer registered with transformers.
+"""Loads a mixture of experts in NF4, through a quantizer registered with transformers, which leaves experts in 16 bits.
 
-transformers quantizes linear layers, through bitsandbytes, and leaves experts in 16 bits. Here the experts of a layer
-are quantized as well, one after the other, and each is freed then: loading needs memory for the 16-bit weights of one
-layer's experts at most, beside what it has quantized. Scales are quantized once for all experts of a stack, which makes
-the result that of bitsandbytes for the whole stack as one matrix, bit for bit.
+The experts of a layer are quantized one after the other, and each is freed then. Scales are quantized once for all
+experts of a stack, so the result is that of bitsandbytes for the whole stack as one matrix, bit for bit.
 """
 
 from typing import Any
@@ -21,7 +19,7 @@ from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
 from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_loading import headers
 
-NAME = "lowmem_grpo_nf4_experts"  # of the quantizer
+NAME = "lowmem_grpo_nf4_experts"  # the quantizer's
 NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}
 TAKE = "load it with transformers and save it with save_pretrained, which writes each expert by itself"
 
@@ -39,9 +37,8 @@ class ExpertsNF4Config(BitsAndBytesConfig):
 class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
     """The quantizer that transformers asks while it loads a model: bitsandbytes for linear layers, ours for experts."""
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, device_map: Any = None, **kwargs: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any = None,
+                                             **kwargs: Any) -> None:
         """Put our blocks in place, without memory yet. ValueError where an expert does not end with a block, or is not
         in the checkpoint."""
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
@@ -52,8 +49,8 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Experts are read by our conversions in place of transformers' own, which make one tensor of them."""
-        kept = [one for one in weight_conversions if not (
-            isinstance(one, WeightConverter) and any("experts" in target for target in one.target_patterns))]
+        kept = [conversion for conversion in weight_conversions if not (
+            isinstance(conversion, WeightConverter) and "experts" in " ".join(conversion.target_patterns))]
         ours = [WeightConverter([f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
                                 operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
         return [*kept, *ours, *self.get_weight_conversions()]
@@ -83,9 +80,8 @@ def check_stored(model: PreTrainedModel, files: Any) -> None:
 class QuantizeExperts(ConversionOps):
     """The matrices of all experts of a layer become one stack in NF4."""
 
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+                **kwargs: Any) -> dict[str, Any]:
         name = kwargs["full_layer_name"]
         experts = kwargs["model"].get_submodule(name.removesuffix(".weight")).experts
         return {name: quantized_stack([input_dict[pattern] for pattern in source_patterns], experts)}

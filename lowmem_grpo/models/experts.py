@@ -1,9 +1,8 @@
 """A block of routed experts in place of transformers' own, on our operation: put there while a model is loaded.
 
-It keeps transformers' router under its name, frozen but not detached: the values of the gates carry gradient to the
-hidden states. They are computed and renormalised in float32, and are not rounded to 16 bits as transformers does, so
-that the trainer and every engine multiply by the same numbers. Which experts a row takes is decided in one place,
-`RoutedBlock.chosen`, where a sampler's choice can be recorded and a recorded one be used again.
+It keeps transformers' router, frozen but not detached: gates carry gradient to the hidden states. They are computed and
+renormalised in float32, and not rounded to 16 bits as in transformers, so that trainer and engines multiply by the same
+numbers. `RoutedBlock.chosen` decides which experts a row takes: there a choice is recorded, or replayed.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +35,6 @@ class ExpertStack(nn.Module):
 
     @property
     def frozen(self) -> FrozenStack:
-        """As the operation takes it."""
         weight: Any = self.weight
         held = NF4Weight.from_bitsandbytes(weight) if getattr(weight, "quant_state", None) else weight.detach()
         return FrozenStack(held, self.experts)
@@ -45,7 +43,7 @@ class ExpertStack(nn.Module):
         return f"experts={self.experts}, out={self.rows}, in={self.columns}"
 
 
-class Experts(nn.Module):
+class ExpertLayer(nn.Module):
     """The experts of one layer: `gate_up_proj` (E, 2 I, D) and `down_proj` (E, D, I)."""
 
     gate_up_proj: ExpertStack
@@ -58,7 +56,6 @@ class Experts(nn.Module):
             self.add_module(name, ExpertStack(weight))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """(T, D) from x (T, D), ids (T, k) and the values of the gates (T, k) float32."""
         return routed_experts(x, ids, weights, self.gate_up_proj.frozen, self.down_proj.frozen)
 
 
@@ -67,12 +64,11 @@ class RoutedBlock(nn.Module):
 
     def __init__(self, block: Any, number: int) -> None:
         super().__init__()
-        self.gate, self.experts, self.number = block.gate, Experts(block.experts), number
+        self.gate, self.experts, self.number = block.gate, ExpertLayer(block.experts), number
         self.choice: Choice | None = None  # None: as the router chooses
         self.train(block.training)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., D) -> (..., D)."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids, weights = self.route(rows)
         if torch.is_autocast_enabled(rows.device.type):
@@ -81,17 +77,13 @@ class RoutedBlock(nn.Module):
         return y.view(*hidden_states.shape[:-1], -1)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (T, k) int64 of the experts that each row takes, and the values of their gates (T, k) float32, always
-        of the router as it is now."""
-        probabilities = self.probabilities(rows)
+        """Return ids (T, k) int64 of the experts of each row, and the gates' values (T, k) float32, of the router as it
+        is now."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        probabilities = self.logits(rows).softmax(-1, dtype=wide)
         ids = self.chosen(probabilities)
         values = probabilities.gather(-1, ids)
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
-
-    def probabilities(self, rows: Tensor) -> Tensor:
-        """(T, E) float32, of logits in the dtype of the rows."""
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        return self.logits(rows).softmax(-1, dtype=wide)
 
     def logits(self, rows: Tensor) -> Tensor:
         """(T, E) of the router, in the dtype of the rows; other engines choose by the same ones."""
@@ -104,24 +96,22 @@ class RoutedBlock(nn.Module):
 
 
 def routed_blocks(model: nn.Module) -> Iterator[RoutedBlock]:
-    """The blocks of a model, in the order of its layers."""
     return (module for module in model.modules() if isinstance(module, RoutedBlock))
 
 
 def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
-    """The stacks of all blocks."""
     return (module for module in model.modules() if isinstance(module, ExpertStack))
 
 
 def use_routed_blocks(model: Any) -> int:
     """Put ours in place of transformers' blocks of a family that the table has; returns how many. They hold the same
     weights, or none yet where the model has none."""
-    row, found = family_of(model.config), 0
+    row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:
-            model.set_submodule(path, RoutedBlock(module, found))
-            found += 1
-    return found
+            model.set_submodule(path, RoutedBlock(module, count))
+            count += 1
+    return count
 
 
 def use_brought_blocks(model: Any, quantized: bool) -> None:

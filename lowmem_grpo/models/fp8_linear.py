@@ -1,7 +1,7 @@
 """A frozen linear layer on FP8 weights, which PEFT's LoRA wraps as it does a plain one.
 
-transformers' own layers of this kind have no right backward pass (or none), and quantize activations too. Here the
-weight is decoded tile by tile in the forward pass and again in the backward pass, and multiplied in 16 bits.
+transformers' own have no right backward pass (or none), and quantize activations too. Here the weight is decoded tile
+by tile in forward and backward, and multiplied in 16 bits.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,8 @@ class FP8Linear(nn.Linear):
     weight_scale: Tensor
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch's own says that there always is one
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, block: tuple[int, int], dtype: torch.dtype,
-        stored: torch.dtype = torch.uint8,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, block: tuple[int, int], dtype: torch.dtype,
+                 stored: torch.dtype = torch.uint8) -> None:
         nn.Module.__init__(self)  # that of nn.Linear would make a weight in 16 bits
         self.in_features, self.out_features, self.block, self.compute_dtype = in_features, out_features, block, dtype
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=stored), requires_grad=False)
@@ -38,7 +36,6 @@ class FP8Linear(nn.Linear):
 
     @classmethod
     def holding(cls, weight: FP8Weight, bias: Tensor | None = None) -> "FP8Linear":
-        """A layer on this weight."""
         with torch.device("meta"):
             layer = cls(weight.shape[1], weight.shape[0], bias is not None, weight.block, weight.dtype)
         layer.hold(weight)
@@ -46,14 +43,13 @@ class FP8Linear(nn.Linear):
         return layer
 
     def hold(self, weight: FP8Weight) -> None:
-        """Take another weight of the same shape."""
         self.weight, self.weight_scale = nn.Parameter(weight.codes, requires_grad=False), weight.scales
         self.block = weight.block
 
     @property
     def frozen(self) -> FP8Weight:
         """The weight as the kernels take it, in `compute_dtype`; ValueError where codes or scales were cast."""
-        return FP8Weight.of(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
+        return FP8Weight.from_codes(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out) in the dtype of x, or in that of autocast where it is on."""
@@ -65,12 +61,10 @@ class FP8Linear(nn.Linear):
         return y if mixed else y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Return a printed model's words for the layer."""
         return f"{super().extra_repr()}, block={self.block}, compute_dtype={self.compute_dtype}"
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
-    """The FP8 layers of a model."""
     return (module for module in model.modules() if isinstance(module, FP8Linear))
 
 
@@ -83,7 +77,7 @@ def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: 
     rows, columns = codes.shape
     if scales.numel() == 1 or tuple(scales.shape) in ((rows,), (rows, 1)):
         scales, block = scales.reshape(-1, 1).expand(rows, 1), (1, columns)
-    return FP8Weight.of(codes.contiguous(), scales.contiguous(), block, dtype)
+    return FP8Weight.from_codes(codes.contiguous(), scales.contiguous(), block, dtype)
 
 
 def form_in_fp8(model: nn.Module) -> bool | str:

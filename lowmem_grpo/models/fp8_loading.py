@@ -1,8 +1,7 @@
 """Loads a model into our FP8 layers, through a quantizer registered with transformers.
 
-A checkpoint in 16 bits is quantized while it is read: transformers reads a tensor, we make codes of it, and it is freed
-before the next one. Of a checkpoint in FP8, codes and scales are used as they are stored. A layer is in FP8 if its
-weight is stored so, whatever the config says; scales of activations are ignored, because these stay in 16 bits.
+A checkpoint in 16 bits is quantized tensor by tensor while it is read. One in FP8 is used as it is stored: a layer is
+in FP8 if its weight is, whatever the config says. Scales of activations are ignored: these stay in 16 bits.
 """
 
 import logging
@@ -28,9 +27,9 @@ from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_part import text_name
 
-NAME = "lowmem_grpo_fp8"  # of the quantizer
-BLOCK = (128, 128)  # of load_in_fp8="block"
-SCALES = (".weight_scale", ".weight_scale_inv")  # of compressed-tensors, and of fine-grained FP8
+NAME = "lowmem_grpo_fp8"  # the quantizer's
+BLOCK = (128, 128)  # for load_in_fp8="block"
+SCALES = (".weight_scale", ".weight_scale_inv")  # in compressed-tensors, and in fine-grained FP8
 # Beside a layer: of its inputs, its outputs and the key-value cache, all of which stay in 16 bits here.
 OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp8=True"
@@ -46,12 +45,12 @@ class FP8Config(QuantizationConfigMixin):
     quant_method: Any = NAME
     block: Any = None
     compute_dtype: str = "bfloat16"
-    names: Any = None  # of a checkpoint with images: the names of its text model's tensors, and those that they get
+    names: Any = None  # stored names of a text model's tensors beside images, and those that they get
 
 
 def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
     """For a checkpoint in 16 bits, in the form that was asked for."""
-    return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=name_of(dtype))
+    return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=str(dtype).removeprefix("torch."))
 
 
 def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = None) -> None:
@@ -60,12 +59,8 @@ def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = 
     for part in (config.get_text_config(), config):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    config.quantization_config = FP8Config(block=block, compute_dtype=name_of(dtype), names=names).to_dict()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype as a config writes it, such as bfloat16."""
-    return str(dtype).removeprefix("torch.")
+    kind = str(dtype).removeprefix("torch.")
+    config.quantization_config = FP8Config(block=block, compute_dtype=kind, names=names).to_dict()
 
 
 @register_quantizer(NAME)
@@ -84,21 +79,17 @@ class FP8Quantizer(HfQuantizer):
         return False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is the weight of one of our layers."""
         path, _, name = param_name.rpartition(".")
         return name == "weight" and isinstance(model.get_submodule(path), FP8Linear)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Bytes of one number of a parameter, once it is held."""
         return 1 if self.param_needs_quantization(model, param_name) else super().param_element_size(
             model, param_name, param)
 
     def get_quantize_ops(self) -> "Quantize":
-        """Return the operation on a weight in 16 bits after it was read."""
         return Quantize(self.quantization_config.block)
 
     def get_weight_conversions(self) -> list[Any]:
-        """Scales of both kinds of checkpoint get one name."""
         stored, ours = (name.removeprefix(".") for name in (SCALES[1], SCALES[0]))
         return [WeightRenaming(rf"{stored}$", ours)] if self.pre_quantized else []
 
@@ -122,7 +113,6 @@ class FP8Quantizer(HfQuantizer):
                                                     size, dtype, held))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        """Let the layers hold what was read."""
         for path, module in model.named_modules():
             if isinstance(module, FP8Linear) and self.pre_quantized:
                 try:
@@ -140,36 +130,33 @@ class Quantize(ConversionOps):
         self.block = None if block is None else (int(block[0]), int(block[1]))
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        """Codes and scales, under the names that our layer has for them, of each weight that was read."""
-        found: dict[str, Any] = {}
-        for name, given in input_dict.items():
-            weight = fp8_quantize(given[0] if isinstance(given, list) else given, self.block)
-            found |= {name: weight.codes, f"{name.rpartition('.')[0]}.{SCALE}": weight.scales}
-        return found
+        converted: dict[str, Any] = {}
+        for name, tensor in input_dict.items():
+            weight = fp8_quantize(tensor[0] if isinstance(tensor, list) else tensor, self.block)
+            converted |= {name: weight.codes, f"{name.rpartition('.')[0]}.{SCALE}": weight.scales}
+        return converted
 
 
 def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None:
     """Say in one line that scales of activations are not read, in place of transformers' table of them."""
-    found = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
-    if found:
-        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(found),
-                    found[0])
+    scales = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
+    if scales:
+        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(scales),
+                    scales[0])
     # A list of patterns that models declare and transformers' own quantizers add to (5.19, quantizer_gemma.py); a test
     # fails where the table comes back.
     known = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     model._keys_to_ignore_on_load_unexpected = known | {rf"\{ending}$" for ending in OF_ACTIVATIONS}
 
 
-def stored_in_fp8(
-    model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
-    names: dict[str, str],
-) -> dict[str, tuple[int, int] | None]:
+def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
+                  names: dict[str, str]) -> dict[str, tuple[int, int] | None]:
     """The paths of the linear layers whose weights are stored in FP8, with their blocks (None: rows, or one scale for
     all). ValueError for weights without scales or of another shape, for scales without weights or that do not fit, and
     for what is no linear layer."""
     check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
-    own, found = model.state_dict(), {}
+    own, blocks = model.state_dict(), {}
     for name, (kind, shape) in heads.items():
         text = text_name(name, names)
         if text is None or not kind.startswith("F8_") or name.endswith(SCALES):
@@ -189,8 +176,8 @@ def stored_in_fp8(
         if scale is None:
             raise ValueError(f"{name} is stored in FP8, and its scales ({path_of(name)}{SCALES[0]} or _inv) are "
                              f"missing: without them the weights mean nothing. Fetch the checkpoint again. {PLAIN_WAY}")
-        found[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
-    return found
+        blocks[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
+    return blocks
 
 
 def check_pairs(heads: dict[str, Any]) -> None:
@@ -204,7 +191,6 @@ def check_pairs(heads: dict[str, Any]) -> None:
 
 
 def path_of(name: str) -> str:
-    """The module of a stored weight."""
     return name.removesuffix(".weight")
 
 
@@ -213,9 +199,8 @@ def scale_of(name: str, stored: Container[str]) -> str | None:
     return next((scale for scale in (path_of(name) + suffix for suffix in SCALES) if scale in stored), None)
 
 
-def fitting_block(
-    name: str, shape: tuple[int, int], scales: list[int], block: tuple[int, int] | None
-) -> tuple[int, int] | None:
+def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
+                  block: tuple[int, int] | None) -> tuple[int, int] | None:
     """The blocks by which scales of this shape cover a weight: None for rows, or one for all."""
     if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
         return None
@@ -226,8 +211,8 @@ def fitting_block(
 
 
 def headers(files: Any, kind: str = "weights in FP8") -> Iterator[tuple[str, tuple[str, list[int]]]]:
-    """(name, (safetensors' name of the dtype, shape)) of every tensor of a checkpoint with weights of this kind;
-    nothing else is read. ValueError for files that are not in safetensors."""
+    """Yield (name, (safetensors' dtype, shape)) of every tensor of a checkpoint; ValueError for files in other
+    formats."""
     for file in files or []:
         if Path(file).suffix != ".safetensors":
             raise ValueError(f"{Path(file).name} holds {kind}, and only safetensors files are read. "

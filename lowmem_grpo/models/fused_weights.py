@@ -86,7 +86,6 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def alike(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same storage, dtype and columns."""
     same = storage_id(tensor) == storage_id(other)
     return same and tensor.dtype == other.dtype and tensor.shape[1:] == other.shape[1:]
 
@@ -100,7 +99,6 @@ def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
 
 
 def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
-    """FP8 weights that `fuse_fp8` laid out, as one."""
     codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
     try:
         return None if codes is None or scales is None else adjacent_fp8(weights, codes, scales)

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_grpo.kernels.first_order import first_order
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class HeldFunction(torch.autograd.Function):
-    """Query, key and value as they are; they are kept for attention's backward pass."""
+    """Query, key and value as they are, kept for attention's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *heads: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*heads)
-        return tuple(one.view_as(one) for one in heads)
+        return tuple(part.view_as(part) for part in heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -43,9 +43,7 @@ class HeadGroupsFunction(torch.autograd.Function):
     """`attend` of (S, H, Q, K) and twice (S, H_kv, L, K), which `held` keeps, group by group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:
         ctx.held, ctx.attend, ctx.groups = held, attend, groups
         result = laid_by_tokens(query)
         for asked, own in ranges(query.shape[1], key.shape[1], groups):
@@ -53,21 +51,21 @@ class HeadGroupsFunction(torch.autograd.Function):
         return result
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads = ctx.held.saved_tensors
-        grads = [laid_by_tokens(one) for one in heads]
+        grads = [laid_by_tokens(tensor) for tensor in heads]
         for asked, own in ranges(heads[0].shape[1], heads[1].shape[1], ctx.groups):
             places = (asked, own, own)
             with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):  # in place of hooks that offload
-                parts = [one.detach()[:, place].requires_grad_() for one, place in zip(heads, places, strict=True)]
-                found = ctx.attend(*parts)
-            of_group = torch.autograd.grad(found, parts, grad[:, asked])
+                parts = [whole.detach()[:, place].requires_grad_() for whole, place in zip(heads, places, strict=True)]
+                result = ctx.attend(*parts)
+            of_group = torch.autograd.grad(result, parts, grad[:, asked])
             for whole, place, part in zip(grads, places, of_group, strict=True):
                 whole[:, place] = part
-            del found, parts, of_group
+            del result, parts, of_group
         needed = zip(grads, ctx.needs_input_grad, strict=False)
-        return *(one if wanted else None for one, wanted in needed), None, None, None
+        return *(tensor if wanted else None for tensor, wanted in needed), None, None, None
 
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
@@ -75,15 +73,15 @@ def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, gr
     key head if these are fewer. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
     numbers. No second derivative (RuntimeError)."""
     heads = HeldFunction.apply(query, key, value)
-    held = next(one.grad_fn for one in heads if one.requires_grad)
-    found: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)
-    return found
+    held = next(part.grad_fn for part in heads if part.requires_grad)
+    result: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)
+    return result
 
 
-def without_waiting(module: nn.Module, compute: Callable[..., Any], *given: Any) -> Any:
+def without_waiting(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
     """`compute(*given)` of a module, where nothing but what is given waits for the backward pass."""
-    drops = module.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
-    return checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=drops)
+    drops = module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
 
 
 def ranges(heads: int, key_heads: int, groups: int) -> Iterator[tuple[slice, slice]]:
@@ -101,5 +99,4 @@ def laid_by_tokens(like: Tensor) -> Tensor:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """A saved tensor stays where it is."""
     return tensor

@@ -6,12 +6,11 @@ precision, dropout in training, several active adapters, variants of LoRA, merge
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import Linear, Linear4bit, LoraLayer
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import FrozenWeight
@@ -23,8 +22,9 @@ from lowmem_grpo.models.fused_weights import joined_weights
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
     """Let PEFT make our layers for the model's linear ones, plain, in NF4 and in FP8."""
-    four_bit = {type(module) for module in model.modules() if is_nf4(module)}
-    kinds = {kind: kernel_linear_4bit() for kind in four_bit} | {FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
+    kinds: dict[type[nn.Module], type[nn.Module]] = {
+        type(module): KernelLinear4bit for module in model.modules() if is_nf4(module)}
+    kinds |= {FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
     # PEFT's guide to custom models describes this call, and a test fails if it goes away. We name exact types because
     # the first match counts and the layers of bitsandbytes are subclasses of nn.Linear.
     config._register_custom_module(kinds)
@@ -34,7 +34,6 @@ class OneNode:
     """The forward pass of a LoRA layer; everything else is PEFT's."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x (..., in) -> (..., out)."""
         loras = None if args or kwargs else loras_of(x, [self], self)
         if loras is None:
             result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -56,25 +55,19 @@ class KernelLinearFP8(OneNode, Linear):
                          'Save the merged model in 16 bits: save_pretrained_merged(folder, tokenizer, "merged_16bit")')
 
 
-@cache
-def kernel_linear_4bit() -> type[nn.Module]:
-    """The same on weights in 4 bits. PEFT has its class only where bitsandbytes is installed."""
-    from peft.tuners.lora import Linear4bit
-
-    return type("KernelLinear4bit", (OneNode, Linear4bit), {"__doc__": "On weights in NF4."})
+class KernelLinear4bit(OneNode, Linear4bit):
+    """On weights in NF4."""
 
 
 class JoinedWeights:
-    """The frozen weights of layers on one input, as the kernels take them: adjacent quantized weights as one.
-
-    The result is kept for as long as the layers have the same tensors.
-    """
+    """The frozen weights of layers on one input, as the kernels take them: adjacent quantized weights as one. Kept for
+    as long as the layers have the same tensors."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.found: list[FrozenWeight] = []
 
-    def of(self, layers: Sequence[Any]) -> list[FrozenWeight]:
+    def join(self, layers: Sequence[Any]) -> list[FrozenWeight]:
         """One for each layer, or one for all."""
         parts = [part for layer in layers for part in parts_of(base_of(layer))]
         if len(parts) != len(self.parts) or any(part is not old for part, old in zip(parts, self.parts, strict=True)):
@@ -107,25 +100,22 @@ def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequen
     loras = loras_of(x, layers, weights)
     if loras is None:
         return [layer(x) for layer in layers]
-    return lora_linear(x, weights.of(layers), loras, [base_of(layer).bias for layer in layers])
+    return lora_linear(x, weights.join(layers), loras, [base_of(layer).bias for layer in layers])
 
 
 def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | None] | None:
     """The pairs that these layers of `owner` compute with now; None where our kernel does not cover all of them for x.
-
-    It takes as long as a small product, so that sampling keeps the answer for as long as it keeps the pairs.
-    """
+    Sampling keeps the answer for as long as it keeps the pairs, since it takes as long as a small product."""
     if KEPT.get() is None:
         return found_loras(x, layers)
     lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)
     state = () if lora is None else (lora.training, lora.disable_adapters, *lora.active_adapters)  # type: ignore[attr-defined]
     key = (id(owner), x.dtype, torch.is_autocast_enabled(x.device.type), *state)
-    found: list[LoRA | None] | None = held(key, owner, lambda: found_loras(x, layers))
-    return found
+    loras: list[LoRA | None] | None = held(key, owner, lambda: found_loras(x, layers))
+    return loras
 
 
 def found_loras(x: Tensor, layers: Sequence[Any]) -> list[LoRA | None] | None:
-    """The same, asked of each layer."""
     return [active_lora(layer) for layer in layers] if all(computes(layer, x) for layer in layers) else None
 
 
@@ -135,7 +125,6 @@ def base_of(layer: Any) -> Any:
 
 
 def is_nf4(module: Any) -> bool:
-    """Return whether it is a layer of bitsandbytes in NF4."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     return state is not None and state.quant_type == "nf4"
 

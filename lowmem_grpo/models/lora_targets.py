@@ -46,7 +46,7 @@ class Scope:
             raise ValueError(f"finetune_last_n_layers is {self.finetune_last_n_layers}; it must be at least 1, or None")
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing is left out but layers by their numbers, as PEFT does itself."""
         return replace(self, layers_to_transform=None) == Scope()
 
@@ -61,19 +61,15 @@ class Scope:
         return chosen
 
     def takes(self, path: str) -> bool:
-        """Return whether a linear layer of the decoder is of a kind that is trained."""
         return self.finetune_attention_modules if ATTENTION.search(path) else self.finetune_mlp_modules
 
 
 def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude: Targets = None) -> list[str] | str:
     """Return what PEFT is told: names of modules, "all-linear" or a pattern; whole paths if a part of the model is left
-    out that PEFT cannot leave out itself.
-
-    ValueError for names that the model does not have, and where nothing is left to train.
-    """
+    out that PEFT cannot leave out itself. ValueError for unknown names, and where nothing is left to train."""
     chosen = check_targets(model, targets, exclude) if targets else usual_targets(model)
     by_peft = scope.layers_to_transform is None or isinstance(chosen, list)
-    if scope.whole and by_peft and model.config.get_text_config() is model.config:
+    if scope.is_complete and by_peft and model.config.get_text_config() is model.config:
         return chosen
     paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or is_named(path, chosen)]
     if not paths:
@@ -119,7 +115,7 @@ def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
     """Return the modules that PEFT adapts with these settings, by their paths."""
     if config.target_modules == "all-linear":
         head = model.get_output_embeddings()
-        linear = [path for path, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head]
+        linear = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
         config = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
     return {path: module for path, module in model.named_modules() if check_target_module_exists(config, path)}
 
@@ -151,7 +147,6 @@ def usual_targets(model: PreTrainedModel) -> list[str] | str:
 
 
 def names_of(model: PreTrainedModel) -> set[str]:
-    """The last parts of the paths of all modules."""
     return {name.rpartition(".")[2] for name, _ in model.named_modules()}
 
 

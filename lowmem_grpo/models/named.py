@@ -35,12 +35,12 @@ def public_name(model_name: str) -> str:
 def find(model_name: str, **options: Any) -> str:
     """The same, and OSError for a name that is neither in the hub's cache nor to be had from the hub in seconds.
     `options` are those of `hub.find_model`."""
-    found = resolve(model_name)
-    if not Path(found).is_dir():
+    path = resolve(model_name)
+    if not Path(path).is_dir():
         from lowmem_grpo.hub import find_model  # its library takes half a second, which a folder need not wait for
 
-        find_model(found, **options)
-    return found
+        find_model(path, **options)
+    return path
 
 
 def config_of(model_name: str) -> Any:

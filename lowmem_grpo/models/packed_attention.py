@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lowmem_grpo.kernels.first_order import first_order
-from lowmem_grpo.kernels.spread import gather, spread
+from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.memory.token_rows import ALIGNED, prompts_once, window_block, window_reach
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.types import MicroBatch
@@ -36,12 +36,12 @@ class PackedLayout:
     width: int
     once: bool  # each prompt is computed once
     head_groups: int = 1  # parts in which attention's backward pass takes the heads
-    calls: int = 0  # of attention or delta nets with this layout: after a forward pass, the number of layers
-    masks: Masks = field(default_factory=dict)  # of windows, for all layers
-    stages: Any = None  # of gated delta nets (`delta_net.Stages`), for all layers
+    calls: int = 0  # attention or delta nets with this layout: after a forward pass, the number of layers
+    masks: Masks = field(default_factory=dict)  # windows, for all layers
+    stages: Any = None  # the `Stages` of gated delta nets, for all layers
 
     @classmethod
-    def of(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
+    def from_batch(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
         sequences = len(batch.cu_seqlens) - 1
         once = sequences > 1 and prompts_once(batch.prompts)
         return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once,
@@ -51,21 +51,19 @@ class PackedLayout:
         """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end lies any of its tokens."""
         if self.num_sequences == 1:  # nothing to move
             return packed
-        rows = [one[0].transpose(0, 1) for one in packed]
-        alike = [rows] if len({one.shape[2] for one in rows}) == 1 else [[one] for one in rows]
-        return tuple(one for some in alike for one in spread(some, self.sources, self.places, self.copies, self.width))
+        rows = [heads[0].transpose(0, 1) for heads in packed]
+        alike = [rows] if len({heads.shape[2] for heads in rows}) == 1 else [[heads] for heads in rows]
+        places = self.sources, self.places, self.copies, self.width
+        return tuple(heads for together in alike for heads in packed_to_padded(together, *places))
 
     def gather(self, side_by_side: Tensor) -> Tensor:
-        """(S, H, W, K) to (1, T, H, K)."""
         if self.num_sequences == 1:
             return side_by_side.transpose(1, 2)
-        return gather(side_by_side, self.sources, self.places)[None]
+        return padded_to_packed(side_by_side, self.sources, self.places)[None]
 
 
-def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
+                     dropout: float, sliding_window: int | None) -> Tensor:
     """Causal attention within each packed sequence, (1, H, T, K) to (1, T, H, K)."""
     causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups)
     if layout.once:
@@ -86,7 +84,6 @@ class Causal:
 
     @property
     def reach(self) -> int:
-        """The most keys before a query that it may attend to."""
         return self.width if self.window is None else window_reach(self.window, self.width)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -94,10 +91,10 @@ class Causal:
         would be others in the backward pass, the heads stay together."""
         if self.head_groups > 1 and not self.dropout and torch.is_grad_enabled() and query.requires_grad:
             query, key, value = as_autocast(query, key, value)
-            return by_head_groups(query, key, value, self.whole, self.head_groups)
-        return self.whole(query, key, value)
+            return by_head_groups(query, key, value, self.attend, self.head_groups)
+        return self.attend(query, key, value)
 
-    def whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The same for all heads that it is given at once."""
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
@@ -111,14 +108,14 @@ class Causal:
         """Blocks of queries, each against the keys within its reach."""
         before, blocks = key.shape[2] - query.shape[2], tokens_split(query, window_block(self.width))
         near = []
-        for one in blocks:
-            near.append((max(0, before - self.reach), before + one.shape[2]))
-            before += one.shape[2]
-        found = [
-            self.fused(one, keys, values, self.window_bias(one.shape[2], keys.shape[2], one), is_causal=False)
-            for one, keys, values in zip(blocks, parts(key, near), parts(value, near), strict=True)
+        for block in blocks:
+            near.append((max(0, before - self.reach), before + block.shape[2]))
+            before += block.shape[2]
+        results = [
+            self.fused(block, keys, values, self.window_bias(block.shape[2], keys.shape[2], block), is_causal=False)
+            for block, keys, values in zip(blocks, parts(key, near), parts(value, near), strict=True)
         ]
-        return tokens_cat(found)
+        return tokens_cat(results)
 
     def window_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
         """(Q, L) in the dtype of `like`, added to the scores: a part of the one mask for all blocks."""
@@ -137,7 +134,6 @@ class Causal:
         return self.masks[name]
 
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """One call of torch's attention."""
         groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
         if groups > 1 and not shares_key_heads(query.device, query.dtype, masked):
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
@@ -147,14 +143,13 @@ class Causal:
         )
 
 
-def each_prompt_once(
-    query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]], causal: Causal
-) -> Tensor:
+def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]],
+                     causal: Causal) -> Tensor:
     """One call for each prompt, and one for each completion, whose keys are the prompt's and its own."""
     families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
     sizes = [length for lengths in families for length in lengths if length]
-    pieces = zip(*(tokens_split(one, sizes) for one in (query, key, value)), strict=True)
-    found = []
+    pieces = zip(*(tokens_split(heads, sizes) for heads in (query, key, value)), strict=True)
+    results = []
     for own, *others in families:
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -162,24 +157,24 @@ def each_prompt_once(
             asked, key, value = next(pieces)
             ranges = [(0, own), *[(max(0, own - causal.reach), own)] * len(others)]
             (key, *keys), (value, *values) = parts(key, ranges), parts(value, ranges)
-            found.append(causal(asked, key, value))
+            results.append(causal(asked, key, value))
         for number in range(len(others)):
             asked, key, value = next(pieces)
             if own:
                 key, value = tokens_cat([keys[number], key]), tokens_cat([values[number], value])
-            found.append(causal(asked, key, value))
-    return tokens_cat(found).transpose(1, 2)
+            results.append(causal(asked, key, value))
+    return tokens_cat(results).transpose(1, 2)
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
     """Parts of (S, H, T, K) along T; their gradients are joined in the order of memory, (S, T, H, K)."""
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
-    return [one.transpose(1, 2) for one in pieces]
+    return [piece.transpose(1, 2) for piece in pieces]
 
 
 def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
     """(S, H, T, K) from its parts along T; in memory it is (S, T, H, K)."""
-    return heads[0] if len(heads) == 1 else torch.cat([one.transpose(1, 2) for one in heads], 1).transpose(1, 2)
+    return heads[0] if len(heads) == 1 else torch.cat([part.transpose(1, 2) for part in heads], 1).transpose(1, 2)
 
 
 class PartsFunction(torch.autograd.Function):
@@ -192,25 +187,24 @@ class PartsFunction(torch.autograd.Function):
         return tuple(whole[:, :, start:end] for start, end in ranges)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        given = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
-        if not given:
+        summed = [(grad, part) for grad, part in zip(grads, ctx.ranges, strict=True) if grad is not None]
+        if not summed:
             return None, None
         rows, heads, tokens, size = ctx.shape
-        dtype = given[0][0].dtype
-        total = given[0][0].new_zeros(rows, tokens, heads, size, dtype=torch.promote_types(dtype, torch.float32))
-        for grad, (start, end) in given:
+        dtype = summed[0][0].dtype
+        total = summed[0][0].new_zeros(rows, tokens, heads, size, dtype=torch.promote_types(dtype, torch.float32))
+        for grad, (start, end) in summed:
             total[:, start:end] += grad.transpose(1, 2)
         return total.transpose(1, 2).to(dtype), None
 
 
 def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Views (S, H, end - start, K) of (S, H, T, K), one for each range."""
     if ranges == [(0, whole.shape[2])]:
         return (whole,)
-    found: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)
-    return found
+    views: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)
+    return views
 
 
 def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
@@ -232,7 +226,7 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
-    return tuple(one.to(torch.get_autocast_dtype(kind)) for one in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:

@@ -1,7 +1,7 @@
-"""Work on micro-batches that survives running out of memory: it starts again with smaller micro-batches.
+"""Work on micro-batches that starts again with smaller ones where memory runs out.
 
-The gradient is that of a run that had the smaller micro-batches from the start: bit for bit on the CPU. On a card it is
-the same only up to rounding, because torch's fused attention sums the gradients of queries in no fixed order.
+The gradient is that of a run that had these from the start: bit for bit on the CPU, up to rounding on a card, where
+fused attention sums in no fixed order.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_grpo.memory.bounds import Bound, Shortage, smaller, tried
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, smaller
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
@@ -20,14 +20,12 @@ T = TypeVar("T")
 class Packer:
     """Packs groups for a device, within limits and under a bound on tokens that shrinks when memory runs out."""
 
-    def __init__(self, device: torch.device, bound: Bound) -> None:
+    def __init__(self, device: torch.device, bound: BatchLimit) -> None:
         self.device, self.bound = device, bound
         self.size = 0  # tokens of the micro-batch in progress
 
-    def run(
-        self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
-        undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None,
-    ) -> T:
+    def run(self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
+            undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
         """Return the results of `work` for all micro-batches of the groups; `what` names it in messages.
 
         If memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares the next
@@ -37,8 +35,8 @@ class Packer:
         while True:
             tokens = self.bound.under(limits.tokens)
             batches = pack(groups, tokens, limits.sequences, limits.spread)
-            done = tried(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
-            if not isinstance(done, Shortage):
+            done = catch_oom(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
+            if not isinstance(done, OutOfMemory):
                 return done
             divisible = [len(batch.input_ids) for batch in batches if len(batch.rollouts) > 1]
             self.bound.lower(self.describe(what), done, smaller(tokens or self.size, divisible))
@@ -46,7 +44,6 @@ class Packer:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches on the device, one after the other."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)

@@ -4,9 +4,12 @@ The completions of one prompt share its places: a group of G takes P - 1 + G C p
 shared part ends before the prompt's last token: that token predicts the first one of each completion, so each
 completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
 
-models/sequences.py says what the sequences of a completion are: one, or several of an episode.
+A completion is one sequence, or several of an episode whose history was rewritten. A sequence ends with the last token
+that the policy drew; others in it lie there untrained. One with a prompt of its own shares the places of the whole
+prompt where others of its group have the same, else of the group's prompt where its own begins with that.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,32 +17,109 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lowmem_grpo.memory.cutting import SPREAD, Limits, Span, cut_spans
-from lowmem_grpo.models.routes import Routes, packed_routes
-from lowmem_grpo.models.sequences import Sequence, sequences_of
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.memory.cutting import SPREAD, Lengths, Limits, Span, cut_spans
+from lowmem_grpo.models.routes import Routes, packed_routes, routes_of
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup, Split
 
+Ids = tuple[int, ...]
 Completion = tuple[RolloutGroup, Rollout]
 
 
-def pack(
-    groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
-    spread: float = SPREAD,
-) -> list[MicroBatch]:
+@dataclass(frozen=True)
+class Sequence:
+    """One packed sequence: a shared prompt, the rest of its own prompt, and tokens of a rollout."""
+
+    rollout: Rollout
+    start: int  # its first token, among the C of the rollout
+    end: int
+    prompt: list[int]  # whose places it shares with the sequences of its family
+    lead: list[int]  # what is left of its own prompt
+    family: Ids | None = None  # None: the prompt is the group's
+    routes: Routes | None = None  # its first tokens' routes, prompt included
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens after the shared prompt."""
+        return [*self.lead, *self.rollout.completion_ids[self.start : self.end]]
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.family, len(self.prompt), len(self.lead) + self.end - self.start)
+
+    @property
+    def drawn(self) -> list[bool]:
+        """Whether the policy drew each of its tokens of the rollout."""
+        trained = self.rollout.trained
+        return [True] * (self.end - self.start) if trained is None else trained[self.start : self.end]
+
+    @property
+    def mask(self) -> Tensor:
+        if self.rollout.trained is None and not self.lead:
+            return torch.full((self.end - self.start,), True)
+        return torch.tensor([*[False] * len(self.lead), *self.drawn])
+
+    @property
+    def trained(self) -> Tensor:
+        """int64: the indices of its trained tokens, among the C of the rollout."""
+        return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
+
+    def values(self, field: str) -> Tensor:
+        """A field of the rollout, (C,) or one number, at each of `ids`, float32; 0 at the lead."""
+        value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
+        if value.ndim == 0:
+            return value.expand(len(self.lead) + self.end - self.start)
+        own = value[self.start : self.end]
+        return torch.cat([own.new_zeros(len(self.lead)), own]) if self.lead else own
+
+
+def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequence]]:
+    """The sequences of each of these rollouts of a group; of one without trained tokens there are none."""
+    own = Counter(tuple(split.prompt_ids) for other in group.rollouts for split in other.splits if split.prompt_ids)
+    repeated = {ids for ids, count in own.items() if count > 1}
+    return [[part for part in cut_at_splits(group, rollout, repeated) if part.end > part.start]
+            for rollout in rollouts]
+
+
+def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
+    """The sequences of a rollout, each up to its last trained token; where it has none, it is empty."""
+    splits, count = [Split(0), *rollout.splits], len(rollout.completion_ids)
+    sequences = []
+    ends = [*(later.start for later in rollout.splits), count]
+    for split, end, routes in zip(splits, ends, routes_of(rollout, group.prompt_ids), strict=True):
+        while rollout.trained and end > split.start and not rollout.trained[end - 1]:
+            end -= 1
+        parts = shared(split.prompt_ids, group.prompt_ids, repeated)
+        sequences.append(Sequence(rollout, split.start, end, *parts, routes))
+    return sequences
+
+
+def shared(prompt: list[int] | None, of_group: list[int],
+           repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
+    """Return the shared part of a sequence's prompt, what is left, and the family it shares with."""
+    if prompt is None or prompt == of_group:
+        return of_group, [], None
+    if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:
+        return of_group, prompt[len(of_group) :], None
+    return prompt, [], tuple(prompt)
+
+
+def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
+         spread: float = SPREAD) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches.
 
     A micro-batch holds at most `max_tokens` places and `max_sequences` completions; a completion of more places gets
     one to itself. Attention lays sequences side by side, each with its prompt and as wide as the longest, which may
     take at most `spread` times `max_tokens`. `cutting.cut_spans` has the rule.
     """
-    given = list(groups)
+    whole = list(groups)
     spans = [
-        [Span(number, place, tuple(one.lengths for one in sequences))
+        [Span(number, place, tuple(sequence.lengths for sequence in sequences))
          for place, sequences in enumerate(sequences_of(group, group.rollouts))]
-        for number, group in enumerate(given)
+        for number, group in enumerate(whole)
     ]
     batches = cut_spans(spans, Limits(max_tokens, max_sequences, spread))
-    return [collate([(given[one.group], given[one.group].rollouts[one.rollout]) for one in batch]) for batch in batches]
+    return [collate([(whole[span.group], whole[span.group].rollouts[span.rollout]) for span in batch])
+            for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -48,11 +128,11 @@ class Piece:
 
     row: int  # the sequence, or the first of those that share the prompt
     rollout: int  # whose it is, by its place in the pack
-    position: int  # of its first token
+    position: int  # where its first token is
     ids: list[int]
     targets: list[int]
     sequence: Sequence | None  # None for a prompt
-    routes: Routes | None = None  # of the sequence, or of the first one that knows those of the prompt
+    routes: Routes | None = None  # the sequence's, or those of the first one that knows the prompt's
 
     def values(self, field: str) -> Tensor:
         """A rollout's field over the piece's places, float32; zeros for a prompt."""
@@ -60,25 +140,24 @@ class Piece:
 
     @property
     def mask(self) -> Tensor:
-        """(places,) bool: which of them are trained."""
         return self.sequence.mask if self.sequence else torch.full((len(self.ids),), False)
 
 
 def pieces(completions: list[Completion]) -> Iterator[Piece]:
     """Each prompt once for the sequences of neighbouring completions of a group that share it, and each sequence."""
     row = first = 0
-    for _, neighbours in groupby(completions, key=lambda one: id(one[0])):
+    for _, neighbours in groupby(completions, key=lambda completion: id(completion[0])):
         same = list(neighbours)
         families: dict[object, list[tuple[int, Sequence]]] = {}
         for number, sequences in enumerate(sequences_of(same[0][0], [rollout for _, rollout in same]), first):
-            for one in sequences:
-                families.setdefault(one.family, []).append((number, one))
+            for sequence in sequences:
+                families.setdefault(sequence.family, []).append((number, sequence))
         for members in families.values():
             prompt = members[0][1].prompt
-            known = next((one.routes for _, one in members if one.routes is not None), None)
+            known = next((sequence.routes for _, sequence in members if sequence.routes is not None), None)
             yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None, known)
-            for number, one in members:
-                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *one.ids[:-1]], one.ids, one, one.routes)
+            for number, own in members:
+                yield Piece(row, number, len(prompt) - 1, [prompt[-1], *own.ids[:-1]], own.ids, own, own.routes)
                 row += 1
         first += len(same)
 
@@ -140,7 +219,6 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """`MicroBatch.homes`."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]
@@ -149,12 +227,12 @@ def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
 
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
     """For each prompt, the number of its own places and of those of each sequence."""
-    found: list[list[int]] = []
+    families: list[list[int]] = []
     for piece in packed:
         if piece.sequence is None:
-            found.append([])
-        found[-1].append(len(piece.ids))
-    return [tuple(lengths) for lengths in found]
+            families.append([])
+        families[-1].append(len(piece.ids))
+    return [tuple(lengths) for lengths in families]
 
 
 def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:

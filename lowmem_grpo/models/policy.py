@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.logits import LogitShape
+from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.families import MULTIPLIED, family_of, trained
 from lowmem_grpo.models import attention
+from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.delta_net import use_delta_nets
-from lowmem_grpo.models.dtypes import check_dtype
 from lowmem_grpo.models.packed_attention import PackedLayout
-from lowmem_grpo.models.routes import Recorder, Replay, follow_routes
+from lowmem_grpo.models.routes import Replay, RouteRecorder, follow_routes
 from lowmem_grpo.offload.activations import drops, enable_checkpointing
 from lowmem_grpo.offload.embedding import knowing, on_host
 from lowmem_grpo.types import MicroBatch
@@ -47,7 +49,7 @@ class OutputHead:
     softcap: float | None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "OutputHead":
+    def from_model(cls, model: PreTrainedModel) -> "OutputHead":
         linear = model.get_output_embeddings()
         if type(linear) is not nn.Linear:
             raise ValueError(
@@ -57,6 +59,11 @@ class OutputHead:
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(linear.weight.detach(), bias, **logit_shape(model.config))
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits (N, V) after hidden states (N, D)."""
+        rows = matmul_fp32(hidden.to(self.weight.dtype), self.weight.T)
+        return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, self.bias)
+
     def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
         """The logits (E,) of some tokens at some places of `hidden` (N, D), a block at a time, made again for
         backward."""
@@ -65,7 +72,6 @@ class OutputHead:
                           for block in blocks])
 
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """The same of one block, in float32 at least."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
         if self.bias is not None:
@@ -83,6 +89,17 @@ def logit_shape(config: Any) -> dict[str, Any]:
         scale = scaling if config.model_type in MULTIPLIED else 1 / scaling
     return {"logit_scale": 1.0 if scale is None else scale,
             "softcap": getattr(config, "final_logit_softcapping", None)}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; its mode comes back."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:
@@ -103,10 +120,8 @@ class Policy:
     number of tokens whose logits exist at a time; None chooses it by the device's memory.
     """
 
-    def __init__(
-        self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
-        logits_chunk: int | None = None,
-    ) -> None:
+    def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
+                 logits_chunk: int | None = None) -> None:
         self.model = model
         self.logits_chunk = logits_chunk
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -119,7 +134,7 @@ class Policy:
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)
-        self.head = OutputHead.of(base)
+        self.head = OutputHead.from_model(base)
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may want more
         self.dropped: bool | None = None  # whether the last pass had dropout
@@ -133,12 +148,10 @@ class Policy:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """The adapter's parameters, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def routed_layers(self) -> int:
-        """The number of layers with experts."""
         return len(self.routed_places)
 
     @property
@@ -154,7 +167,6 @@ class Policy:
         self.dropped = now
 
     def autocast(self) -> AbstractContextManager:
-        """Mixed precision where it was asked for."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
@@ -162,7 +174,7 @@ class Policy:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """The backbone's last hidden states (T, D) of a packed batch."""
         self.follow_dropout()
-        layout, replay = PackedLayout.of(batch, self.head_groups), self.replay_of(batch)
+        layout, replay = PackedLayout.from_batch(batch, self.head_groups), self.replay_of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
         with self.autocast(), knowing(on_host(self.base), batch.host_ids):
             out = self.backbone(
@@ -182,7 +194,7 @@ class Policy:
         return {"shared_kv_states": FirstKeys()} if row is not None and row.unlike_layers else {}
 
     def replay_of(self, batch: MicroBatch) -> Replay | None:
-        """The routes of a micro-batch for one pass of a mixture; None where all tokens are routed live."""
+        """Return the routes of a micro-batch for one pass of a mixture; None where all are routed live."""
         if not self.routed_layers or batch.routes is None:
             return None
         config = self.base.config.get_text_config()
@@ -201,9 +213,9 @@ class Policy:
         differing, total = counts.tolist()
         return {"sampling/routes/differing": differing / max(total, 1)}
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> RouteRecorder | None:
         """Return the recorder of the routes of one pass; None for a model without experts that take them."""
-        return Recorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
+        return RouteRecorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
 
     def check_packed(self, calls: int) -> None:
         """Raise ValueError if some layers have another kind of attention, which would mix packed sequences."""
@@ -214,9 +226,7 @@ class Policy:
                 f"its {layers} layers; in the others, packed sequences would see each other. {KNOWN}"
             )
 
-    def logprobs(
-        self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy has a gradient on demand."""
         return self.at_head(*self.at_trained(batch), temperature, entropy_grad)[:2]
 
@@ -224,9 +234,8 @@ class Policy:
         """(hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""
         return batch.at_trained(self.hidden(batch)).to(self.head.weight.dtype), batch.at_trained(batch.targets)
 
-    def at_head(
-        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def at_head(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
+                entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(logprobs (N,), entropy (N,)) of targets (N,) where the head is given hidden states (N, D), and the log p of
         each row's likeliest token (N,), without gradient."""
         head = self.head
@@ -263,18 +272,22 @@ class Policy:
         """Return whether the adapter has been trained before: in a fresh one the second factors are 0."""
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
+    def live_adapter(self) -> dict[str, Tensor]:
+        """Return the adapter's parameters as they are, by name, without gradient."""
+        return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
+
     def keep_reference(self, moves: bool = False) -> None:
         """Make the adapter as it is now the reference; the base model alone, where the adapter adds nothing yet and the
         reference does not move."""
-        own = self.model.named_parameters() if moves or self.is_trained() else ()
-        self.reference_adapter = {name: one.detach().to("cpu", copy=True) for name, one in own if one.requires_grad}
+        own = self.live_adapter() if moves or self.is_trained() else {}
+        self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
         """Make each number of the reference's adapter share * policy + (1 - share) * reference. Where the reference is
         the base model, its adapter is the policy's with second factors of 0."""
-        own = {name: one.detach().cpu() for name, one in self.model.named_parameters() if one.requires_grad}
-        base = {name: torch.zeros_like(one) if "lora_B" in name else one.clone() for name, one in own.items()}
+        own = {name: factor.cpu() for name, factor in self.live_adapter().items()}
+        base = {name: torch.zeros_like(factor) if "lora_B" in name else factor.clone() for name, factor in own.items()}
         self.reference_adapter = self.reference_adapter or base
         for name, kept in self.reference_adapter.items():
             kept.mul_(1 - share).add_(own[name], alpha=share)
@@ -287,15 +300,14 @@ class Policy:
             with self.base_model():
                 yield
             return
-        own, training = dict(self.model.named_parameters()), self.model.training
+        own = dict(self.model.named_parameters())
         live = {name: own[name].data for name in self.reference_adapter}
         try:
             for name, kept in self.reference_adapter.items():
                 own[name].data = kept.to(self.device)
-            self.model.eval()
-            yield
+            with evaluating(self.model):
+                yield
         finally:  # the same memory as before: optimizers and engines know its addresses
-            self.model.train(training)
             for name, data in live.items():
                 own[name].data = data
 

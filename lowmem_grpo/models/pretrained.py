@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lowmem_grpo.memory.bounds import freed_memory_returned
+from lowmem_grpo.hub import first_line
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
+from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
-from lowmem_grpo.models.dtypes import check_dtype
+from lowmem_grpo.models.card_check import check_dtype
+from lowmem_grpo.models.chat_ids import with_ids
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_linear import fp8_linears
@@ -41,6 +44,8 @@ EXPERTS_STAY = ("{!r} is a mixture of experts{}. Only linear layers would be qua
                 "in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
 STORED_EXPERTS = ("{!r} is a mixture of experts that is stored in {}, and its experts are not read in this form. Take "
                   "its checkpoint in 16 bits (in its name there is no {}), and load it with load_in_4bit=True")
+BY_LENGTH = ("dynamic", "longrope")  # kinds of position embeddings that transformers computes anew in a forward pass
+FIXED = "default"  # the name under which it leaves frequencies as they are
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +83,6 @@ class Pretrained:
         return model.requires_grad_(False), tokenizer
 
     def config(self) -> Any:
-        """The config of the model that is loaded: of a checkpoint with images, that of its text part."""
         return self.parts()[0]
 
     def parts(self) -> tuple[Any, dict[str, str]]:
@@ -87,8 +91,7 @@ class Pretrained:
         return text_part(whole), text_names(whole)
 
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options)
+        return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
         """The form in which the weights are held where `asked` is asked for: that of a quantized checkpoint is its own.
@@ -102,10 +105,9 @@ class Pretrained:
         try:
             yield
         except OSError as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise OSError(
                 f"no model {self.name!r}: it is not a folder with a model, and the hub did not return one "
-                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line}"
+                f"(misspelt, gated without token=..., or no network). First line of the cause: {first_line(error)}"
             ) from error
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):
@@ -122,7 +124,7 @@ def tokenizer_beside(adapter: Path) -> Any:
     try:
         tokenizer = Pretrained(str(adapter), str(adapter), {}).tokenizer()
         if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
-            raise ValueError("it has no vocabulary")  # of a missing file, transformers makes an empty one
+            raise ValueError("it has no vocabulary")  # transformers makes an empty one of a missing file
         return tokenizer
     except Exception as error:  # tokenizers knows nothing narrower
         raise ValueError(f"the tokenizer beside the adapter in {adapter} cannot be read ({error!r}): save it again "
@@ -158,9 +160,8 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
         raise ValueError(NO_TURNS.format(name, row.name, " and ".join(lacking)))
 
 
-def quantization(
-    config: Any, stored: str | None, form: str, dtype: torch.dtype, names: dict[str, str] | None = None
-) -> dict[str, Any]:
+def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
+                 names: dict[str, str] | None = None) -> dict[str, Any]:
     """Arguments of from_pretrained; the config of an FP8 checkpoint gets our quantizer. For weights that stay as they
     are stored in NF4 there are none: None would overrule the checkpoint's own config."""
     if stored == FP8:
@@ -190,12 +191,10 @@ def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig)
 
 
 def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
-    """The layers of bitsandbytes."""
     return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether some layers hold their weights in 4 bits or FP8."""
     return any(linears_in_4bit(model)) or any(fp8_linears(model))
 
 
@@ -212,3 +211,45 @@ def keep_layout(model: PreTrainedModel) -> None:
     pass in evaluation mode, and no gradient flows through repacked weights."""
     for module in linears_in_4bit(model):
         module.support_avx512bf16_for_cpu = False
+
+
+def fix_frequencies(model: nn.Module, context: int) -> None:
+    """Give a model's position embeddings the frequencies for texts of `context` tokens, whatever text comes. Warn where
+    transformers would take others for a short text.
+
+    LongRoPE (Phi-3.5, Phi-4-mini; arXiv 2402.13753, section 3.2) has other factors beyond the length of pretraining.
+    transformers chooses by the longest position of a *forward pass*, so one long text of a micro-batch would change all
+    short ones. vLLM chooses by `max_model_len`, once; so do we, by `max_seq_length`, and CUDA graphs can be recorded.
+    """
+    for rotary, layer_type, kind in by_length(model):
+        of_layer: Any = rotary
+        device = getattr(rotary, attribute_name("inv_freq", layer_type)).device
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+            of_layer.config, device, seq_len=context, layer_type=layer_type)
+        setattr(rotary, attribute_name("inv_freq", layer_type), frequencies)
+        setattr(rotary, attribute_name("attention_scaling", layer_type), scaling)
+        of_layer.rope_type = FIXED if layer_type is None else {**of_layer.rope_type, layer_type: FIXED}
+        settings = of_layer.config.rope_parameters
+        say_long_factors(context, settings if layer_type is None else settings[layer_type])
+
+
+def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
+    """Yield each position embedding of such a kind, with the type of layers it is for (None: for all) and the kind."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in list(kinds.items()) if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind in BY_LENGTH:
+                yield module, layer_type, kind
+
+
+def attribute_name(attribute: str, layer_type: str | None) -> str:
+    return attribute if layer_type is None else f"{layer_type}_{attribute}"
+
+
+def say_long_factors(context: int, settings: dict[str, Any]) -> None:
+    """Warn where a context beyond that of pretraining gives short texts the long factors."""
+    original = settings.get("original_max_position_embeddings")
+    if settings.get("rope_type") == "longrope" and original and context > original:
+        logger.warning("LongRoPE: max_seq_length is %s, and the model was pretrained on texts of %s tokens, so texts "
+                       "of every length use the long factors, as in vLLM. max_seq_length=%s keeps the short ones",
+                       f"{context:,}", f"{original:,}", original)

@@ -1,14 +1,11 @@
 """Routes: which experts each token took in each layer of a mixture, recorded by the sampler and replayed in training.
 
-A sampler and a trainer round differently, and a router may turn the smallest difference into another expert. So only
-the choice is replayed: the gate values of the chosen experts are computed afresh by the live router, and gradients flow
-through them. With recorded routes, no log-probability and no gradient depends on how tokens are split or packed. They
-serve every pass over the tokens: the loss, its recomputation in backward, old log-probabilities and those of the base
-model. (R3, 2510.11370, measured what happens without.)
+A router may turn the smallest difference of rounding into another expert. Only the choice is replayed: gates are
+computed afresh by the live router, and gradients flow through them. So no log-probability and no gradient depends on
+how tokens are split or packed, in any pass over them (R3, 2510.11370, measured what happens without).
 
-A token that was sampled last never ran, so it has no route; nor does it need one, as it is a target only. A model takes
-routes through the keyword `routes` of its backbone: hooks on its decoder layers hand it to the layer's experts, and so
-they do when a checkpointed layer is run again.
+The token sampled last never ran: it has no route and needs none. A model takes routes through the keyword `routes` of
+its backbone: hooks on its decoder layers hand it to the experts, also when a checkpointed layer is run again.
 """
 
 import base64
@@ -31,16 +28,13 @@ NAMES = {torch.uint8: "uint8", torch.int16: "int16"}
 
 
 def dtype_of(experts: int) -> torch.dtype:
-    """Return the dtype for the number of an expert: one byte up to 256 experts, two above."""
     return torch.uint8 if experts <= SMALL else torch.int16
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The experts of T tokens in their order, on the host: (T, layers, k), layers without experts left out.
-
-    They lie in parts of some tokens each. The completions of one prompt share the part of the prompt.
-    """
+    """The experts of T tokens in their order, on the host, in parts of some tokens each: (T, layers, k), layers without
+    experts left out. The completions of one prompt share the part of the prompt."""
 
     parts: tuple[Tensor, ...]  # (tokens, layers, k) uint8, or int16 above 256 experts
 
@@ -49,18 +43,17 @@ class Routes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, shared parts included."""
         return sum(part.nbytes for part in self.parts)
 
     def cut(self, start: int, end: int | None = None) -> "Routes":
         """Those of the tokens from `start` to `end`; views of the same memory."""
-        found, before = [], 0
+        kept, before = [], 0
         for part in self.parts:
             low, high = max(start - before, 0), len(part) if end is None else min(end - before, len(part))
             if low < high:
-                found.append(part[low:high])
+                kept.append(part[low:high])
             before += len(part)
-        return Routes(tuple(found))
+        return Routes(tuple(kept))
 
     def then(self, more: "Routes") -> "Routes":
         """These, and what `more`, which begins at the same token, knows beyond them: a copy, so that the rest of it can
@@ -68,14 +61,12 @@ class Routes:
         return Routes((*self.parts, *(part.clone() for part in more.cut(len(self)).parts)))
 
     def packed(self) -> dict[str, Any]:
-        """As JSON."""
         whole = torch.cat(self.parts)
         data = base64.b64encode(whole.contiguous().view(torch.uint8).numpy().tobytes()).decode()
         return {"shape": list(whole.shape), "dtype": NAMES[whole.dtype], "data": data}
 
     @classmethod
     def unpacked(cls, saved: dict[str, Any]) -> "Routes":
-        """Undo `packed`."""
         flat = torch.frombuffer(bytearray(base64.b64decode(saved["data"])), dtype=getattr(torch, saved["dtype"]))
         return cls((flat.view(saved["shape"]),))
 
@@ -97,14 +88,14 @@ def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
     Of an episode each turn brings those of all that the engine saw. Tokens keep the routes of the turn in which they
     came up first, which are those they were drawn with.
     """
-    found: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
+    routes: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
     if not any(turn.routes is not None for turn in rollout.turns):
-        return found
+        return routes
     for turn, number in of_sequences(rollout, prompt):
         if turn.routes is not None:
-            known = found[number]
-            found[number] = turn.routes if known is None else known.then(turn.routes)
-    return found
+            known = routes[number]
+            routes[number] = turn.routes if known is None else known.then(turn.routes)
+    return routes
 
 
 def give_routes(rollout: Rollout, prompt: list[int], routes: Sequence[Routes | None]) -> None:
@@ -158,7 +149,7 @@ def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Ten
     return torch.cat(rows), None if routed.all() else routed
 
 
-class Recorder:
+class RouteRecorder:
     """Keeps what the router of each layer chooses. As of `Replay`, `chosen` decides in a forward pass which experts
     (T, k) int64 T tokens take in the `layer`th layer that has experts, where the live router chose `live` (T, k)."""
 
@@ -183,7 +174,7 @@ class Replay:
     def __init__(self, routes: Tensor, routed: Tensor | None = None) -> None:
         """routes (T, layers, k); routed (T,) bool: tokens that have any, None for all."""
         self.routes, self.routed = routes, routed
-        self.differing: dict[int, Tensor] = {}  # of each layer: recorded experts that are not among the live ones
+        self.differing: dict[int, Tensor] = {}  # by layer: recorded experts that are not among the live ones
 
     def chosen(self, layer: int, live: Tensor) -> Tensor:
         recorded = self.routes[:, layer].long()
@@ -202,20 +193,19 @@ class Replay:
 def follow_routes(model: Any) -> tuple[int, ...]:
     """Let the decoder layers of a model hand `routes` to their experts; returns the numbers of the layers that have
     some. A model may be given twice."""
-    found = []
+    layers = []
     for path, block in list(model.named_modules()):
         if isinstance(block, RoutedBlock):
             parent = path.rpartition(".")[0]
-            found.append(int(parent.rpartition(".")[2]))
+            layers.append(int(parent.rpartition(".")[2]))
             if block.choice is None:
                 layer, block.choice = model.get_submodule(parent), live
                 layer.register_forward_pre_hook(Handing(block).before, with_kwargs=True)
                 layer.register_forward_hook(Handing(block).after, always_call=True)
-    return tuple(found)
+    return tuple(layers)
 
 
 def live(layer: int, ids: Tensor) -> Tensor:
-    """The choice of the router itself."""
     return ids
 
 
@@ -226,7 +216,7 @@ class Handing:
     block: RoutedBlock
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        routing: Recorder | Replay | None = kwargs.get("routes")
+        routing: RouteRecorder | Replay | None = kwargs.get("routes")
         self.block.choice = live if routing is None else routing.chosen
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:

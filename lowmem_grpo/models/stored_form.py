@@ -21,7 +21,7 @@ LABELS = {  # transformers' name of a method, and of a format of compressed-tens
 }
 
 
-def look(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
+def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
     """ValueError for a family that is refused, for weights in a form that is not read, for a hybrid model in float16,
     and for a context that is longer than the model's. A name on the hub is looked at when its config is there."""
     file = Path(folder) / "config.json"
@@ -43,17 +43,17 @@ def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
 
 def stored_form(config: Any, name: str) -> str | None:
     """NF4 or FP8 as the config of the model `name` says; None for 16 or 32 bits. ValueError for any other form."""
-    given = quantization_of(config)
-    if given is None:
+    quantization = quantization_of(config)
+    if quantization is None:
         return None
-    method = str(given.get("quant_method", "bitsandbytes"))
-    if method == "bitsandbytes" and given.get("load_in_4bit", given.get("_load_in_4bit")):
+    method = str(quantization.get("quant_method", "bitsandbytes"))
+    if method == "bitsandbytes" and quantization.get("load_in_4bit", quantization.get("_load_in_4bit")):
         return NF4
     if method == "fp8":
-        check_scale_format(given, name)
+        check_scale_format(quantization, name)
         return FP8
     if method == "compressed-tensors":
-        check_groups(given, name)
+        check_groups(quantization, name)
         return FP8
     raise refusal(name, LABELS.get(method, method))
 
@@ -62,43 +62,43 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     """The quantization_config of a model's config (an object of transformers, or the fields of config.json), or of its
     text part; None where there is none."""
     if isinstance(config, Mapping):
-        parts = [one.get("quantization_config") for one in (config, config.get("text_config") or {})]
+        parts = [fields.get("quantization_config") for fields in (config, config.get("text_config") or {})]
     else:
-        parts = [getattr(one, "quantization_config", None) for one in (config, config.get_text_config())]
-    found = next((part for part in parts if part is not None), None)
-    return None if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
+        parts = [getattr(whole, "quantization_config", None) for whole in (config, config.get_text_config())]
+    stored = next((part for part in parts if part is not None), None)
+    return None if stored is None else dict(stored if isinstance(stored, Mapping) else stored.to_dict())
 
 
-def block_of(given: Mapping[str, Any]) -> tuple[int, int] | None:
+def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     """(h, w) of the blocks that share a scale, as the config says; None for scales by row or one for all."""
-    block = given.get("weight_block_size")
-    for group in (given.get("config_groups") or {}).values():
+    block = quantization.get("weight_block_size")
+    for group in (quantization.get("config_groups") or {}).values():
         weights = group["weights"]
         size = weights.get("group_size")
         block = weights.get("block_structure") or ([1, size] if size and size > 0 else None)
     return None if block is None else (int(block[0]), int(block[1]))
 
 
-def check_scale_format(given: Mapping[str, Any], name: str) -> None:
-    """ValueError for 8-bit floats of another kind than e4m3."""
-    if (kind := given.get("fmt", given.get("weight_format", "e4m3"))) not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
+def check_scale_format(quantization: Mapping[str, Any], name: str) -> None:
+    kind = quantization.get("fmt", quantization.get("weight_format", "e4m3"))
+    if kind not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
         raise refusal(name, f"FP8 of the kind {kind}")
 
 
-def check_groups(given: Mapping[str, Any], name: str) -> None:
+def check_groups(quantization: Mapping[str, Any], name: str) -> None:
     """ValueError unless every group of a compressed-tensors config has weights in FP8 with static scales, in blocks of
     one shape."""
-    groups = list((given.get("config_groups") or {}).values())
+    groups = list((quantization.get("config_groups") or {}).values())
     if not any(group.get("weights") for group in groups):
         raise refusal(name, "compressed-tensors without quantized weights (activations or the key-value cache only)")
-    kinds = [str(group.get("format") or given.get("format")) for group in groups]
+    kinds = [str(group.get("format") or quantization.get("format")) for group in groups]
     for group, kind in zip(groups, kinds, strict=True):
         weights = group.get("weights") or {}
         if kind not in ("float-quantized", "naive-quantized") or weights.get("type") != "float" \
                 or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
             raise refusal(name, LABELS.get(kind, f"compressed-tensors, {kind}"))
     blocks = {block_of({"config_groups": {"one": group}}) for group in groups}
-    if len(blocks) != 1 or (given.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if len(blocks) != 1 or (quantization.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise refusal(name, "compressed-tensors with several kinds of blocks, or sparse")
 
 

@@ -1,7 +1,7 @@
 """The text model of a checkpoint with images or sounds: its config, and the names of its tensors.
 
-Where transformers has a class of the text model only, that is what is loaded: nothing of the other parts takes memory,
-and our modules, the engines and the merge see a model like any other of its family.
+Only transformers' class of the text model is loaded, so nothing of the other parts takes memory, and all else sees a
+model like any other of its family.
 """
 
 import copy
@@ -34,7 +34,7 @@ def text_part(config: Any) -> Any:
     quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if quantization is not None:
         fields = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
-        left = {key: [text_name(one, names) or one for one in fields[key]] for key in SKIPPED if fields.get(key)}
+        left = {key: [text_name(path, names) or path for path in fields[key]] for key in SKIPPED if fields.get(key)}
         text.quantization_config = fields | left
     return text
 
@@ -43,7 +43,7 @@ def text_name(stored: str, names: dict[str, str]) -> str | None:
     """The name in a model of text of a tensor or module that is stored under another; None for one of another part."""
     if not names or stored.startswith("lm_head"):
         return stored
-    pattern = next((one for one in names if re.match(one, stored)), None)
+    pattern = next((known for known in names if re.match(known, stored)), None)
     return None if pattern is None else re.sub(pattern, names[pattern], stored)
 
 
@@ -60,10 +60,10 @@ def read_model(path: str, config: Any, names: dict[str, str], **options: Any) ->
             path, config=config, key_mapping=names, output_loading_info=True, trust_remote_code=False, **options)
     finally:
         their_logging.set_verbosity(before)
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{path} lacks {len(missing)} tensors of its text model, such as {missing[0]}. Fetch the "
                          "checkpoint again, or take one of text only")
     logger.info("of %s the text model is loaded: %d tensors of images or sounds are left out", path,
-                len(found["unexpected_keys"]))
+                len(info["unexpected_keys"]))
     return model

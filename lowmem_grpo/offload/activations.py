@@ -1,9 +1,8 @@
 """Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest.
 
-A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves its inputs as ordinary saved tensors, and hides
-all others. So hooks on saved tensors around a forward pass see the layers' inputs. Those go to pages of pinned host
-memory, on a side stream, while the next layer computes; in backward the next one wanted comes back while a layer is
-recomputed. What belongs to the model, is small, or holds no floating point numbers stays where it is.
+A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves only its inputs as ordinary saved tensors, so
+hooks around a forward pass see these. They go to pinned host memory on a side stream while the next layer computes; in
+backward the next one comes back while a layer is recomputed. Weights, small tensors and whole numbers stay.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -66,7 +65,6 @@ def drops(model: Any) -> bool:
 
 
 def drop_nothing(model: Any) -> None:
-    """Set every dropout of a PEFT model to 0, those of its config too."""
     config = model.get_base_model().config.get_text_config()
     for name, rate in vars(config).items():
         if "drop" in name and isinstance(rate, float):
@@ -74,8 +72,8 @@ def drop_nothing(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(module, nn.ModuleDict):  # of LoRA, whose fast path has none at all
-            module.update({name: nn.Identity() for name, one in module.items() if isinstance(one, nn.Dropout)})
+        elif isinstance(module, nn.ModuleDict):  # LoRA's, whose fast path has none at all
+            module.update({name: nn.Identity() for name, child in module.items() if isinstance(child, nn.Dropout)})
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
 
@@ -126,7 +124,7 @@ class ActivationOffload:
     def __enter__(self) -> "ActivationOffload":
         if self.store is not None:
             self.weights = storage_ids(self.model)
-            self.store.begin()
+            self.store.start_backward()
             self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
             self.entered[-1].__enter__()
         return self
@@ -136,14 +134,12 @@ class ActivationOffload:
             self.entered.pop().__exit__(*error)
 
     def read_ahead(self, ahead: bool) -> None:
-        """Set whether the tensor that is wanted next comes back while another one is in use, which hides its copy and
-        takes its memory."""
+        """Set whether the next tensor comes back while another is in use, which hides its copy and takes its memory."""
         if self.store is not None:
             self.store.ahead = ahead
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that holds saved tensors now."""
         return 0 if self.store is None else self.store.pool.bytes_in_use
 
     @property
@@ -175,7 +171,6 @@ class ActivationOffload:
         return packed.tensor
 
     def goes(self, tensor: Tensor) -> bool:
-        """Return whether this tensor goes to the host."""
         # a leaf that requires grad stays alive until its gradient is there, so its copy would free nothing
         weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
         plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
@@ -192,8 +187,8 @@ def device_of(model: nn.Module) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     away = sorted(devices - {torch.device("cpu")}, key=str)
     if len(away) > 1 or not devices:
-        found = f"parameters on {', '.join(map(str, away))}" if away else "no parameters"
-        raise ValueError(f"{type(model).__name__} has {found}; offloading needs a model on exactly one device")
+        description = f"parameters on {', '.join(map(str, away))}" if away else "no parameters"
+        raise ValueError(f"{type(model).__name__} has {description}; offloading needs a model on exactly one device")
     return away[0] if away else torch.device("cpu")
 
 
@@ -205,6 +200,5 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def storage_ids(model: nn.Module | None) -> set[int]:
-    """The memory of a model's parameters and buffers."""
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     return {storage_id(tensor) for tensor in tensors}

@@ -1,8 +1,6 @@
-"""Embeddings looked up on the host: a step needs only T rows of a matrix (V, D).
-
-For Llama-3.1-8B that is 1.05 GB less on the card, against 8 KB copied for each token. A matrix that is also the output
-head is needed on the card anyway. Gemma 4 has a second embedding, of numbers that each layer takes for itself: 5.6 GB
-for its E4B, against 21 KB copied for each token.
+"""Embeddings looked up on the host: a step needs only T rows of a matrix (V, D), which for Llama-3.1-8B is 1.05 GB less
+on the card against 8 KB copied for each token. Gemma 4 has a second embedding, of numbers that each layer takes for
+itself: 5.6 GB for its E4B, against 21 KB. A matrix that is also the output head is needed on the card anyway.
 """
 
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PER_LAYER = "embed_tokens_per_layer"  # of the decoder: Gemma 4's embedding of numbers that each layer takes for itself
+PER_LAYER = "embed_tokens_per_layer"  # in the decoder: Gemma 4's embedding of numbers that each layer takes for itself
 
 
 class HostEmbedding(nn.Module):
@@ -38,19 +36,15 @@ class HostEmbedding(nn.Module):
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Looked-up rows times the embedding's own scale, if it has one."""
         return rows if self.scale is None else rows * self.scale
 
 
 def embed_on_host(model: Any) -> int:
-    """Put the model's embeddings on the host; the bytes that this frees on its device. ValueError where the output head
-    needs the only one."""
+    """Put the model's embeddings on the host; returns the bytes freed. ValueError where the head needs the only one."""
     moved = movable(model)
     if not moved:
-        raise ValueError(
-            f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, which is "
-            "needed on the device; nothing would be saved. Leave it out"
-        )
+        raise ValueError(f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, "
+                         "which is needed on the device; nothing would be saved. Leave it out")
     if any(table.weight.requires_grad for table in moved):
         raise ValueError("offload_embedding=True: the input embedding is trained; only a frozen one can be on the host")
     for owner in list(model.modules()):
@@ -69,12 +63,12 @@ def tables(model: Any) -> list[Any]:
 
 
 def movable(model: Any) -> list[Any]:
-    """Those that the output head does not need."""
-    return tables(model)[1:] if is_tied(model) else tables(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
+    return tables(model)[1:] if tied else tables(model)
 
 
 def on_host(model: Any) -> list[HostEmbedding]:
-    """Those that are on the host."""
     return [table for table in tables(model) if isinstance(table, HostEmbedding)]
 
 
@@ -88,9 +82,3 @@ def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterato
     finally:
         for table in embeddings:
             table.known = None
-
-
-def is_tied(model: Any) -> bool:
-    """Return whether the input embedding is also the output head."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()

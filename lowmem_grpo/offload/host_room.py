@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lowmem_grpo.offload.pages import PAGE_BYTES
-from lowmem_grpo.units import GIB, size_text
+from lowmem_grpo.utils import GIB, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,11 @@ WSL_ADVICE = (
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Most host bytes that offloading holds for one micro-batch of `tokens`, in whole pages.
-
-    Each layer's input is tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between
-    the last layer and the loss.
-    """
-    one = tokens * hidden_size * dtype.itemsize
-    return (num_layers + TAIL) * -(-one // PAGE_BYTES) * PAGE_BYTES
+    """Most host bytes that offloading holds for one micro-batch of `tokens`, in whole pages. Each layer's input is
+    tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between the last layer and the
+    loss."""
+    layer_input = tokens * hidden_size * dtype.itemsize
+    return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES
 
 
 def available_host_bytes() -> int | None:
@@ -39,7 +37,6 @@ def available_host_bytes() -> int | None:
 
 
 def system_room(meminfo: Path) -> int | None:
-    """MemAvailable of /proc/meminfo, in bytes."""
     if not meminfo.is_file():
         return None
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
@@ -56,8 +53,7 @@ def container_room(cgroup: Path) -> int | None:
 
 
 def check_host_room(needed_bytes: int) -> None:
-    """Raise MemoryError if the host has no room for `needed_bytes`; log a warning if little would be left, or if the
-    room is unknown."""
+    """Raise MemoryError without room for `needed_bytes`; warn if little would be left or nothing is known."""
     available = available_host_bytes()
     if available is None:
         logger.warning("cannot tell whether the host has %s for layer inputs", size_text(needed_bytes))

@@ -1,12 +1,10 @@
-"""Pages of host memory, used again and again, and the copies that fill and empty them beside the computation.
-
-All pages have one size, so tensors of any length share them, and a run whose micro-batches differ in length holds
-only as many as its largest one needs.
+"""Pages of host memory, used again and again, and the copies that fill and empty them beside the computation. All have
+one size, so tensors of any length share them, and a run holds only as many as its largest micro-batch needs.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +16,17 @@ PAGE_BYTES = 4 * 2**20
 Pair = tuple[Tensor, Tensor]  # target and source of a copy, of the same shape
 
 
-class Copies(Protocol):
-    """Starts copies between device and host, and orders the computation behind them."""
+class Copies:
+    """Copies between device and host that are done when `start` returns: for tests and measurements on fake tensors."""
 
     def page(self, num_bytes: int) -> Tensor:
         """New host memory, (num_bytes,) uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> Any:
         """Copy each source to its target, after all that was computed so far and all copies started before."""
+        for target, source in pairs:
+            target.copy_(source)
 
     def wait(self, ticket: Any) -> None:
         """Make what is computed from here on wait for the copies that `start` gave this ticket for."""
@@ -37,32 +38,10 @@ class Copies(Protocol):
         """Give the memory of pages that nobody holds any more back to the system."""
 
 
-class ImmediateCopies:
-    """Copies that are done when `start` returns: for tests and for measurements on fake tensors."""
-
-    def page(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def start(self, pairs: Sequence[Pair]) -> None:
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait(self, ticket: None) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    def trim(self) -> None:
-        pass
-
-
-class StreamCopies:
-    """Copies on one side stream of a CUDA device, to and from pinned pages.
-
-    Both directions share the stream, so a page that was given back can be filled again at once: the copy that reads
-    it comes first. Device tensors belong to the compute stream; whoever frees one waits for its copy there.
-    """
+class StreamCopies(Copies):
+    """Copies on one side stream of a CUDA device, to and from pinned pages. Both directions share the stream, so a page
+    that was given back can be filled again at once: the copy that reads it comes first. Device tensors belong to the
+    compute stream; whoever frees one waits for its copy there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -108,10 +87,8 @@ class StreamCopies:
 
 
 class PagePool:
-    """Pages that `take` hands out and `give` takes back.
-
-    `give` may be called at any moment and from any thread, by the collector of garbage too: it does one append.
-    """
+    """Pages that `take_pages` hands out and `return_pages` takes back. `return_pages` may be called at any moment and
+    from any thread, by the collector of garbage too: it does one append."""
 
     def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.copies, self.page_bytes = copies, page_bytes
@@ -121,23 +98,19 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """Host bytes of the pages that are handed out."""
         return len(self.in_use) * self.page_bytes
 
-    def pages_for(self, num_bytes: int) -> int:
-        """Return how many pages hold so many bytes."""
-        return -(-num_bytes // self.page_bytes)
-
-    def take(self, num_bytes: int) -> list[Tensor]:
+    def take_pages(self, num_bytes: int) -> list[Tensor]:
         """Pages for `num_bytes`: free ones first, new ones where those do not suffice."""
-        missing = self.pages_for(num_bytes) - len(self.free)
+        count = -(-num_bytes // self.page_bytes)
+        missing = count - len(self.free)
         self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # where one fails, none is taken
-        pages = [self.free.pop() for _ in range(self.pages_for(num_bytes))]
+        pages = [self.free.pop() for _ in range(count)]
         self.in_use |= {id(page): page for page in pages}
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return pages
 
-    def give(self, pages: Sequence[Tensor]) -> None:
+    def return_pages(self, pages: Sequence[Tensor]) -> None:
         """These pages are free again; copies that were started from or to them come before those of their next use."""
         for page in pages:
             del self.in_use[id(page)]
@@ -149,11 +122,9 @@ class PagePool:
             yield page[: len(part)], part
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The host memory of all pages, for those who count bytes."""
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:
-        """Give the free pages back to the system."""
         self.copies.drain()
         self.free.clear()
         self.copies.trim()

@@ -1,7 +1,6 @@
-"""Tensors that a graph keeps for backward, held on the host; at most two of them are on the device as well.
-
-On their way out, the device keeps a tensor until the copy after the next one starts. On their way back, the one in
-use and the one that is wanted next are on the device. Where memory is short (`ahead` is False), there is only one.
+"""Tensors that a graph keeps for backward, held on the host; at most two of them are on the device as well: on their
+way out until the copy after the next one starts, and on their way back the one in use and the one that is wanted next.
+Where memory is short (`ahead` is False), there is only one.
 """
 
 import itertools
@@ -20,10 +19,8 @@ MAX_RESIDENT = 2
 
 @dataclass(eq=False)
 class Offloaded:
-    """In the graph: where a tensor's bytes are on the host, and how to make it from them.
-
-    `storage` is not read: while it is held, no other storage can take the identity that `HostStore.seen` knows.
-    """
+    """In the graph: where a tensor's bytes are on the host, and how to make it from them. `storage` is not read: while
+    it is held, no other storage can take the identity that `HostStore.seen` knows."""
 
     index: int  # counts up, in the order of forward
     pages: list[Tensor]
@@ -40,22 +37,19 @@ class Resident:
     """On the device: an offloaded tensor as it was saved (`original`), or as it came back from the host."""
 
     tensor: Tensor
-    ticket: Any  # of the copy that reads or writes it
+    ticket: Any  # for the copy that reads or writes it
     original: bool
     version: int  # that it had when the copy started
     settled: bool = False  # the computation waits for that copy already
 
     @property
     def touched(self) -> bool:
-        """Whether it was written to in the meantime."""
         return self.tensor._version != self.version
 
 
 class HostStore:
-    """Takes tensors in with `put`, in the order of forward, and gives them back with `get`, in any order.
-
-    What `put` returned is all that keeps a tensor's pages: they are free again once nobody holds it any more.
-    """
+    """Takes tensors in with `put`, in the order of forward, and gives them back with `get`, in any order. What `put`
+    returned is all that keeps a tensor's pages: they are free again once nobody holds it any more."""
 
     def __init__(self, device: torch.device, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.device, self.copies, self.pool = device, copies, PagePool(copies, page_bytes)
@@ -64,9 +58,9 @@ class HostStore:
         self.seen: weakref.WeakValueDictionary[tuple, Offloaded] = weakref.WeakValueDictionary()  # by content
         self.residents: dict[int, Resident] = {}  # by index
         self.ahead = True  # the one that is wanted next comes back before it is
-        self.begin()
+        self.start_backward()
 
-    def begin(self) -> None:
+    def start_backward(self) -> None:
         """A new backward is to come, and it goes downwards."""
         self.asked: set[int] = set()  # indices that this backward was given
         self.edge: int | None = None  # the one given last that was not given before
@@ -93,11 +87,10 @@ class HostStore:
         return tensor
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
-        """Start the copy to the host; the device keeps the tensor meanwhile, and older ones no longer."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.retire(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
-        pages = self.pool.take(flat.numel() * flat.element_size())
+        pages = self.pool.take_pages(flat.numel() * flat.element_size())
         index = next(self.indices)
         packed = Offloaded(index, pages, flat.numel(), tensor.size(), tensor.stride(), tensor.dtype, storage)
         weakref.finalize(packed, self.forget, index, pages)
@@ -107,7 +100,6 @@ class HostStore:
         return packed
 
     def recall(self, packed: Offloaded) -> Tensor:
-        """The tensor on the device, behind its copy if it came from the host."""
         resident = self.residents.get(packed.index)
         self.note_spoiled(packed)
         check_untouched(not packed.spoiled, packed.size)
@@ -118,7 +110,6 @@ class HostStore:
         return resident.tensor
 
     def fetch(self, packed: Offloaded) -> Resident:
-        """Start the copy of a tensor back to the device."""
         flat = torch.empty(packed.span, dtype=packed.dtype, device=self.device)
         ticket = self.copies.start([(part, page) for page, part in self.pool.pairs(packed.pages, flat)])
         resident = Resident(flat.as_strided(packed.size, packed.stride), ticket, False, flat._version)
@@ -126,10 +117,9 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably wants after `index`: the next one in its direction that it had not
-        yet."""
+        """Return the tensor that backward probably wants after `index`: the next in its direction not yet given."""
         if index in self.asked and self.asked.issuperset(self.live):
-            self.begin()  # all over again, on a graph that was kept
+            self.start_backward()  # all over again, on a graph that was kept
         if index not in self.asked:
             self.upwards = self.edge is not None and index > self.edge
             self.edge = index
@@ -146,27 +136,23 @@ class HostStore:
         packed.spoiled |= resident is not None and resident.original and resident.touched
 
     def retire(self, index: int) -> None:
-        """The device no longer keeps this tensor; the host does."""
         packed = self.live.get(index)
         if packed is not None:
             self.note_spoiled(packed)
         self.drop(index)
 
     def drop(self, index: int) -> None:
-        """Free a resident's memory, behind the copy that uses it."""
         resident = self.residents.pop(index, None)
         if resident is not None:
             self.settle(resident)
 
     def settle(self, resident: Resident) -> None:
-        """The computation comes after the resident's copy."""
         if not resident.settled:
             self.copies.wait(resident.ticket)
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """The graph has dropped this tensor."""
-        self.pool.give(pages)
+        self.pool.return_pages(pages)
         self.drop(index)
 
 
@@ -180,7 +166,5 @@ def span(tensor: Tensor) -> int:
 def check_untouched(untouched: bool, size: torch.Size) -> None:
     """RuntimeError, as autograd's own, where a tensor that backward needs was written to after it was saved."""
     if not untouched:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(size)} that backward needs was modified by an in-place operation after it was "
-            "saved; clone it before that operation"
-        )
+        raise RuntimeError(f"a tensor of shape {tuple(size)} that backward needs was modified by an in-place operation "
+                           "after it was saved; clone it before that operation")

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "plan", "plan_time"]
 
-HOMES = {
-    "RunSettings": "memory.plan", "Workload": "planning.time_plan", "device": "memory.cards",
-    "max_context": "planning.planner", "named_config": "memory.named_configs", "plan": "planning.planner",
-    "plan_time": "planning.time_plan",
-}
+HOMES = {"RunSettings": "memory.plan", "Workload": "planning.time_plan", "device": "memory.cards",
+         "max_context": "planning.planner", "named_config": "memory.named_configs", "plan": "planning.planner",
+         "plan_time": "planning.time_plan"}
 
 
 def __getattr__(name: str) -> Any:

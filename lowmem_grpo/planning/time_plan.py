@@ -1,7 +1,6 @@
-"""Estimates the seconds of a step on a named card before it runs: from the card's data sheet, never measured.
-
-docs/plan.md says what each part counts. A token step of M rows takes the time of the bytes of adapter, cache, head and
-logits, that of its launches, and for a layer's W weights
+"""Estimates the seconds of a step on a named card before it runs: from the card's data sheet, never measured
+(docs/plan.md). A token step of M rows takes the time of the bytes of adapter, cache, head and logits, that of its
+launches, and for a layer's W weights
 
     16 bits                    the larger of 2 W bytes over memory bandwidth and 2 M W FLOP
     4 bits and FP8, few rows   the largest of the weight's bytes, of 2 M W / BLOCK_N bytes of x that are read from L2,
@@ -15,55 +14,45 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
+from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cache_dtype import cache_itemsize
-from lowmem_grpo.memory.cards import (
-    LARGE_PREFILL,
-    MOST_SEQUENCES,
-    SPEEDS,
-    CardSpeed,
-    card_of,
-    graph_rows,
-    graph_width,
-    prefill_tokens,
-)
-from lowmem_grpo.memory.cutting import cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
 # What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
-GEMM = 0.80e12  # of 1 TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
-MEMORY = 0.90e12  # of 1 TB/s: a copy of 4.3 of 4.8
-ATTENTION = 0.35e12  # of 1 TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
-PCIE = 0.85e9  # of 1 GB/s, from pinned memory
+GEMM = 0.80e12  # per TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
+MEMORY = 0.90e12  # per TB/s: a copy of 4.3 of 4.8
+ATTENTION = 0.35e12  # per TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
+PCIE = 0.85e9  # per GB/s, from pinned memory
 L2 = 24e9  # bytes of a multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
 LANES = 128e9  # instructions of a multiprocessor and GHz: of four warps of 32 lanes
 # Launches of a layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test holds
 # these against it. Microseconds are of the host, unless they are of a graph.
-LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # of a micro-batch; the backward pass recomputes the forward pass
-LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # of a token step in a CUDA graph; the second is an assumption
+LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # per micro-batch; the backward pass recomputes the forward pass
+LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # per token step in a CUDA graph; the second is an assumption
 HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms of 9,612, an assumption, and 3.1 of an opaque op, counted
-GRAPH_US_PER_LAUNCH = 1.9  # of the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
+GRAPH_US_PER_LAUNCH = 1.9  # on the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
 RECORD_SECONDS = 0.15  # for a graph of the transformers engine; an assumption, 0.35 on slow hosts
-EAGER_LAYER_US = 1200.0  # of a pass of the transformers engine without a graph; an assumption
-SAMPLER_LAUNCHES = 30  # of a token step outside of the graph: sampler, positions, block tables; an assumption
+EAGER_LAYER_US = 1200.0  # per pass of the transformers engine without a graph; an assumption
+SAMPLER_LAUNCHES = 30  # per token step outside of the graph: sampler, positions, block tables; an assumption
 SAMPLER_PASSES = 10  # over the float32 logits of a token step: softmax, log-probabilities, drawing; an assumption
-HEAD_FACTOR = 1.17  # of `linear_logprobs` to its products, between the estimates 1.15 and 1.19
-BACKWARD_ATTENTION = 2.5  # of its forward pass: five products in place of two (Dao, arXiv 2307.08691)
-BACKWARD_ELEMENTWISE = 1.5  # of the forward pass's bytes: a gradient reads what the forward pass read, and its own
+HEAD_FACTOR = 1.17  # `linear_logprobs` to its products, between the estimates 1.15 and 1.19
+BACKWARD_ATTENTION = 2.5  # times its forward pass: five products in place of two (Dao, arXiv 2307.08691)
+BACKWARD_ELEMENTWISE = 1.5  # times the forward pass's bytes: a gradient reads what the forward pass read, and its own
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
-SUM_BYTES_PER_SECOND = 1.2e9  # of gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
+SUM_BYTES_PER_SECOND = 1.2e9  # gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
 ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
-WORTH = 0.05  # of the seconds of decoding: below, weights in 16 bits are not worth their bytes
+WORTH = 0.05  # share of the seconds of decoding: below, weights in 16 bits are not worth their bytes
 NF4_SHARE = 0.28  # the NF4 kernel reaches it from sm_80 on, as a share of its instructions' rate: on an H100, 14336 x
 # 4096 takes 34 us for 8 rows and 66 us for 64
 DECODE_SHARE = 0.82  # the same for others, as a share of their bound; an assumption
 # Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
 # card made. `bench/loop/calibrate_time.py` prints what the rows say.
 CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.94, "train": 1.88}}
-PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # of context and longest completion, as in GSM8K
-TAIL = 0.25  # of the most sequences that ran together in a call: while fewer do, token steps are the tail's
+PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
+TAIL = 0.25  # share of the most sequences that ran together in a call: while fewer do, token steps are the tail's
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 # Instructions a weight of the decode kernels by rows (at most), counted in their compiled loops: by form, and by the
@@ -111,8 +100,7 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work of a context in tokens, with the shares that GSM8K has where a length is left out. ValueError
-        where prompt and longest completion do not fit it together."""
+        """Return the work of a context, with GSM8K's shares for lengths left out. ValueError where it is too much."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -124,7 +112,6 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """P G."""
         return self.prompts * self.generations
 
     @property
@@ -153,15 +140,14 @@ class StepTime:
 
     shape: ModelShape
     settings: RunSettings
-    speed: CardSpeed
+    speed: cards.CardSpeed
     work: Workload
     together: int = 1  # sequences decoded at a time
-    micro_batches: int = 1  # of a pass of training; taken to be of one size
-    reads: int = LARGE_PREFILL  # tokens of prompts read in one pass
+    micro_batches: int = 1  # in a pass of training; taken to be of one size
+    reads: int = cards.LARGE_PREFILL  # tokens of prompts read in one pass
 
     @cached_property
     def linears(self) -> list[Linear]:
-        """The weights of a layer."""
         return list(self.shape.linears())
 
     @property
@@ -171,8 +157,7 @@ class StepTime:
 
     @cached_property
     def few(self) -> int:
-        """Rows up to which the kernel of codes takes no longer than products in 16 bits: steps of no more read codes
-        also where weights in 16 bits are there for others."""
+        """Rows up to which the kernel of codes takes no longer than products in 16 bits, and is therefore used."""
         linears, rows = [linear for linear in self.linears if linear.experts == 1], 1
         while (decode_instructions(rows, self.speed, self.settings.form) is not None
                and sum(self.by_codes(linear, rows) - self.multiply(linear.weights, rows) for linear in linears) <= 0):
@@ -181,7 +166,6 @@ class StepTime:
 
     @property
     def grouped(self) -> bool:
-        """Whether attention's gradient is taken by groups of heads."""
         return (self.settings.head_groups or 1) > 1
 
     @property
@@ -194,11 +178,9 @@ class StepTime:
         return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights))
 
     def move(self, size: float) -> float:
-        """Return the seconds in which device memory moves so many bytes."""
         return size / (self.speed.memory_tb_s * MEMORY)
 
     def dequantize(self, linears: Iterable[Linear]) -> float:
-        """Return the seconds of weights from 4 bits or FP8 to 16, read and written; 0 where they are not quantized."""
         form = self.settings.form
         return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
 
@@ -211,7 +193,7 @@ class StepTime:
         stretches: list[Stretch] = [(waiting, rows, rows, work.prompt_length + work.completion_length / 2)]
         ends = [0.0, *reversed(work.lengths(rows)[1:]), float(work.longest)]
         for running, (begin, end) in zip(range(rows, 0, -1), pairwise(ends), strict=True):
-            held = running if self.settings.engine == "vllm" else min(graph_rows(running), rows)
+            held = running if self.settings.engine == "vllm" else min(cards.graph_rows(running), rows)
             stretches.append((end - begin, running, held, work.prompt_length + (begin + end) / 2))
         return [stretch for stretch in stretches if stretch[0]]
 
@@ -223,24 +205,21 @@ class StepTime:
         return self.token_steps(stretches) + graphs * RECORD_SECONDS
 
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
-        """Return the rows and places of the graphs that our own engine records in each step: of what is given back
-        while training, the cache or weights in 16 bits."""
-        place, found = round(self.work.prompt_length), set[tuple[int, int]]()
+        """Return the (rows, places) of the graphs that our own engine records in each step, for what it gave back."""
+        place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
         for steps, _, rows, _ in stretches:
             if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
-                found |= {(rows, graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+                sizes |= {(rows, cards.graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
             place += round(steps)
-        return found
+        return sizes
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
-        """Return the seconds of these token steps."""
         return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
 
     def token_step(self, rows: int, cached: float) -> float:
-        """Return the seconds of a step of M rows with so many tokens each in the cache."""
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
-            cached = graph_width(ceil(cached))
+            cached = cards.graph_width(ceil(cached))
         moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
         card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)
@@ -251,8 +230,7 @@ class StepTime:
         return card + (graph + SAMPLER_LAUNCHES * HOST_US_PER_LAUNCH) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows, or of the experts that M rows take: each token's choice is
-        taken as independent of the others'."""
+        """Return the seconds of one matrix times M rows, or of the experts that M rows take, chosen independently."""
         again = self.dequantize([linear]) if self.quantized else 0.0
         if linear.experts > 1:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
@@ -264,7 +242,6 @@ class StepTime:
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows by the kernel that reads codes."""
         instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
@@ -275,8 +252,7 @@ class StepTime:
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
-        """Return the seconds of reading each prompt once. Weights are dequantized for each pass, or once where token
-        steps multiply with 16 bits."""
+        """Return the seconds of reading each prompt once; weights are dequantized for each pass, or once for all."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
         card = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
@@ -286,7 +262,6 @@ class StepTime:
         return self.shape.layers * max(card, passes * host * 1e-6)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward, for so many tokens squared."""
         return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
@@ -310,28 +285,24 @@ class StepTime:
                 "backward": (shape.layers * backward, host * launches)}
 
     def layer(self, linears: list[Linear], lora: int) -> float:
-        """Return the seconds of all tokens times these weights, which are dequantized for each micro-batch, of an MLP
-        for each tile, and so often times the layer's LoRA."""
+        """Return the seconds of all tokens times these weights, dequantized for each tile, and their LoRA."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
         seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
         return self.micro_batches * seconds + self.products(linears, lora)
 
     def products(self, linears: list[Linear], lora: int) -> float:
-        """Return the seconds of their products alone."""
         adapted = sum(linear.rows + linear.columns for linear in self.linears if linear.experts == 1)
         numbers = sum(linear.passed for linear in linears) + lora * self.settings.lora_rank * adapted
         return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
 
     def elementwise(self) -> float:
-        """Return the seconds of a layer's norms, residuals, rope (10 launches), q, k, v side by side and back, and its
-        gated activation, forward; LoRA reads x and adds to y."""
+        """Return the seconds of a layer's norms, residuals, rope, layout of q, k and v, and activation, forward."""
         shape, linears = self.shape, sum(w.taken * (2 * w.columns + 4 * w.rows) for w in self.linears)
         size = 20 * shape.hidden + 28 * (shape.queries + shape.keys) + 6 * shape.inner + linears
         return self.move(self.work.places * size)
 
     def optimizer(self) -> float:
-        """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
         numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
@@ -346,15 +317,14 @@ class StepTime:
         return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # which do not read ahead
 
 
-def decode_instructions(rows: int, speed: CardSpeed, form: str = NF4) -> float | None:
+def decode_instructions(rows: int, speed: cards.CardSpeed, form: str = NF4) -> float | None:
     """Return a weight's instructions in the decode kernel of this form; None where it does not take so many rows."""
     table = next(table for least, table in DECODE_INSTRUCTIONS[form].items() if speed.capability >= least)
     return next((count for most, count in table.items() if rows <= most), None)
 
 
 def block_outputs(outputs: int, rows: int, form: str) -> int:
-    """Return the outputs of a block of the decode kernel, all of which read the same x (`few_rows.narrow_launch` and
-    `decode_launch`)."""
+    """Return the outputs of a block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
     if form == NF4:
         return 16 if rows <= 32 else 32
     return 64 if outputs >= 8192 and rows <= 32 else 32
@@ -365,19 +335,19 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
     """Return whether a card decodes M sequences of at most so many tokens sooner, by a share of `WORTH`, with
     dequantized weights beside the codes, which steps of few rows read, than with codes alone. It is an estimate from
     the data sheet, and True for a card without one, but for our own engine, which would record graphs anew."""
-    name, settings = card_of(card), RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
+    name = cards.card_of(card)
+    settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
     if name is None:
         return engine == "vllm"
-    codes = StepTime(shape, settings, SPEEDS[name], Workload.within(tokens, 1, rows), rows)
+    codes = StepTime(shape, settings, cards.SPEEDS[name], Workload.within(tokens, 1, rows), rows)
     return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() < (1 - WORTH) * codes.decode()
 
 
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
-    """Return up to how many rows a card computes a token step sooner with codes than with weights in 16 bits; 0 for a
-    card without a data sheet."""
-    name = card_of(card)
+    """Return up to how many rows a token step is sooner with codes than in 16 bits; 0 without a data sheet."""
+    name = cards.card_of(card)
     settings = RunSettings(1, load_in_fp8=form == FP8)
-    return 0 if name is None else StepTime(shape, settings, SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
+    return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
 @dataclass(frozen=True)
@@ -391,9 +361,9 @@ class TimePlan:
     micro_batches: int = 0
     sampled_together: int = 0
     token_steps: int = 0
-    sampling_bits: int = 0  # of the weights that token steps multiply with
-    tail_steps: int = 0  # of the token steps, those at the end, of few sequences
-    tail_seconds: float = 0.0  # of decode
+    sampling_bits: int = 0  # the weights that token steps multiply with
+    tail_steps: int = 0  # those of the token steps at the end, with few sequences
+    tail_seconds: float = 0.0  # a part of decode
     bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
     estimated: bool = True  # and never measured
     step_seconds: float | None = None
@@ -403,15 +373,15 @@ class TimePlan:
 
 def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     """Return the seconds of a step under a memory plan."""
-    card, settings = card_of(plan.device.name), plan.settings
+    card, settings = cards.card_of(plan.device.name), plan.settings
     if card is None:
         return TimePlan(work, why=f"no data sheet is known of {plan.device.name!r}, so no speed; name a card, such as "
-                        f"t4, rtx4090 or h200 ({len(SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
+                        f"t4, rtx4090 or h200 ({len(cards.SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
     if not plan.fits:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
     rows = sampled_together(plan, shape, work)
-    reads = prefill_tokens(plan.device.total, rows)
-    step = StepTime(shape, settings, SPEEDS[card], work, rows, micro_batches(plan, work), reads)
+    reads = cards.prefill_tokens(plan.device.total, rows)
+    step = StepTime(shape, settings, cards.SPEEDS[card], work, rows, micro_batches(plan, work), reads)
     passes = step.passes()
     forward, backward = map(max, passes.values())
     sampling, training = calibration(card, "generate"), calibration(card, "train")
@@ -439,13 +409,11 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
 
 
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
-    """Return the sequences that decode at a time: those whose cache fits what the plan leaves."""
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
-    return max(1, plan.concurrent_sequences, min(MOST_SEQUENCES, room // longest))
+    return max(1, plan.concurrent_sequences, min(cards.MOST_SEQUENCES, room // longest))
 
 
 def micro_batches(plan: MemoryPlan, work: Workload) -> int:
-    """Return how many micro-batches hold a step: as the plan cuts completions of these lengths."""
     completions = [max(1, round(length)) for length in work.lengths(work.generations)]
-    return len(cut([(round(work.prompt_length), completions)] * work.prompts, plan.limits))
+    return plan.micro_batches([(round(work.prompt_length), completions)] * work.prompts)

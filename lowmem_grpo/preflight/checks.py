@@ -18,15 +18,7 @@ from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.preflight import prompts, room, template
 from lowmem_grpo.preflight.how_long import how_long
 from lowmem_grpo.preflight.subject import Subject
-from lowmem_grpo.rewards.calling.contract import (
-    NOT_PASSED,
-    OF_EPISODES,
-    RESERVED,
-    MissingColumnError,
-    RewardError,
-    bind,
-    passed_columns,
-)
+from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
 from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
 
@@ -37,8 +29,8 @@ def reserved_columns(subject: Subject) -> Iterator[Finding]:
     """Find a dataset column with the name of an argument of reward functions."""
     for which, sample in subject.datasets:
         try:
-            passed_columns({name: [] for name in sample.columns})
-        except RewardError as error:
+            contract.passed_columns({name: [] for name in sample.columns})
+        except contract.RewardError as error:
             problem, _, fix = str(error).removeprefix("dataset ").partition("; ")
             yield Finding("error", "", f"{which} {problem}", f"{fix} (dataset.rename_column)")
 
@@ -49,13 +41,13 @@ def missing_columns(subject: Subject) -> Iterator[Finding]:
     scorer = subject.scorer
     if scorer is None or scorer.late_columns:
         return
-    others = (*RESERVED, *(OF_EPISODES if scorer.episodes else ()), "completion_ids")
+    others = (*contract.RESERVED, *(contract.OF_EPISODES if scorer.episodes else ()), "completion_ids")
     for which, sample in subject.datasets:
-        available = dict.fromkeys([*(name for name in sample.columns if name not in NOT_PASSED), *others])
+        available = dict.fromkeys([*(name for name in sample.columns if name not in contract.NOT_PASSED), *others])
         for name, function in subject.functions:
             try:
-                bind(name, function, available)
-            except MissingColumnError as error:
+                contract.bind(name, function, available)
+            except contract.MissingColumnError as error:
                 yield failed(name, error, sample.columns, dataset=which)
 
 
@@ -150,16 +142,12 @@ def preflight(trainer: Any) -> list[Finding]:
 
 
 def look_over(subject: Subject) -> list[Finding]:
-    """Return what the checks find, errors first."""
     return by_severity(finding for check in CHECKS if check.fits(subject) for finding in check.look(subject))
 
 
 def before_training(trainer: Any) -> None:
-    """Check a run as `train()` begins.
-
-    Raises PreflightError for errors, and logs a warning for each other problem. Where nothing is wrong, the live view
-    says so in one line. On a card whose data sheet is known, it also says how long the run should take.
-    """
+    """Check a run as `train()` begins: PreflightError for errors, a warning for each other problem. The live view says
+    where nothing is wrong, and how long the run should take on a known card."""
     if not trainer.args.preflight:
         return
     began = time.monotonic()

@@ -1,6 +1,4 @@
-"""What a run will use on this machine, and what is missing: the content of `lowmem-grpo doctor`.
-
-Any look may fail. A failure becomes a finding, and the others go on.
+"""What a run will use on this machine, and what is missing, for `lowmem-grpo doctor`. A look that fails is a finding.
 """
 
 from typing import Any

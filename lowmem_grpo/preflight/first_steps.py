@@ -10,11 +10,10 @@ from lowmem_grpo.runs.findings import warn
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 from lowmem_grpo.views.live import StepTimes
 
 logger = logging.getLogger(__name__)
-
 PHASES = {"time/generate": "sampling", "time/reward": "rewards", "time/train": "training"}
 
 
@@ -31,7 +30,7 @@ class FirstSteps:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen = 0
-        self.step_times.begin(state.global_step)
+        self.step_times.start_at(state.global_step)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any

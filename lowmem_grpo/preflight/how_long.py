@@ -10,7 +10,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.planning.time_plan import COMPLETION_SHARE, TimePlan, Workload, plan_time
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 
 
 class PlannedTime:
@@ -18,16 +18,13 @@ class PlannedTime:
 
     def __init__(self, plan: MemoryPlan | None, model_config: Any) -> None:
         self.plan = plan
-        self.shape = None if plan is None else ModelShape.of(model_config)
+        self.shape = None if plan is None else ModelShape.from_config(model_config)
 
     def metrics(
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
         fields: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Return the seconds that this step should have taken: its sampling, its training, and both.
-
-        `fields` are those that were computed before training (`Objective.needed_before`).
-        """
+        """Return the planned seconds of a step: sampling, training, both; `fields` were computed before training."""
         passes = len({field == "ref_logprobs" for field in fields})  # the policy's own take one pass together
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))
@@ -60,8 +57,7 @@ def workload_of(
 
 
 def how_long(subject: Subject) -> str | None:
-    """Return the estimate of a run in one line, 'estimated, not measured: 2.3 s a step ...', with prompts as long as
-    those of the sampled rows; None on the CPU, on a card without a data sheet, and in fine-tuning."""
+    """Return a run's estimate in one line; None on the CPU, on an unknown card, and in fine-tuning."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
     if subject.scorer is None or not lengths:
         return None

@@ -1,7 +1,5 @@
-"""What this machine has for training: libraries, card, memory, disk. A look that fails becomes a finding.
-
-The top of the file imports only the standard library, because torch itself may be missing or broken.
-"""
+"""What this machine has for training: libraries, card, memory, disk. Imports only the standard library at the top,
+because torch itself may be missing or broken."""
 
 import importlib.metadata
 import platform
@@ -16,7 +14,7 @@ from lowmem_grpo import __version__
 from lowmem_grpo.models.card_check import driver_version, no_card
 from lowmem_grpo.runs.files import free_bytes
 from lowmem_grpo.runs.findings import Finding, has_error
-from lowmem_grpo.units import GIB, size_text
+from lowmem_grpo.utils import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
@@ -39,7 +37,6 @@ class Checkup:
 
     @property
     def can_train(self) -> bool:
-        """Whether everything that training needs is there and works."""
         return not has_error(self.findings)
 
     @property
@@ -155,10 +152,8 @@ def card_facts(torch: Any) -> dict[str, Any]:
     """Return name, bytes, compute capability, bfloat16."""
     free, total = torch.cuda.mem_get_info(0)
     major, minor = torch.cuda.get_device_capability(0)
-    return {
-        "name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "total_bytes": total,
-        "free_bytes": free, "capability": f"{major}.{minor}", "bf16": major >= 8,
-    }
+    return {"name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "total_bytes": total,
+            "free_bytes": free, "capability": f"{major}.{minor}", "bf16": major >= 8}
 
 
 def look_at_host(look: Look, checkup: Checkup) -> None:

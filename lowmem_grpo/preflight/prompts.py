@@ -96,8 +96,7 @@ def alike(subject: Subject) -> Iterator[Finding]:
 
 
 def count_repeats(dataset: Any) -> tuple[int, int]:
-    """Return (rows that repeat an earlier prompt, rows compared). The whole dataset is compared if there is time, else
-    blocks spread over it. Rows without a prompt, and rows that cannot be read, do not count."""
+    """Return (rows that repeat an earlier prompt, rows compared): all rows, or spread blocks where time runs out."""
     known: set[int] = set()
     seen, began = 0, time.monotonic()
     for index in in_blocks(len(dataset)):

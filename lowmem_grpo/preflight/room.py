@@ -7,16 +7,15 @@ import torch
 
 from lowmem_grpo.memory.cache_dtype import in_8_bits
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
-from lowmem_grpo.models.card_check import has_managed_memory
-from lowmem_grpo.models.dtypes import is_bfloat16_supported
+from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.offload.host_room import SPARE, available_host_bytes
 from lowmem_grpo.preflight.subject import Subject
 from lowmem_grpo.runs.files import existing, free_bytes, place_fault
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.whole_files import list_checkpoints
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
-# Of a completion in completions.jsonl; of each reward, each token, each turn of an episode.
+# What a completion takes in completions.jsonl, and each of its rewards, tokens, and turns.
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 
@@ -101,7 +100,6 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
 
 
 def optimizer_bytes(subject: Subject) -> int:
-    """Return the bytes of the optimizer's states."""
     return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
 
 
@@ -112,7 +110,6 @@ def checkpoint_bytes(subject: Subject) -> int:
 
 
 def keeps_checkpoints(subject: Subject) -> bool:
-    """Return whether the run writes more than its adapter at the end."""
     return bool(subject.args.save_strategy != "no")
 
 

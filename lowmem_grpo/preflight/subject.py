@@ -7,8 +7,8 @@ from typing import Any
 from lowmem_grpo.data.packing import PackedRows, of_any_length
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cache_dtype import AUTO
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.runs.state import TrainerState
@@ -25,7 +25,7 @@ class LookedAt:
     """One row, and the prompt that it makes."""
 
     row: dict[str, Any]
-    index: int  # of the row in its dataset
+    index: int  # its place in the dataset
     prompt: Prompt | None = None  # None where the row cannot be used
     reason: str = ""  # why it cannot, as the encoder says
     error: Exception | None = None  # what was raised instead
@@ -50,17 +50,14 @@ class RowSample:
 
     @property
     def total(self) -> int:
-        """Rows of the dataset."""
         return len(self.dataset)
 
     @property
     def usable(self) -> list[LookedAt]:
-        """Rows that make a prompt, however long."""
         return [looked for looked in self.rows if looked.prompt is not None]
 
     @property
     def fitting(self) -> list[LookedAt]:
-        """Rows that will be trained on."""
         return [looked for looked in self.usable if looked.tokens <= self.limit]
 
     def share(self, count: int) -> str:
@@ -144,7 +141,7 @@ class Subject:
         self.end_ids = own | {*(getattr(params, "stop_token_ids", None) or [])}  # tokens that end a completion
         self.end_texts: list[str] = getattr(params, "stop_strings", [])  # that end one too
         self.turns: Turns | None = getattr(trainer, "turns", None)  # None: one prompt gets one answer
-        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # of keys and values
+        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # for keys and values
         # Where the caller samples, `sample` holds rows that only try the chat template.
         self.without_rows = getattr(trainer, "given", None) is not None
 

@@ -1,7 +1,5 @@
-"""Checks of the chat template, of the tokens that end a completion, and of ids that the model does not have.
-
-Padding and end may be the same token: masks come from lengths, never from comparing ids.
-"""
+"""Checks of the chat template, of tokens that end a completion (padding may be the same: masks come from lengths), and
+of ids that the model does not have."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,8 +7,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from lowmem_grpo.data.examples import Example, each_of
-from lowmem_grpo.environments.plain import PlainRenderer, renderer_for
-from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError, renderer_for
 from lowmem_grpo.environments.transitions import QUESTION, Tried, cost, no_tool_support, try_transitions
 from lowmem_grpo.preflight.subject import Messages, Subject
 from lowmem_grpo.runs.findings import Finding
@@ -52,9 +49,6 @@ def answered(subject: Subject, messages: Messages) -> str | None:
         return subject.render([*messages, {"role": "assistant", "content": ANSWER}], False)
     except Exception:  # noqa: BLE001 - a template may raise anything; the prompt itself was rendered
         return None
-
-
-# Tokens
 
 
 def no_end(subject: Subject) -> Iterator[Finding]:
@@ -99,7 +93,6 @@ def endless(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(example: Example) -> list[list[int]]:
-    """Return the runs of trained tokens of an example."""
     trained = example.trained or [True] * len(example.completion_ids)
     runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
     return [[token for _, token in run] for counts, run in runs if counts]
@@ -126,9 +119,6 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
                       f"model's vocabulary has {rows}", fix)
 
 
-# Runs of several turns
-
-
 def not_rendered(subject: Subject) -> Iterator[Finding]:
     """Find several turns with a chat template that has no tools, leaves messages out, refuses a user message behind an
     answer, or cannot render a history anew where `history="template"` asks for it."""
@@ -139,7 +129,7 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
             if error is not None:
                 raise error
         if anew and isinstance(renderer, PlainRenderer):
-            renderer.whole([])  # which says why it cannot
+            renderer.render_anew([])  # which says why it cannot
     except RendererError as error:
         yield Finding("error", "", error.problem, error.fix)
 

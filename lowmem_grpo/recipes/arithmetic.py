@@ -28,8 +28,6 @@ PRESETS: Presets = {"cpu": Preset("tiny", 128, 16, 32)}
 
 @dataclass
 class ArithmeticOptions(RecipeOptions):
-    """The options of `lowmem-grpo run arithmetic`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     train_size: int = 4096
@@ -64,14 +62,10 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def make_lesson(options: ArithmeticOptions, seed: int) -> Lesson:
-    """The problems, the rewards, and which reward says that an answer is right."""
-    return Lesson(
-        "arithmetic", make_dataset("train", options.train_size, seed), [correct_answer, answer_line],
-        make_dataset("test", options.eval_problems, seed), correct_answer,
-    )
+    return Lesson("arithmetic", make_dataset("train", options.train_size, seed), [correct_answer, answer_line],
+                  make_dataset("test", options.eval_problems, seed), correct_answer)
 
 
 def run(options: ArithmeticOptions) -> None:
-    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     teach(setup, make_lesson(options, setup.config.seed))

@@ -39,8 +39,6 @@ PRESETS: Presets = {
 
 @dataclass
 class CalculatorOptions(RecipeOptions):
-    """The options of `lowmem-grpo run calculator`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     train_size: int = 4096
@@ -70,10 +68,7 @@ EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct
 
 
 def run(options: CalculatorOptions) -> None:
-    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     seed = setup.config.seed
-    teach(setup, Lesson(
-        "calculator", make_dataset("train", options.train_size, seed), [correct_answer],
-        make_dataset("test", options.eval_problems, seed), correct_answer, play=PLAY,
-    ))
+    teach(setup, Lesson("calculator", make_dataset("train", options.train_size, seed), [correct_answer],
+                        make_dataset("test", options.eval_problems, seed), correct_answer, play=PLAY))

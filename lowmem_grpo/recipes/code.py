@@ -44,8 +44,6 @@ PRESETS: Presets = {
 
 @dataclass
 class CodeOptions(RecipeOptions):
-    """The options of `lowmem-grpo run code`."""
-
     train_size: int = 2048
     """Problems to train on."""
     eval_problems: int = 128
@@ -58,8 +56,7 @@ class CodeOptions(RecipeOptions):
     """Time limit of one test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
-        """Return the verifier that tests the code. Raises SandboxError where nothing can run it safely, with what to
-        do."""
+        """Return the verifier that tests the code; SandboxError, with what to do, where nothing runs it safely."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
         return code_passes_tests(isolation=self.isolation, limits=limits, workers=self.workers)
 
@@ -68,10 +65,8 @@ OPTIONS = CodeOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different problems of a split ("train" or "test").
-
-    Columns: `prompt`, `answer` (a function that passes), `tests` (asserts).
-    """
+    """`size` different problems of a split ("train" or "test"). Columns: `prompt`, `answer` (a function that passes),
+    `tests` (asserts)."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.solution, "tests": problem.tests}
         for problem in take(code_problems(split, seed), size)
@@ -112,14 +107,10 @@ EXAM = Exam(exam_problems, right, max_tokens=256, size=128)
 
 
 def run(options: CodeOptions) -> None:
-    """Find a sandbox, load a model, measure, train, measure again, report."""
     verifier = options.verifier()
     setup = prepare(options, DEFAULTS, PRESETS)
     isolation = verifier.sandbox.isolation
     notes = [f"Code runs in {isolation}, {verifier.workers} at a time.", setup.tiny_note("cannot write Python")]
-    teach(setup, Lesson(
-        "code", make_dataset("train", options.train_size, setup.config.seed), [verifier.reward(), one_block],
-        make_dataset("test", options.eval_problems, setup.config.seed), verifier.reward(),
-        note=" ".join(filter(None, notes)),
-        facts={"isolation": isolation},
-    ))
+    teach(setup, Lesson("code", make_dataset("train", options.train_size, setup.config.seed),
+                        [verifier.reward(), one_block], make_dataset("test", options.eval_problems, setup.config.seed),
+                        verifier.reward(), note=" ".join(filter(None, notes)), facts={"isolation": isolation}))

@@ -40,8 +40,6 @@ PRESETS: Presets = {
 
 @dataclass
 class CountdownOptions(RecipeOptions):
-    """The options of `lowmem-grpo run countdown`."""
-
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 256
@@ -60,19 +58,15 @@ class CountdownOptions(RecipeOptions):
     @property
     def difficulty(self) -> Difficulty:
         """Which puzzles are drawn. Raises ValueError for settings that make none."""
-        return Difficulty(
-            self.min_numbers, self.max_numbers, self.largest_number, self.largest_target, self.operators
-        )
+        return Difficulty(self.min_numbers, self.max_numbers, self.largest_number, self.largest_target, self.operators)
 
 
 OPTIONS = CountdownOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | None = None) -> Dataset:
-    """`size` different puzzles of a split ("train" or "test").
-
-    Columns: `prompt`, `answer` (one of several solutions), `numbers`, `target`.
-    """
+    """`size` different puzzles of a split ("train" or "test"). Columns: `prompt`, `answer` (one of several solutions),
+    `numbers`, `target`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": puzzle.question}], "answer": puzzle.solution,
          "numbers": list(puzzle.numbers), "target": puzzle.target}
@@ -80,25 +74,22 @@ def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | 
     ])
 
 
-def reaches_target(
-    completions: list[Any], numbers: list[list[int]], target: list[int], **kwargs: Any
-) -> list[float]:
+def reaches_target(completions: list[Any], numbers: list[list[int]], target: list[int], **kwargs: Any) -> list[float]:
     """1 where the expression after the last `Answer:` makes the target from the given numbers."""
     rows = zip(completions, numbers, target, strict=True)
-    return [float(solves(completion_text(completion), given, wanted)) for completion, given, wanted in rows]
+    return [float(solves(completion_text(completion), own, wanted)) for completion, own, wanted in rows]
 
 
 def solves(text: str, numbers: list[int], target: int) -> bool:
-    """Return whether a text ends in a solution."""
     answer = evaluate(answer_text(text))
     return answer is not None and answer.value == target and allowed(answer, numbers)
 
 
 def given_numbers(completions: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[float]:
     """0.1 where that expression uses at least two of the given numbers, each at most once, and no others."""
-    found = [evaluate(answer_text(completion_text(completion))) for completion in completions]
-    return [0.1 * (answer is not None and answer.numbers.total() > 1 and allowed(answer, given))
-            for answer, given in zip(found, numbers, strict=True)]
+    answers = [evaluate(answer_text(completion_text(completion))) for completion in completions]
+    return [0.1 * (answer is not None and answer.numbers.total() > 1 and allowed(answer, own))
+            for answer, own in zip(answers, numbers, strict=True)]
 
 
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -113,11 +104,8 @@ REWARDS: list[Callable[..., Any]] = [reaches_target, given_numbers, answer_line]
 
 
 def run(options: CountdownOptions) -> None:
-    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     seed, difficulty = setup.config.seed, options.difficulty
-    teach(setup, Lesson(
-        "countdown", make_dataset("train", options.train_size, seed, difficulty), REWARDS,
-        make_dataset("test", options.eval_problems, seed, difficulty), reaches_target,
-        note=setup.tiny_note("does not know countdown"),
-    ))
+    teach(setup, Lesson("countdown", make_dataset("train", options.train_size, seed, difficulty), REWARDS,
+                        make_dataset("test", options.eval_problems, seed, difficulty), reaches_target,
+                        note=setup.tiny_note("does not know countdown")))

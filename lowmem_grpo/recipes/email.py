@@ -8,7 +8,8 @@ that equals the ideal one word for word earns more, but that is not required. On
 model, which cannot learn this task: the run then only shows in a minute that everything works.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,7 @@ from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.problems.email import SIGNATURE, requests
-from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.recipes.problems.splits import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
 DEFAULTS: dict[str, Any] = {
@@ -36,17 +36,25 @@ PRESETS: Presets = {
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
 }
-SYSTEM = (
-    "You answer e-mails of a shop's customers. Greet the customer by name, answer the question with what you know and "
-    f"nothing else, and end with these two lines:\n{SIGNATURE}"
+KNOWN = 3  # facts in a request; the question is about one of them
+SIGNATURE = "Best regards,\nYour shop"
+NAMES = ("Ines", "Tomas", "Aisha", "Jonas", "Mei", "Pavel", "Lucia", "Omar", "Hanna", "Ravi", "Elsa", "Kofi")
+THINGS = ("lantern", "tent", "kettle", "bicycle pump", "rucksack", "alarm clock", "desk lamp", "hammock", "compass",
+          "thermos flask", "folding chair", "raincoat")
+KINDS = (  # question, fact, keyword
+    ("What does the {thing} cost?", "the {thing} costs {n} euros", "{n} euros"),
+    ("How long is the warranty of the {thing}?", "the warranty of the {thing} lasts {n} months", "{n} months"),
+    ("How many pieces of the {thing} do you have?", "{n} pieces of the {thing} are left", "{n} pieces"),
+    ("How long does the repair of a {thing} take?", "the repair of a {thing} takes {n} days", "{n} days"),
+    ("How heavy is the {thing}?", "the {thing} weighs {n} grams", "{n} grams"),
 )
+SYSTEM = ("You answer e-mails of a shop's customers. Greet the customer by name, answer the question with what you "
+          f"know and nothing else, and end with these two lines:\n{SIGNATURE}")
 LONGEST_WORDS = 40
 
 
 @dataclass
 class EmailOptions(RecipeOptions):
-    """The options of `lowmem-grpo run email`."""
-
     train_size: int = 2048
     """Requests to train on."""
     eval_problems: int = 128
@@ -58,11 +66,43 @@ class EmailOptions(RecipeOptions):
 OPTIONS = EmailOptions
 
 
-def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different requests of a split ("train" or "test").
+@dataclass(frozen=True)
+class EmailRequest:
+    """An e-mail, and what the shop knows."""
 
-    Columns: `prompt`, `recipient`, `keyword`, `ideal` (the perfect reply), and `answer` (the same).
-    """
+    recipient: str
+    question: str
+    facts: tuple[str, ...]
+    fact: str  # the one that answers the question
+    keyword: str
+
+    @property
+    def text(self) -> str:
+        return f'{self.recipient} writes: "{self.question}"\nYou know: {"; ".join(self.facts)}.'
+
+    @property
+    def ideal(self) -> str:
+        return f"Dear {self.recipient},\n\n{self.fact[0].upper()}{self.fact[1:]}.\n\n{SIGNATURE}"
+
+
+
+def draw_request(rng: random.Random) -> EmailRequest:
+    """A random question about a thing, with different kinds of facts about it in a random order."""
+    thing, numbers = rng.choice(THINGS), rng.sample(range(3, 1000), KNOWN)
+    drawn = list(zip(rng.sample(KINDS, KNOWN), numbers, strict=True))
+    (question, fact, keyword), n = rng.choice(drawn)
+    return EmailRequest(rng.choice(NAMES), question.format(thing=thing),
+                        tuple(form.format(thing=thing, n=number) for (_, form, _), number in drawn),
+                        fact.format(thing=thing, n=n), keyword.format(n=n))
+
+
+def requests(split: str, seed: int) -> Iterator[EmailRequest]:
+    return distinct(split, seed, draw_request, lambda request: request.text)
+
+
+def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
+    """`size` different requests of a split ("train" or "test"). Columns: `prompt`, `recipient`, `keyword`, `ideal` (the
+    perfect reply), and `answer` (the same)."""
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
          "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}
@@ -85,11 +125,8 @@ EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_re
 
 
 def run(options: EmailOptions) -> None:
-    """Load a model, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
-    teach(setup, Lesson(
-        "email", make_dataset("train", options.train_size, setup.config.seed),
-        email_rewards(SIGNATURE, options.longest_words),
-        make_dataset("test", options.eval_problems, setup.config.seed), good_reply(options.longest_words),
-        note=setup.tiny_note("cannot write e-mails"),
-    ))
+    teach(setup, Lesson("email", make_dataset("train", options.train_size, setup.config.seed),
+                        email_rewards(SIGNATURE, options.longest_words),
+                        make_dataset("test", options.eval_problems, setup.config.seed),
+                        good_reply(options.longest_words), note=setup.tiny_note("cannot write e-mails")))

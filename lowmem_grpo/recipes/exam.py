@@ -15,26 +15,19 @@ class Exam:
 
     problems: Callable[[int, int, str | None], Any]
     """(size, seed, source or None) -> a dataset with `prompt` and the columns that `right` reads."""
-    right: Callable[..., Any]
-    """A reward function that pays more than 0 for a right answer, or a verifier."""
+    right: Callable[..., Any]  # a reward function that pays more than 0 for a right answer, or a verifier
     max_tokens: int
-    size: int = 256
-    """Number of problems, unless --limit gives another."""
-    takes_source: bool = False
-    """Whether problems can come from a file or a hub dataset (--dataset)."""
-    play: Play | None = None
-    """How an episode is played, where an answer takes several turns."""
+    size: int = 256  # number of problems, unless --limit gives another
+    takes_source: bool = False  # whether problems can come from a file or a hub dataset (--dataset)
+    play: Play | None = None  # how an episode is played, where an answer takes several turns
     of_tiny: Callable[[int, int, str | None], Any] | None = None
     """The problems for an embedded model, where it is trained on others."""
-    tiny_max_tokens: int | None = None
-    """`max_tokens` of an embedded model, where it is less."""
+    tiny_max_tokens: int | None = None  # `max_tokens` of an embedded model, where it is less
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
-        """The problems for a model, given its name."""
         return self.of_tiny if self.of_tiny is not None and model in EMBEDDED else self.problems
 
     def max_tokens_of(self, model: str) -> int:
-        """Tokens of an answer of a model, given its name."""
         return self.tiny_max_tokens if self.tiny_max_tokens is not None and model in EMBEDDED else self.max_tokens
 
 

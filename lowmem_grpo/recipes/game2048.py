@@ -43,8 +43,6 @@ OF_TINY, OF_OTHERS = 3, 4  # tiles in a row
 
 @dataclass
 class Game2048Options(RecipeOptions):
-    """The options of `lowmem-grpo run game2048`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     side: int | None = None
@@ -78,14 +76,11 @@ def make_dataset(size: int, seed: int = 0, side: int | None = None) -> Dataset:
     return Dataset.from_list([row | extra for row in seeded_rows(size, seed, held_out=True)])
 
 
-EXAM = Exam(
-    lambda size, seed, source: make_dataset(size, seed, OF_OTHERS), won, max_tokens=64, play=Play(Game2048),
-    of_tiny=lambda size, seed, source: make_dataset(size, seed, OF_TINY),
-)
+EXAM = Exam(lambda size, seed, source: make_dataset(size, seed, OF_OTHERS), won, max_tokens=64, play=Play(Game2048),
+            of_tiny=lambda size, seed, source: make_dataset(size, seed, OF_TINY))
 
 
 def run(options: Game2048Options) -> None:
-    """Load a model, let it play, train, let it play again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     game = partial(Game2048, options.size(setup.is_tiny))
     test = make_dataset(options.eval_problems, setup.config.seed)

@@ -30,7 +30,6 @@ from lowmem_grpo.rewards import (
 )
 
 logger = logging.getLogger(__name__)
-
 HUB = "openai/gsm8k"  # its configuration `main`
 REWARDS: list[Callable[..., Any]] = [
     xmlcount_reward_func, soft_format_reward_func, strict_format_reward_func, int_reward_func, correctness_reward_func,
@@ -43,26 +42,19 @@ DEFAULTS: dict[str, Any] = {
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1536, 16, 16, {"max_completion_length": 64, "max_steps": 3, "optim": "adamw_torch"}),
-    "16": Preset(
-        "Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 32, {"max_completion_length": 640, "optim": "paged_adamw_8bit"}
-    ),
-    "24": Preset(
-        "Qwen/Qwen2.5-3B-Instruct", 1536, 32, 32, {"max_completion_length": 1024, "optim": "paged_adamw_8bit"}
-    ),
-    "48": Preset(
-        "Qwen/Qwen2.5-7B-Instruct", 2048, 32, 32, {"max_completion_length": 1536, "optim": "paged_adamw_8bit"}
-    ),
-    "80": Preset(
-        "meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 64,
-        {"max_completion_length": 3072, "optim": "adamw_8bit", "gradient_accumulation_steps": 4},
-    ),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 32,
+                 {"max_completion_length": 640, "optim": "paged_adamw_8bit"}),
+    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1536, 32, 32,
+                 {"max_completion_length": 1024, "optim": "paged_adamw_8bit"}),
+    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2048, 32, 32,
+                 {"max_completion_length": 1536, "optim": "paged_adamw_8bit"}),
+    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 64,
+                 {"max_completion_length": 3072, "optim": "adamw_8bit", "gradient_accumulation_steps": 4}),
 }
 
 
 @dataclass
 class Gsm8kOptions(RecipeOptions):
-    """The options of `lowmem-grpo run gsm8k`."""
-
     dataset: str = HUB
     """A dataset on the hub (OWNER/NAME, or OWNER/NAME:CONFIG), or a jsonl, json, csv or parquet file. Its rows have a
     `question`, and an `answer` with the label after ####."""
@@ -72,10 +64,8 @@ OPTIONS = Gsm8kOptions
 
 
 def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
-    """Rows with `prompt`, `question` and `answer`, from a split of a hub dataset or from a whole local file.
-
-    Rows without a label are left out and counted. Raises ValueError where none is left.
-    """
+    """Rows with `prompt`, `question` and `answer`, from a split of a hub dataset or from a whole local file. Rows
+    without a label are left out and counted. Raises ValueError where none is left."""
     rows = read_rows(f"{source}:main" if source == HUB else source, split)
     check_columns(source, rows.column_names, COLUMNS)
     made = [with_prompt(row) for row in rows]
@@ -92,10 +82,8 @@ def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """A row with its chat prompt, and its label as `answer`; a missing question or label is None."""
     question = cell_text(row["question"])
-    return row | {
-        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}],
-        "question": question, "answer": extract_hash_answer(cell_text(row["answer"]) or "") or None,
-    }
+    return row | {"prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}],
+                  "question": question, "answer": extract_hash_answer(cell_text(row["answer"]) or "") or None}
 
 
 def held_out(size: int, seed: int, source: str | None) -> Dataset:
@@ -108,7 +96,6 @@ EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True
 
 
 def run(options: Gsm8kOptions) -> None:
-    """Load a model, train, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     note = f"gsm8k: {setup.model}, {setup.weights} weights, context {setup.max_seq_length}"
     teach(setup, Lesson("gsm8k", make_dataset(options.dataset), REWARDS, note=note))

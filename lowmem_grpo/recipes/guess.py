@@ -41,8 +41,6 @@ PRESETS: Presets = {
 
 @dataclass
 class GuessOptions(RecipeOptions):
-    """The options of `lowmem-grpo run guess`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     largest: int = 32
@@ -68,7 +66,6 @@ EXAM = Exam(lambda size, seed, source: make_dataset(size, seed), won, max_tokens
 
 
 def run(options: GuessOptions) -> None:
-    """Load a model, let it play, train, let it play again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     game, test = partial(Guess, options.largest, options.tries), make_dataset(options.eval_problems, setup.config.seed)
     known = baselines(game(), PLAYERS, list(test))

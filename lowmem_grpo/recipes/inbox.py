@@ -62,8 +62,6 @@ RUBRIC = """\
 
 @dataclass
 class InboxOptions(JudgeOptions):
-    """The options of `lowmem-grpo run inbox`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     mailbox: str | None = None
@@ -94,10 +92,8 @@ OPTIONS = InboxOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls: int | None = None) -> Dataset:
-    """`size` different questions of a split ("train" or "test") about the mailbox of a seed.
-
-    Columns: `prompt`, and what `Inbox.reset` takes: `mailbox`, `mail_seed`, `answer`, `source`, `calls` and `unknown`.
-    """
+    """`size` different questions of a split ("train" or "test") about the mailbox of a seed. Columns: `prompt`, and
+    what `Inbox.reset` takes: `mailbox`, `mail_seed`, `answer`, `source`, `calls` and `unknown`."""
     questions, most = mailbox(name, seed).of_split(split), calls or WORLDS[name].calls
     if size > len(questions):
         raise ValueError(f"the mailbox {name!r} of seed {seed} has {len(questions)} questions to {split}, and {size} "
@@ -118,7 +114,6 @@ EXAM = Exam(
 
 
 def run(options: InboxOptions) -> None:
-    """Make the mails, load a model, let it search, train, let it search again, report."""
     check_sqlite()
     judged = options.reward == "ruler"
     setup = prepare(options, DEFAULTS | ({"reward_weights": [1.0, 0.0]} if judged else {}), PRESETS)
@@ -126,8 +121,8 @@ def run(options: InboxOptions) -> None:
     check_turns(options.calls or WORLDS[name].calls, setup)
     train, test = (make_dataset(split, size, setup.config.seed, name, options.calls)
                    for split, size in (("train", options.train_size), ("test", options.eval_problems)))
-    facts = {"mailbox": name, "baselines": baselines(test.to_list())}
-    lesson = Lesson("inbox", train, [earned], test, won, play=Play(Inbox), facts=facts)
+    lesson = Lesson("inbox", train, [earned], test, won, play=Play(Inbox),
+                    facts={"mailbox": name, "baselines": baselines(test.to_list())})
     if judged:
         teach_judged(options, setup, replace(lesson, note=setup.tiny_note("cannot judge")), RUBRIC, [earned])
     else:

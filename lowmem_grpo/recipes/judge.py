@@ -49,8 +49,6 @@ PRESETS: Presets = {
 
 @dataclass
 class SummaryOptions(JudgeOptions):
-    """The options of `lowmem-grpo run judge`."""
-
     train_size: int = 2048
     """Reports to train on."""
     eval_problems: int = 128
@@ -61,10 +59,8 @@ OPTIONS = SummaryOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different reports of a split ("train" or "test").
-
-    Columns: `prompt`, `answer` (one of many good summaries), `facts`.
-    """
+    """`size` different reports of a split ("train" or "test"). Columns: `prompt`, `answer` (one of many good
+    summaries), `facts`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
          "facts": list(report.facts)}
@@ -88,7 +84,6 @@ EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_su
 
 
 def run(options: SummaryOptions) -> None:
-    """Find the judge, load a model, measure, train, measure again, report, and print what judging cost."""
     setup = prepare(options, DEFAULTS, PRESETS)
     teach_judged(options, setup, Lesson(
         "judge", make_dataset("train", options.train_size, setup.config.seed), [],

@@ -15,7 +15,7 @@ from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 
 SELF = "self"
-TOKENS_OF_A_REPLY = {True: 32, False: 768}  # of an embedded model, whose replies make no sense, and of others
+TOKENS_OF_A_REPLY = {True: 32, False: 768}  # for an embedded model, whose replies make no sense, and for others
 
 
 @dataclass
@@ -32,9 +32,9 @@ class JudgeOptions(RecipeOptions):
     def url_judge(self) -> UrlJudge | None:
         """The judge on a server; None where the model judges itself. Raises ValueError for options that do not fit."""
         if self.judge == SELF:
-            given = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
-            if given:
-                raise ValueError(f"{given[0]} is for a judge at an address: give judge=http://... with it")
+            extra = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
+            if extra:
+                raise ValueError(f"{extra[0]} is for a judge at an address: give judge=http://... with it")
             return None
         if not self.judge.startswith(("http://", "https://")):
             raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
@@ -43,7 +43,6 @@ class JudgeOptions(RecipeOptions):
         return UrlJudge(self.judge, self.judge_model, self.judge_key)
 
     def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
-        """The model that is trained, without its adapter."""
         return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny])
 
 
@@ -51,25 +50,19 @@ def teach_judged(
     options: JudgeOptions, setup: Setup, lesson: Lesson, rubric: str, others: list[Callable[..., Any]]
 ) -> None:
     """Teach a lesson whose first reward is a judge's, which compares the answers of a group; print what judging cost.
-
     Raises ValueError for a judge that cannot be, before anything is loaded, and RewardError, once all is written, where
     the judge answered nothing."""
-    found = options.url_judge()
+    url_judge = options.url_judge()
     judges: list[Judge] = []
 
     def rewards(model: FastPeftModel) -> list[Any]:
-        judges.append(found or options.self_judge(model, setup))
+        judges.append(url_judge or options.self_judge(model, setup))
         return [ruler(judges[0], rubric), *others]
 
     trainer = teach(setup, replace(lesson, rewards=rewards, facts=lesson.facts | {"judge": options.judge}))
     trainer.finish({"judging": vars(judges[0].meter)})
     print(judges[0].summary())
-    check_answers(options.judge, judges[0])
-
-
-def check_answers(judge: str, meter_of: Judge) -> None:
-    """Raise RewardError where none of the questions put to a judge has an answer."""
-    meter = meter_of.meter
+    meter = judges[0].meter
     if meter.failed == meter.calls > 0:
-        raise RewardError(f"the judge ({judge}) gave no usable score in {meter.calls} calls, so nothing was learned: "
-                         "take a model that can judge, or a server's with judge=http://... (docs/judge.md)")
+        raise RewardError(f"the judge ({options.judge}) gave no usable score in {meter.calls} calls, so nothing was "
+                         "learned: take a model that can judge, or a server's with judge=http://... (docs/judge.md)")

@@ -22,12 +22,10 @@ from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.train.distributed import ranks
 from lowmem_grpo.train.play import Play, episode_settings
-from lowmem_grpo.units import count_text
-from lowmem_grpo.views.answers import print_accuracy, print_samples
-from lowmem_grpo.views.console import any_console, print_line
+from lowmem_grpo.utils import count_text
+from lowmem_grpo.views.console import any_console, print_accuracy, print_line, print_samples
 
 logger = logging.getLogger(__name__)
-
 SHOWN = 6  # samples in the report
 RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of callable is no list[Callable]
 
@@ -45,14 +43,10 @@ class Lesson:
     """Held-out problems with the column `prompt`, and `answer` to show; None measures nothing before and after."""
     right: Callable[..., Sequence[float | None]] | None = None
     """A reward function that pays more than 0 for a right answer; needed with `test`."""
-    warm_up: WarmUp | None = None
-    """Supervised fine-tuning before GRPO."""
-    play: Play | None = None
-    """The environment and the tools of episodes; None where one completion is the whole answer."""
-    note: str = ""
-    """Printed before the run begins."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Further entries of summary.json."""
+    warm_up: WarmUp | None = None  # supervised fine-tuning before GRPO
+    play: Play | None = None  # the environment and the tools of episodes; None where one completion is the whole answer
+    note: str = ""  # printed before the run begins
+    facts: dict[str, Any] = field(default_factory=dict)  # further entries of summary.json
 
     def __post_init__(self) -> None:
         if (self.test is None) != (self.right is None):
@@ -60,9 +54,8 @@ class Lesson:
 
 
 def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOTrainer:
-    """Load, measure, train, measure again, report. The `state` of the returned trainer says how far the run came.
-
-    Where Ctrl-C stops it, this ends the command, with the exit status 130."""
+    """Load, measure, train, measure again, report; the returned trainer's `state` says how far it came. Where Ctrl-C
+    stops it, this ends the command, with the exit status 130."""
     with ranks().together():
         return taught(setup, lesson, opened(lesson, console))
 
@@ -82,7 +75,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
     trainer.told = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
     if before is not None:
         trainer.told |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
-        trainer.told |= dict.fromkeys(("accuracy_after", "difference", "samples"))  # of a run that goes on: not known
+        trainer.told |= dict.fromkeys(("accuracy_after", "difference", "samples"))  # not known before the end
     if lesson.warm_up is not None:
         warmed = warm_up(lesson.warm_up, model, setup, lesson, before, console)
         if warmed is None:
@@ -110,7 +103,6 @@ def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) ->
 
 
 def opened(lesson: Lesson, console: Console | None) -> Console:
-    """The console, with the lesson's note on it."""
     console = console or any_console()
     if lesson.note:
         print_line(console, lesson.note)
@@ -120,110 +112,95 @@ def opened(lesson: Lesson, console: Console | None) -> Console:
 def check_folders(setup: Setup, lesson: Lesson) -> None:
     """Raise RecordError where a new run would overwrite another one."""
     folder = Path(setup.config.output_dir)
-    for place in [folder, *([folder / SFT] if lesson.warm_up else [])]:
-        if not setup.config.overwrite_output_dir:
+    if not setup.config.overwrite_output_dir:
+        for place in [folder, folder / SFT] if lesson.warm_up else [folder]:
             RunRecords(place).refuse_another_run()
 
 
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
     """Return whether the run in the folder made every step and was measured, so that nothing is left to do."""
     known = trainer.records.known()
-    measured_after = known.get("accuracy_after") is not None
-    tested = lesson.test is None or (measured_after and known.get("eval_problems") == len(lesson.test))
-    return tested and known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps \
-        and (trainer.run_dir / FINAL).is_dir()
+    tested = lesson.test is None or (
+        known.get("accuracy_after") is not None and known.get("eval_problems") == len(lesson.test))
+    made = known.get("status") == "finished" and known.get("steps") == trainer.state.max_steps
+    return tested and made and (trainer.run_dir / FINAL).is_dir()
 
 
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
     """The model with LoRA, and its trainer."""
     model, tokenizer = load_model(setup)
-    return model, GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model), args=setup.config,
-        train_dataset=lesson.train, **in_turns(lesson),
-    )
-
-
-def in_turns(lesson: Lesson) -> dict[str, Any]:
-    """Return the trainer's further arguments for answers of several turns."""
-    return {} if lesson.play is None else {
-        "tools": list(lesson.play.tools) or None, "environment_factory": lesson.play.environment,
-    }
+    play = lesson.play or Play()
+    return model, GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model),
+                              args=setup.config, train_dataset=lesson.train, tools=list(play.tools) or None,
+                              environment_factory=play.environment)
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
-    """The model with LoRA, and its tokenizer."""
     keep_to(setup.card_share)
     logger.info("loading %s, %s weights, context %d", setup.model, setup.weights, setup.max_seq_length)
     bare, tokenizer = FastLanguageModel.from_pretrained(
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
         load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference, kv_cache_dtype=setup.kv_cache_dtype,
     )
-    return FastLanguageModel.get_peft_model(
-        bare, r=setup.lora_rank, lora_alpha=setup.lora_alpha, random_state=setup.config.seed,
-        use_gradient_checkpointing=setup.checkpointing,
-    ), tokenizer
+    return FastLanguageModel.get_peft_model(bare, r=setup.lora_rank, lora_alpha=setup.lora_alpha,
+                                            random_state=setup.config.seed,
+                                            use_gradient_checkpointing=setup.checkpointing), tokenizer
 
 
 def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
-    """The lesson's reward functions; some need the loaded model."""
     return lesson.rewards if isinstance(lesson.rewards, list) else lesson.rewards(model)
 
 
 def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRequest | None) -> Answers | None:
-    """One answer to each held-out problem at temperature 1, by the base model or with an adapter; None where the lesson
-    has no test. All are sampled in one batch, so that a seed gives the same answers before and after; of several ranks
-    each samples its share of it."""
+    """Return one answer to each held-out problem at temperature 1, in one batch, of which each rank samples its share;
+    None without a test."""
     if lesson.test is None or lesson.right is None:
         return None
     logger.info("answering %s", count_text(len(lesson.test), "held-out problem"))
-    params = SamplingParams(
-        temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed
-    )
+    params = SamplingParams(temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed)
     rows, together, all_of_them = rows_of(lesson.test, None), len(lesson.test), ranks()
     share = all_of_them.place.share(len(rows))
     if all_of_them.count > 1:
         rows, params = [rows[place] for place in share], replace(params, part=(share.start, len(rows)))
 
-    found = None
+    answers = None
     if rows and lesson.play is None:
-        found = answer(model, rows, [lesson.right], params, adapter, together)
+        answers = answer(model, rows, [lesson.right], params, adapter, together)
     elif rows and lesson.play is not None:
-        settings = episode_settings(setup.config)
-        found = lesson.play.answers(model, rows, [lesson.right], params, adapter, together, settings)
-    parts = all_of_them.gather("answers to held-out problems", found)
+        answers = lesson.play.answers(model, rows, [lesson.right], params, adapter, together,
+                                      episode_settings(setup.config))
+    parts = all_of_them.gather("answers to held-out problems", answers)
     return Answers.joined([part for part in parts if part is not None])
 
 
 def warm_up(
     taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
 ) -> dict[str, Any] | None:
-    """Fine-tune before GRPO, unless the run goes on from a checkpoint. Returns what summary.json gets; None where
-    it was stopped."""
-    found: dict[str, Any] = {"sft_steps": taught.steps}
+    """Fine-tune before GRPO unless a checkpoint is resumed; returns entries of summary.json, None if stopped."""
+    facts: dict[str, Any] = {"sft_steps": taught.steps}
     if taught.is_over(setup):
-        return found
+        return facts
     if not taught.teach(model, setup, console):
         return None
     after = measured(model, setup, lesson, model.current_lora())
     if before is not None and after is not None:
-        found |= taught.told(before, after, console)
-    return found
+        facts |= taught.report_taught(before, after, console)
+    return facts
 
 
 def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) -> dict[str, Any]:
     """Print what training changed; returns what summary.json gets."""
-    found: dict[str, Any] = {"accuracy_after": after.accuracy, "difference": difference(before, after)}
-    print_accuracy(console, before.accuracy, after.accuracy, len(after.texts), found["difference"]["interval"])
+    changes: dict[str, Any] = {"accuracy_after": after.accuracy, "difference": difference(before, after)}
+    print_accuracy(console, before.accuracy, after.accuracy, len(after.texts), changes["difference"]["interval"])
     if lesson.warm_up is not None:
-        found |= lesson.warm_up.told_after(after, console)
-    found["samples"] = side_by_side(lesson.test, before, after)
-    print_samples(console, found["samples"])
-    return found
+        changes |= lesson.warm_up.report_kept(after, console)
+    changes["samples"] = side_by_side(lesson.test, before, after)
+    print_samples(console, changes["samples"])
+    return changes
 
 
 def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str, Any]]:
-    """A few problems, those first whose answer changed between wrong and right: what the model wrote before and after,
-    and whether that is right."""
+    """Return a few problems with the answers before and after, those first that changed between wrong and right."""
     verdicts = [(old[0], new[0]) for old, new in zip(before.right, after.right, strict=True)]
     return [
         {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place].get("answer"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from lowmem_grpo.data.kinds import is_file_name, listed
+from lowmem_grpo.data.kinds import ONE_ROW, is_file_name, listed
 from lowmem_grpo.data.layouts import CHOICES, Columns, answer_of, find_columns, holds_tests, value_at
 from lowmem_grpo.recipes.problems.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
@@ -45,17 +45,13 @@ class NewRecipe:
 
     name: str
     folder: Path
-    source: str
-    """The user's file, a dataset of the hub, or the file of example rows beside the recipe."""
+    source: str  # the user's file, a dataset of the hub, or the file of example rows beside the recipe
     columns: Columns
     kind: str
-    others: tuple[str, ...] = ()
-    """The columns that the recipe does not use."""
+    others: tuple[str, ...] = ()  # the columns that the recipe does not use
     split: str = "train"
-    is_sure: bool = True
-    """Whether the kind is known from the answers or from the user."""
-    marks: str = ""
-    """The marks before several choices; empty for none."""
+    is_sure: bool = True  # whether the kind is known from the answers or from the user
+    marks: str = ""  # the marks before several choices; empty for none
 
     def text(self) -> str:
         """Return the recipe's source."""
@@ -100,11 +96,9 @@ def recipe_for(
     name: str, folder: Path, source: str, rows: list[dict[str, Any]], prompt: str | None, answer: str | None,
     kind: str | None, split: str,
 ) -> NewRecipe:
-    """Return the recipe for rows of a source, with the columns and the kind of answers that the user named, or with
-    guesses. ValueError for rows that make none."""
+    """Return the recipe for rows, with columns and kind as named or guessed; ValueError for rows that make none."""
     if len(rows) == 1:
-        raise ValueError(f"{source} has one row, and a recipe needs two or more, to train on and to test with; "
-                         "add rows")
+        raise ValueError(ONE_ROW.format(source))
     if not rows:
         columns = Columns(prompt or "", answer or "", "named", "named")
         return NewRecipe(name, folder, source, columns, kind or "text", split=split, is_sure=kind is not None)
@@ -115,8 +109,9 @@ def recipe_for(
         answers = texts_of(rows, columns.answer)
         kind = kind or ("code" if columns.tests else kind_of(answers))
         marks = marks_of(kind, answers)
-        if kind == "number" and mostly([str(value_at(row, columns.prompt)) for row in rows], is_of_the_tiny_model):
-            kind = "example"
+        questions = [str(value_at(row, columns.prompt)).strip() for row in rows]
+        if kind == "number" and mostly(questions, lambda text: QUESTION.fullmatch(text) is not None):
+            kind = "example"  # the embedded tiny model was trained on problems of this kind
     elif kind is None:
         kind, is_sure = "none" if columns.answer is None else "text", columns.answer is None
     return NewRecipe(name, folder, source, columns, kind, others, split, is_sure, marks)
@@ -153,13 +148,7 @@ def marks_of(kind: str, answers: list[str]) -> str:
 
 
 def mostly(texts: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
-    """Return whether at least this share of the texts fits."""
     return sum(map(suits, texts)) >= share * len(texts)
-
-
-def is_of_the_tiny_model(question: str) -> bool:
-    """Return whether the embedded tiny model was trained on problems of this kind."""
-    return QUESTION.fullmatch(question.strip()) is not None
 
 
 def is_json(answer: str) -> bool:

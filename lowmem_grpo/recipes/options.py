@@ -9,7 +9,7 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
+from lowmem_grpo.utils import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
 
 NONE_IS_A_CHOICE = ("scale_rewards",)
 MOST_ROWS = 1_000_000  # that a recipe makes
@@ -94,25 +94,23 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
-    """The options of a recipe from the command line. Raises click.UsageError for unknown names and values of another
-    type, and ValueError for values out of their range."""
+    """Return a recipe's options from the command line; click.UsageError or ValueError for what cannot be."""
     own = {f.name for f in fields(options)} - {"config"}
-    given = parse(arguments)
-    settings = {name: typed(options, name, value) for name, value in given.items() if name in own}
+    texts = parse(arguments)
+    settings = {name: typed(options, name, value) for name, value in texts.items() if name in own}
     known = {f.name for f in fields(GRPOConfig)}
-    for name in given:
+    for name in texts:
         if name not in own | known:
             close = difflib.get_close_matches(name, own | known, n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise click.UsageError(f"no option {name!r}{hint}")
     check_ranges(options, settings)
-    config = {name: typed(GRPOConfig, name, value) for name, value in given.items() if name in known - own}
+    config = {name: typed(GRPOConfig, name, value) for name, value in texts.items() if name in known - own}
     return options(**settings, config=config)
 
 
 def typed(owner: type, name: str, text: str) -> Any:
-    """`text` as the type of the field `name`. "null" is None where the field allows it; so is "none", unless the field
-    has a choice of that name."""
+    """Return `text` as the field's type; "null" is None, and so is "none" unless it is one of the choices."""
     hint = get_type_hints(owner)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     if text.lower() == "null" or (text.lower() == "none" and name not in NONE_IS_A_CHOICE):

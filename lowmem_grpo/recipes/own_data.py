@@ -23,11 +23,9 @@ from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.options import RecipeOptions
 
 logger = logging.getLogger(__name__)
-
-KNOWS_ARITHMETIC_ALONE = (
-    "The embedded tiny model only knows its own arithmetic: with other data, the run only shows that everything works. "
-    "Choose a model that can learn the task: model=Qwen/Qwen2.5-1.5B-Instruct, or any other on the hub"
-)
+KNOWS_ARITHMETIC_ALONE = ("The embedded tiny model only knows its own arithmetic: with other data, the run only shows "
+                          "that everything works. Choose a model that can learn the task: "
+                          "model=Qwen/Qwen2.5-1.5B-Instruct, or any other on the hub")
 PARTS = 1 << 16  # values that the hash of a prompt can have
 
 MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
@@ -51,12 +49,9 @@ class OwnData:
 
     source: str | Path
     make_row: MakeRow
-    split: str = "train"
-    """Split of a hub dataset."""
-    held_out: float = 0.125
-    """Share of the rows that are never trained on."""
-    reads: tuple[str, ...] = field(default=("answer",))
-    """What a usable row needs beside its prompt."""
+    split: str = "train"  # split of a hub dataset
+    held_out: float = 0.125  # share of the rows that are never trained on
+    reads: tuple[str, ...] = field(default=("answer",))  # what a usable row needs beside its prompt
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
@@ -68,10 +63,8 @@ class OwnData:
         return self.read(self.source, self.split)
 
     def read(self, source: str | Path, split: str) -> Dataset:
-        """The usable rows of a source: those with a prompt and an answer. A warning counts the others.
-
-        Raises ValueError for fewer than two usable rows, or where `make_row` asks for a column that does not exist.
-        """
+        """Return the usable rows of a source, and count the others in a warning; ValueError for fewer than two, or a
+        missing column."""
         raw = read_rows(str(source), split)
         made = [tidy(self.made(row, source)) for row in raw]
         wrong = [flaw(row, self.reads) for row in made]
@@ -85,25 +78,24 @@ class OwnData:
             logger.warning("%s: %d of %d rows are left out: %s", source, len(made) - len(kept), len(made), why)
         try:
             return Dataset.from_list(kept)
-        except (ValueError, TypeError) as error:  # of pyarrow
+        except (ValueError, TypeError) as error:  # pyarrow's
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
         """Make a row by `make_row`. Raises ValueError where a column or the prompt is missing."""
         try:
-            found = self.make_row(row)
+            made = self.make_row(row)
         except KeyError as error:
             if error.args[0] in row:
                 raise
             asked = f"has no column {error.args[0]!r}" if error.args[0] else "is read by a column without a name"
             raise ValueError(f"{source} {asked}; its columns are {listed(list(row))}. Change the recipe's make_row, or "
                              "the names of columns above it") from None
-        if missing := [name for name in ("prompt", *self.reads) if name not in found]:
-            raise ValueError(f"make_row gave {', '.join(found) or 'nothing'}, and no {missing[0]!r}")
-        return found
+        if missing := [name for name in ("prompt", *self.reads) if name not in made]:
+            raise ValueError(f"make_row gave {', '.join(made) or 'nothing'}, and no {missing[0]!r}")
+        return made
 
     def train(self) -> Dataset:
-        """Rows to train on."""
         return self.rows.select([index for index in range(len(self.rows)) if index not in self.tested])
 
     def test(self, size: int) -> Dataset:
@@ -114,8 +106,7 @@ class OwnData:
 
     @cached_property
     def tested(self) -> dict[int, None]:
-        """Indices of held-out rows in the order of their hashes: the share `held_out` with the lowest hashes, but at
-        least one prompt and never all."""
+        """Return indices of held-out rows by their hashes: the lowest share, at least one prompt and never all."""
         places = [place(row["prompt"]) for row in self.rows]
         bound = max(min(places), min(int(PARTS * self.held_out), max(places)) - 1)
         chosen = sorted((place, index) for index, place in enumerate(places) if place <= bound)
@@ -136,9 +127,9 @@ class OwnData:
         return Exam(self.problems, right, max_tokens, size, takes_source=True)
 
 
-def same_source(one: str | Path, other: str | Path) -> bool:
+def same_source(source: str | Path, other: str | Path) -> bool:
     """Return whether both name the same file or hub dataset."""
-    return str(one) == str(other) or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
+    return str(source) == str(other) or (Path(source).exists() and Path(source).resolve() == Path(other).resolve())
 
 
 def tidy(row: dict[str, Any]) -> dict[str, Any]:

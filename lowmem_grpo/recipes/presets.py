@@ -5,13 +5,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lowmem_grpo.config.engine import TRANSFORMERS
+from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
 from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
 from lowmem_grpo.config.loading import form_of_weights
-from lowmem_grpo.models.named import EMBEDDED, resolve
-from lowmem_grpo.models.stored_form import look
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
+from lowmem_grpo.models.named import EMBEDDED, config_of, resolve
+from lowmem_grpo.models.stored_form import check_stored
+from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB
@@ -33,8 +36,7 @@ class Preset:
     max_seq_length: int
     lora_rank: int
     lora_alpha: int
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of GRPOConfig that differ from the recipe's."""
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of GRPOConfig that differ from the recipe's
 
 
 Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU preset uses it on every machine
@@ -64,7 +66,6 @@ class Setup:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether this is an embedded model."""
         return self.model in EMBEDDED
 
     def tiny_note(self, lack: str) -> str:
@@ -73,11 +74,8 @@ class Setup:
 
 
 def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> Setup:
-    """Return the settings of a run. Options win over the preset, and the preset over the recipe's `defaults` (fields of
-    GRPOConfig).
-
-    Raises ValueError for a card size without a preset, and for settings that GRPOConfig refuses.
-    """
+    """Return the settings of a run: options win over the preset, and that over the recipe's `defaults`. ValueError for
+    a card size without a preset, and for settings that GRPOConfig refuses."""
     preset = preset_for(options, presets, fitting_size(presets) if options.gpu == "auto" else options.gpu)
     name = either(options.model, preset.model)
     rank = either(options.lora_rank, preset.lora_rank)
@@ -87,25 +85,36 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     settings = defaults | preset.settings | options.config
     if preset is not presets.get(CPU):
         settings |= without_card(preset, name, form, settings, options)
-    return Setup(
-        name, either(options.max_seq_length, preset.max_seq_length), rank,
-        either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit, options.load_in_fp8,
-        options.kv_cache_dtype, options.card_share, options.fast_inference, options.checkpointing, options.resume,
-        GRPOConfig(**settings),
-    )
+    return Setup(name, either(options.max_seq_length, preset.max_seq_length), rank,
+                 either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit,
+                 options.load_in_fp8, options.kv_cache_dtype, options.card_share, options.fast_inference,
+                 options.checkpointing, options.resume, GRPOConfig(**settings))
+
+
+def planned(setup: Setup, card: Device) -> MemoryPlan:
+    """Return the memory plan of a run on a card before its model is loaded, as far as the setup tells. ValueError for a
+    model that no plan can be made for."""
+    config = setup.config
+    return plan(config_of(setup.model), RunSettings(
+        setup.max_seq_length, config.completions_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
+        setup.checkpointing, TRANSFORMERS if setup.fast_inference == TRANSFORMERS else VLLM,
+        config.max_tokens_per_micro_batch, chunk_rows=config.logits_chunk, kv_cache_dtype=setup.kv_cache_dtype,
+        longest_completion=config.max_completion_length, completions_per_step=config.completions_per_step,
+        optim=config.optim if config.optim in OPTIMIZER_BYTES else None,
+    ), card, setup.model)
 
 
 def preset_for(options: RecipeOptions, presets: Presets, gpu: str) -> Preset:
     """Return the preset for a card, or for the CPU, and for the model that is asked for."""
     size, preset = choose(gpu, presets)
     if size == CPU and either(options.model, preset.model) != preset.model:
-        return smallest(presets)  # the CPU's own is a short trial of the tiny model: other models get a full run
+        # the CPU's own is a short trial of the tiny model: other models get a full run, as on the smallest card
+        return next((presets[card] for card in SIZES if card in presets), presets[CPU])
     return preset
 
 
 def check_setup(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> None:
-    """Raise the ValueError of `prepare`, of the loader or of the trainer where each preset that may be chosen leads to
-    one. It needs no torch, which would say what card there is."""
+    """Raise the ValueError to which each preset that may be chosen leads, without torch."""
     chosen = [preset_for(options, presets, gpu) for gpu in (presets if options.gpu == "auto" else [options.gpu])]
     faults = [fault(options, defaults, preset) for preset in chosen]
     if faults and all(faults):
@@ -118,7 +127,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
     try:
         config = GRPOConfig(**(defaults | preset.settings | options.config))
         longest_prompt(config.max_prompt_length, config.max_completion_length, context)
-        look(resolve(model), model, None, context)
+        check_stored(resolve(model), model, None, context)
         if config.use_vllm and options.engine == TRANSFORMERS:
             return "use_vllm=true and engine=transformers contradict each other; leave one of them out"
     except (ValueError, TypeError) as error:
@@ -129,8 +138,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
 def without_card(
     preset: Preset, model: str, form: str, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
-    """Return what changes if the preset of a card is used without a card; a warning says so. A paged optimizer that
-    nobody asked for by name becomes a plain one: there is no card memory to page out of."""
+    """Return what changes where a card's preset is used without one, with a warning: nothing is paged out then."""
     import torch
 
     if torch.cuda.is_available():
@@ -147,7 +155,6 @@ def without_card(
 
 
 def weights(four_bit: bool, in_fp8: bool) -> str:
-    """Return how weights are held, in words."""
     return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 
 
@@ -162,17 +169,11 @@ def size_of(gpu: str) -> str:
 
 
 def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
-    """The size and the preset for `gpu`: a size in GiB, "cpu", or "auto" for this machine. Raises ValueError for a size
-    without a preset."""
+    """Return size and preset for a size in GiB, "cpu", or "auto"; ValueError for a size without a preset."""
     size = fitting_size(presets) if gpu == "auto" else size_of(gpu)
     if size not in presets:
         raise ValueError(f"gpu is {gpu!r}; allowed are auto, {', '.join(presets)}")
     return size, presets[size]
-
-
-def smallest(presets: Presets) -> Preset:
-    """The preset of the smallest card, or of the CPU where there is no other."""
-    return next((presets[size] for size in SIZES if size in presets), presets[CPU])
 
 
 def fitting_size(presets: Presets) -> str:

@@ -23,9 +23,8 @@ from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.recipes.problems.stock import stock_problems
 from lowmem_grpo.recipes.warm_up import WarmUp
-from lowmem_grpo.rewards.ready.answers import number_match, regex_match
+from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
-from lowmem_grpo.rewards.ready.numbers import number_equal, proximity
 from lowmem_grpo.rewards.ready.reading import Place, after, in_tag, last_line
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import Verifier
@@ -56,21 +55,14 @@ class Task:
     problems: Callable[[str, int], Iterator[Any]]
     """(split, seed) -> different problems with `question`, `answer` and `lines` (the worked solution)."""
     system: str
-    form: str
-    """The end of a solution, as people read it."""
-    solution: Callable[[Iterable[str], int], str]
-    """(lines, answer) -> a solution in the format."""
-    place: Place
-    """Where the answer stands."""
-    kept: Verifier
-    """Says whether a completion has the format."""
-    pays: list[Reward]
-    """Rewards for the format."""
-    sft: dict[str, Any]
-    """Settings of fine-tuning."""
+    form: str  # the end of a solution, as people read it
+    solution: Callable[[Iterable[str], int], str]  # (lines, answer) -> a solution in the format
+    place: Place  # where the answer stands
+    kept: Verifier  # says whether a completion has the format
+    pays: list[Reward]  # rewards for the format
+    sft: dict[str, Any]  # settings of fine-tuning
 
     def prompt(self, question: str) -> list[dict[str, str]]:
-        """A chat that asks it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": question}]
 
@@ -86,18 +78,15 @@ WORDS = Task(
     format_match(), [format_kept(0.5), tags_counted(0.1, 0.0)],
     {"learning_rate": 2e-4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "warmup_ratio": 0.1},
 )
-STEPS = Task(
-    arithmetic_problems.problems, "", "Answer = N", lambda lines, answer: "\n".join([*lines, f"Answer = {answer}"]),
-    after("Answer ="), regex_match(r"Answer = \d+", last_line),
-    [regex_match(r"Answer = \d+", last_line).reward(0.1, name="answer_line")],
-    {"learning_rate": 5e-3, "per_device_train_batch_size": 16, "adam_beta2": 0.99, "logging_steps": 5},
-)
+STEPS = Task(arithmetic_problems.problems, "", "Answer = N", lambda lines,
+             answer: "\n".join([*lines, f"Answer = {answer}"]), after("Answer ="),
+             regex_match(r"Answer = \d+", last_line),
+             [regex_match(r"Answer = \d+", last_line).reward(0.1, name="answer_line")],
+             {"learning_rate": 5e-3, "per_device_train_batch_size": 16, "adam_beta2": 0.99, "logging_steps": 5})
 
 
 @dataclass
 class ProximityOptions(RecipeOptions):
-    """The options of `lowmem-grpo run proximity`."""
-
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 256
@@ -136,19 +125,14 @@ def rewards(task: Task) -> list[Reward]:
 
 
 RIGHT = number_match().reward()  # the last number, in the format or not; the share in the format is measured apart
-EXAM = Exam(
-    lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512,
-    of_tiny=lambda size, seed, source: make_dataset("test", size, seed, STEPS),
-)
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512, of_tiny=lambda size,
+            seed, source: make_dataset("test", size, seed, STEPS))
 
 
 def run(options: ProximityOptions) -> None:
-    """Load a model, measure, teach the format, measure, train, measure again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     task, seed = STEPS if setup.is_tiny else WORDS, setup.config.seed
     warm_up = WarmUp(partial(make_demonstrations, task=task), options.sft_steps, task.form, task.has_form, task.sft)
-    teach(setup, Lesson(
-        "proximity", make_dataset("train", options.train_size, seed, task), rewards(task),
-        make_dataset("test", options.eval_problems, seed, task), RIGHT,
-        warm_up=warm_up if options.sft_steps else None,
-    ))
+    teach(setup, Lesson("proximity", make_dataset("train", options.train_size, seed, task), rewards(task),
+                        make_dataset("test", options.eval_problems, seed, task), RIGHT,
+                        warm_up=warm_up if options.sft_steps else None))

@@ -1,6 +1,5 @@
 """Recipes by name, and recipe files of the user: found, loaded and run. An error in such a file shows its own lines."""
 
-import difflib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,14 +11,13 @@ from typing import Any
 import click
 
 from lowmem_grpo.config.launcher import take_card
+from lowmem_grpo.config.unsupported import suggestion
 from lowmem_grpo.data.kinds import KINDS
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
 
-NEEDED = (
-    "A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options). "
-    "`lowmem-grpo new NAME` writes one"
-)
+NEEDED = ("A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options). "
+          "`lowmem-grpo new NAME` writes one")
 
 
 def is_recipe_file(name: str) -> bool:
@@ -33,8 +31,7 @@ def unknown_recipe(name: str) -> str:
         return ""
     if Path(f"{name}.py").is_file():
         return f"no recipe {name!r}; there is a file {name}.py here: write ./{name}.py"
-    close = difflib.get_close_matches(name, RECIPES, n=2)
-    return f"no recipe {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+    return f"no recipe {name!r}{suggestion(name, RECIPES)}"
 
 
 def find_recipe(name: str) -> Any:
@@ -116,12 +113,10 @@ def own_traceback(path: Path) -> Iterator[None]:
 
 
 def show(error: BaseException, trace: Any) -> None:
-    """Print an error with this part of its traceback."""
     click.echo("".join(traceback.TracebackException(type(error), error, trace).format()).rstrip(), err=True)
 
 
 def first_frame(trace: Any, path: Path) -> Any:
-    """The part of a traceback that begins in this file; None where the file is not in it."""
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
         trace = trace.tb_next
     return trace

@@ -41,8 +41,6 @@ PRESETS: Presets = {
 
 @dataclass
 class TicTacToeOptions(RecipeOptions):
-    """The options of `lowmem-grpo run tictactoe`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     strengths: str = "0,0,0.5,1"
@@ -61,12 +59,12 @@ class TicTacToeOptions(RecipeOptions):
     def mixed(self) -> tuple[float, ...]:
         """The strengths as numbers. ValueError where they are none."""
         try:
-            found = tuple(float(word) for word in self.strengths.split(","))
+            strengths = tuple(float(word) for word in self.strengths.split(","))
         except ValueError:
             raise ValueError(
                 f"strengths is {self.strengths!r}; give numbers with commas between them: 0,0.5,1"
             ) from None
-        return TicTacToe(found).strengths
+        return TicTacToe(strengths).strengths
 
 
 OPTIONS = TicTacToeOptions
@@ -81,7 +79,6 @@ EXAM = Exam(lambda size, seed, source: make_dataset(size, seed), won, max_tokens
 
 
 def run(options: TicTacToeOptions) -> None:
-    """Load a model, let it play, train, let it play again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     test = make_dataset(options.eval_problems, setup.config.seed, options.test_strength)
     known = baselines(TicTacToe(), PLAYERS, list(test))

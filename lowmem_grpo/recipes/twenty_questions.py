@@ -15,7 +15,7 @@ from datasets import Dataset
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.exam import Exam
 from lowmem_grpo.recipes.games.playing import baselines, won
-from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, PLAYERS, WORLDS, TwentyQuestions, World, answered_truly
+from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, PLAYERS, WORLDS, Things, TwentyQuestions, answered_truly
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
@@ -44,8 +44,6 @@ OF_TINY, OF_OTHERS = WORLDS
 
 @dataclass
 class TwentyQuestionsOptions(RecipeOptions):
-    """The options of `lowmem-grpo run twenty_questions`."""
-
     gradient_checkpointing_mode: str = "none"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     world: str | None = None
@@ -59,7 +57,7 @@ class TwentyQuestionsOptions(RecipeOptions):
     def __post_init__(self) -> None:
         self.chosen(tiny=True)
 
-    def chosen(self, tiny: bool) -> World:
+    def chosen(self, tiny: bool) -> Things:
         """The world for a model, which is an embedded one or not. ValueError for one that does not exist."""
         name = (OF_TINY if tiny else OF_OTHERS) if self.world is None else self.world
         if name not in WORLDS:
@@ -77,14 +75,12 @@ def make_dataset(size: int, seed: int = 0, world: str | None = None) -> Dataset:
     return Dataset.from_list([row | extra for row in seeded_rows(size, seed, held_out=True)])
 
 
-EXAM = Exam(
-    lambda size, seed, source: make_dataset(size, seed, OF_OTHERS), won, max_tokens=1536, play=Play(TwentyQuestions),
-    of_tiny=lambda size, seed, source: make_dataset(size, seed, OF_TINY), tiny_max_tokens=160,
-)
+EXAM = Exam(lambda size, seed, source: make_dataset(size, seed, OF_OTHERS), won, max_tokens=1536,
+            play=Play(TwentyQuestions), of_tiny=lambda size, seed, source: make_dataset(size, seed, OF_TINY),
+            tiny_max_tokens=160)
 
 
 def run(options: TwentyQuestionsOptions) -> None:
-    """Load a model, let it play, train, let it play again, report."""
     setup = prepare(options, DEFAULTS, PRESETS)
     world = options.chosen(setup.is_tiny)
     test = make_dataset(options.eval_problems, setup.config.seed)

@@ -23,13 +23,10 @@ SHARED = ("seed", "optim", "bf16", "fp16", "max_tokens_per_micro_batch", "logits
 class WarmUp:
     """A format that is taught before GRPO begins."""
 
-    demonstrations: Callable[[int, int], Dataset]
-    """(size, seed) -> different rows with `prompt` and `completion`."""
+    demonstrations: Callable[[int, int], Dataset]  # (size, seed) -> different rows with `prompt` and `completion`
     steps: int
-    form: str
-    """The format as people read it."""
-    has_form: Callable[[str], bool]
-    """Whether a completion has the format."""
+    form: str  # the format as people read it
+    has_form: Callable[[str], bool]  # whether a completion has the format
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
 
@@ -48,7 +45,6 @@ class WarmUp:
         return result.finished
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
-        """A trainer that sees each row once."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**({"save_strategy": "no"} | shared | self.settings | {
@@ -59,10 +55,9 @@ class WarmUp:
         return SFTTrainer(model, rows, settings)
 
     def share(self, answers: Answers) -> float:
-        """The share of answers that have the format."""
         return sum(self.has_form(texts[0]) for texts in answers.texts) / len(answers.texts)
 
-    def told(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:
+    def report_taught(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:
         """Print what fine-tuning changed; returns what summary.json gets."""
         shares = self.share(before), self.share(after)
         print_line(console, f"answers as `{self.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after "
@@ -70,7 +65,7 @@ class WarmUp:
         return {"accuracy_after_sft": after.accuracy, "taught_format_before": shares[0],
                 "taught_format_after_sft": shares[1]}
 
-    def told_after(self, after: Answers, console: Console) -> dict[str, float]:
+    def report_kept(self, after: Answers, console: Console) -> dict[str, float]:
         """Print the share of answers in the format after GRPO; returns what summary.json gets."""
         share = self.share(after)
         console.print(f"answers as `{self.form}`: {share:.1%} after GRPO", markup=False)

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
-    from lowmem_grpo.rewards.checking.check import check
-    from lowmem_grpo.rewards.checking.result import RewardCheck
+    from lowmem_grpo.rewards.checking.check import RewardCheck, check
     from lowmem_grpo.rewards.judge.judge_reward import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
-    from lowmem_grpo.rewards.ready.answers import answer_match, boxed_match, number_match, regex_match
+    from lowmem_grpo.rewards.ready.answers import (
+        answer_match,
+        boxed_match,
+        json_match,
+        number_equal,
+        number_match,
+        number_present,
+        proximity,
+        regex_match,
+    )
     from lowmem_grpo.rewards.ready.code import code_passes_tests
     from lowmem_grpo.rewards.ready.formats import format_kept, format_match, tags_counted
     from lowmem_grpo.rewards.ready.gsm8k import (
@@ -26,11 +34,9 @@ if TYPE_CHECKING:
         strict_format_reward_func,
         xmlcount_reward_func,
     )
-    from lowmem_grpo.rewards.ready.json_answer import json_match
     from lowmem_grpo.rewards.ready.lengths import length_near, repetition_penalty, soft_overlong_penalty, too_long
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
-    from lowmem_grpo.rewards.ready.numbers import number_equal, number_present, proximity
     from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
     from lowmem_grpo.rewards.reward import MeanOf, Reward
     from lowmem_grpo.rewards.verifier import Verifier
@@ -51,21 +57,19 @@ HOMES = {name: home for home, names in {
     "rewards.reward": "MeanOf Reward",
     "rewards.verifier": "Verifier",
     "rewards.calling.scorer": "RewardError RewardScorer Scores",
-    "rewards.checking.check": "check",
-    "rewards.checking.result": "RewardCheck",
+    "rewards.checking.check": "RewardCheck check",
     "rewards.judge.judge_reward": "judged ruler",
     "rewards.judge.self_judge": "SelfJudge",
     "rewards.judge.url_judge": "UrlJudge",
-    "rewards.ready.answers": "answer_match boxed_match number_match regex_match",
+    "rewards.ready.answers": "answer_match boxed_match json_match number_equal number_match number_present proximity "
+                             "regex_match",
     "rewards.ready.code": "code_passes_tests",
     "rewards.ready.formats": "format_kept format_match tags_counted",
     "rewards.ready.gsm8k": "SYSTEM_PROMPT correctness_reward_func extract_hash_answer extract_xml_answer "
                            "int_reward_func soft_format_reward_func strict_format_reward_func xmlcount_reward_func",
-    "rewards.ready.json_answer": "json_match",
     "rewards.ready.lengths": "length_near repetition_penalty soft_overlong_penalty too_long",
     "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
     "rewards.ready.math_answer": "math_match",
-    "rewards.ready.numbers": "number_equal number_present proximity",
     "rewards.ready.reading": "after boxed in_tag last_line last_number whole",
 }.items() for name in names.split()}
 

@@ -14,49 +14,53 @@ from lowmem_grpo.rewards.verifier import Verifier
 
 
 def find_function(name: str) -> Any:
-    """A reward function or a verifier by its name: one of lowmem_grpo.rewards, as "correctness_reward_func" or
+    """Return a reward function or a verifier by its name: one of lowmem_grpo.rewards, as "correctness_reward_func" or
     "number_match", or one of the user's own, as "my_rewards.py:score" or "package.module:score". ValueError if there is
     none."""
     home, colon, attribute = name.rpartition(":")
     refuse_unknown(name)
     if not colon:
         return made(name, getattr(rewards, name))
-    module = load_file(Path(home)) if home.endswith(".py") else load_module(home)
+    if home.endswith(".py"):
+        module = load_file(Path(home))
+    elif importlib.util.find_spec(home.partition(".")[0]) is None:
+        raise ValueError(f"there is no module {home!r} here")
+    else:
+        module = import_module(home)
     if not hasattr(module, attribute):
         raise ValueError(f"{home} has no {attribute!r}")
     return made(name, getattr(module, attribute))
 
 
 def refuse_unknown(name: str) -> None:
-    """ValueError for a name without a file that is no reward of the package."""
+    """Raise ValueError for a name without a file that is no reward of the package."""
     if ":" not in name and name not in rewards.__all__:
         close = difflib.get_close_matches(name, rewards.__all__, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")
 
 
-def made(name: str, found: Any) -> Any:
-    """Return what was found, or its result if it is a function that makes a reward or a verifier without arguments."""
-    if isinstance(found, Verifier):
-        return found
-    parameters = inspect.signature(found).parameters if callable(found) else {}
+def made(name: str, value: Any) -> Any:
+    """Return a value that is a reward or a verifier, or what it makes without arguments where it is a function."""
+    if isinstance(value, Verifier):
+        return value
+    parameters = inspect.signature(value).parameters if callable(value) else {}
     if "completions" in parameters:
-        return found
+        return value
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in several]
-    if needed or not callable(found):
+    if needed or not callable(value):
         needs = f", and needs {', '.join(needed)}, which a name cannot give" if needed else ""
         raise ValueError(f"{name} is not a reward function: it takes no `completions`{needs}. Write one that calls it, "
                          "and name that one as FILE.py:FUNCTION")
-    built = found()
+    built = value()
     if not isinstance(built, Verifier | Reward):
         raise ValueError(f"{name}() returns a {type(built).__name__}, which is neither a reward nor a verifier")
     return built
 
 
 def load_file(path: Path) -> Any:
-    """Run a file of the user's and return it as a module. Its name is user_file_STEM: dataclasses look their module up
-    by its name, and this name hides no installed module."""
+    """Run a user's file as a module. Its name hides no installed one, and dataclasses can look it up."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
@@ -66,10 +70,3 @@ def load_file(path: Path) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def load_module(name: str) -> Any:
-    """Import a module by its name; ValueError where there is none."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise ValueError(f"there is no module {name!r} here")
-    return import_module(name)

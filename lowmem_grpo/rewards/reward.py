@@ -11,12 +11,9 @@ CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_ex
 
 
 class MeanOf(float):
-    """The mean of `count` values, for `log_metric`. TRL takes it as any other number.
-
-    A plain number counts as a mean over all completions of its call. For a mean over only some of them, say how many
-    they are: a batch that is scored in several calls then logs what a single call would. Raises ValueError for a count
-    that is not positive.
-    """
+    """The mean of `count` values, for `log_metric`. TRL takes it as any other number. A plain number counts as a mean
+    over all completions of its call. For a mean over only some of them, say how many they are: a batch that is scored
+    in several calls then logs what a single call would. Raises ValueError for a count that is not positive."""
 
     count: float
 
@@ -29,12 +26,10 @@ class MeanOf(float):
 
 
 class Reward(ABC):
-    """A reward function that has a name and knows which dataset columns it reads. It can be pickled.
-
-    It is called by keyword with `completions`, a list of N texts or chats, and with a list of length N for each of its
-    columns; it ignores whatever else the contract passes. It returns N floats; None stands for "does not apply". Raises
-    TypeError if a column is missing.
-    """
+    """A reward function that has a name and knows which dataset columns it reads. It can be pickled. It is called by
+    keyword with `completions`, a list of N texts or chats, and with a list of length N for each of its columns; it
+    ignores whatever else the contract passes. It returns N floats; None stands for "does not apply". Raises TypeError
+    if a column is missing."""
 
     by_group = True  # looks only at one prompt's group at a time: may be called while other groups decode
     after_sampling = False  # uses the rollout engine itself: is called after sampling
@@ -65,7 +60,7 @@ class Reward(ABC):
 
     @abstractmethod
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        """The rewards of N texts. `columns` holds the columns that it reads, `call` everything that was passed."""
+        """Return the rewards of N texts. `columns` holds the columns that it reads, `call` all that was passed."""
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         """Return why a dataset row can never be judged; None if it can. It is asked before a run."""
@@ -112,4 +107,4 @@ class TokenReward(Reward):
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
         if "environments" in call and "turns" in call:  # episodes: no dataset has both
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
-        return [self.rule(one) for one in ids]
+        return [self.rule(tokens) for tokens in ids]

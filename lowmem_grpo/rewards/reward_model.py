@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lowmem_grpo.data.prompts import is_chat
-from lowmem_grpo.memory.bounds import Bound, Shortage, free, is_out_of_memory, smaller, tried
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, free, is_out_of_memory, smaller
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import Pretrained, keep_layout
 from lowmem_grpo.rewards.calling.contract import is_model
@@ -35,16 +34,12 @@ class RewardModel(Reward):
     after_sampling = True  # it is on the card only once the sampler's cache is not
     time_limit = math.inf
 
-    def __init__(
-        self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
+                 template_kwargs: dict[str, Any] | None = None) -> None:
         """`tokenizer` is by default that of the model's name. `init` holds options of from_pretrained for a name:
-        revision, token, dtype and quantization_config. `template_kwargs` go to the chat template.
-
-        OSError for a name without a model, TypeError for a model of another kind, ValueError for one with several
-        labels, and where no tokenizer fits it.
-        """
+        revision, token, dtype and quantization_config. `template_kwargs` go to the chat template. OSError for a name
+        without a model, TypeError for a model of another kind, ValueError for one with several labels, and where no
+        tokenizer fits it."""
         named = isinstance(model, str)
         self.model: Any = None if named else model
         self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
@@ -60,13 +55,15 @@ class RewardModel(Reward):
         self.check_kind(config)
         self.tokenizer = self.fitting_tokenizer(tokenizer, config)
         self.home = self.device = torch.device("cpu") if named else model.device
-        self.bound = Bound("rollout", "rows that a reward model scores at once")
+        self.bound = BatchLimit("rollout", "rows that a reward model scores at once")
         if not named:
             self.freeze()
 
     def check_kind(self, config: Any) -> None:
         """Raise TypeError for a model that scores nothing, and ValueError for several labels."""
-        kinds = list(getattr(config, "architectures", None) or []) if self.model is None else [model_class(self.model)]
+        kinds = list(getattr(config, "architectures", None) or [])
+        if self.model is not None:
+            kinds = [type(getattr(self.model, "_orig_mod", self.model)).__name__]  # a compiled model has it inside
         if not any("SequenceClassification" in kind for kind in kinds):
             raise TypeError(f"reward_funcs holds {self.__name__}, a {' or '.join(kinds) or 'model of no known class'}; "
                             f"a reward model is {KIND}; for another, give a function that calls it")
@@ -117,20 +114,17 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Let nothing train it, and no cache be kept. It looks for the last token that is not this tokenizer's
-        padding."""
+        """Let nothing train it, and no cache be kept. It looks for the last token that is not this padding."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # repacked for a processor, 4-bit weights could not be moved to a card
 
     def move(self, device: torch.device) -> None:
-        """Move all weights, and give back what they held."""
         self.model.to(device)
         free(self.device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep the model where it scores, inside of the block."""
         if self.device == self.home:
             yield
             return
@@ -142,14 +136,13 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of its weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def scoring_bytes(self) -> int:
         """Its bytes on the card while it scores: its weights, and what is inside a layer (estimated)."""
-        shape, dtypes = self.model.config.get_text_config(), [one.dtype for one in self.model.parameters()]
+        shape, dtypes = self.model.config.get_text_config(), [parameter.dtype for parameter in self.model.parameters()]
         size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
         inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
         return self.weight_bytes + size * TOKENS * (2 * int(inner) + 6 * int(shape.hidden_size))
@@ -164,7 +157,6 @@ class RewardModel(Reward):
                 "and give it in reward_processing_classes")
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return the completions as they are: a chat is rendered with its prompt."""
         return completions
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
@@ -177,21 +169,19 @@ class RewardModel(Reward):
             return list(self.scores(whole))
 
     def text(self, prompt: Any, completion: Any) -> str:
-        """Return what the model reads, as in TRL."""
         if not is_chat(prompt):
             return str(prompt) + str(completion)
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_kwargs))
 
     def scores(self, texts: list[str]) -> list[float]:
-        """Return the scores (N,) of N texts, computed in batches, the shortest first; fewer at a time where memory runs
-        out."""
+        """Return the scores (N,) of N texts, in batches, the shortest first; fewer at a time where memory runs out."""
         lengths = [len(ids) for ids in self.encode(texts)["input_ids"]]
         waiting = sorted(range(len(texts)), key=lengths.__getitem__)
         done: dict[int, float] = {}
         while waiting:
             batch = self.first(waiting, lengths)
-            scores = tried(partial(self.forward, [texts[row] for row in batch]), self.device)
-            if isinstance(scores, Shortage):
+            scores = catch_oom(partial(self.forward, [texts[row] for row in batch]), self.device)
+            if isinstance(scores, OutOfMemory):
                 limit = smaller(len(batch), [len(batch)] if len(batch) > 1 else [])
                 self.bound.lower(f"the reward model {self.__name__}", scores, limit)
                 continue
@@ -200,7 +190,6 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """Return the rows of the next batch: the shortest of those that wait, which are sorted by their lengths."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 
@@ -223,20 +212,11 @@ class RewardModel(Reward):
         return [float(score) for score in logits[:, 0]]
 
 
-def model_class(model: nn.Module) -> str:
-    """Return the name of a model's class; of a compiled one, that of the model inside."""
-    return type(getattr(model, "_orig_mod", model)).__name__
-
-
-def with_models(
-    functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-) -> list[Any]:
+def with_models(functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
+                template_kwargs: dict[str, Any] | None = None) -> list[Any]:
     """Return the reward functions, with a `RewardModel` in the place of each model and each name of one.
-
     `processing_classes` are their tokenizers: one, or a list with one for each function, of which those of functions
-    are not looked at. ValueError for a wrong number of them.
-    """
+    are not looked at. ValueError for a wrong number of them."""
     tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(functions):

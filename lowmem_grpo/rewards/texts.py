@@ -4,7 +4,7 @@ from typing import Any
 
 
 def completion_texts(completions: list[Any]) -> list[str]:
-    """The text of each completion. Raises TypeError for one that is neither a string nor chat messages."""
+    """Return the text of each completion. Raises TypeError for one that is neither a string nor chat messages."""
     return [completion_text(completion) for completion in completions]
 
 

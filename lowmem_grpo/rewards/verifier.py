@@ -17,18 +17,18 @@ class Verifier(ABC):
     """Says right, wrong, or None if it cannot tell. It is not a reward function: `.reward(right, wrong)` makes one."""
 
     name: str
-    columns: tuple[str, ...] = ()  # of the dataset: those that it reads
+    columns: tuple[str, ...] = ()  # the dataset's columns that it reads
 
     @abstractmethod
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        """A verdict on each of N texts. `columns` has a list of length N for each of `self.columns`."""
+        """Return a verdict on each of N texts. `columns` has a list of length N for each of `self.columns`."""
 
     def verify(self, completion: str, **columns: Any) -> Verdict:
-        """The verdict on one text, with the values of its columns by name."""
+        """Return the verdict on one text, with the values of its columns by name."""
         return self.verdicts([completion], **{name: [value] for name, value in columns.items()})[0]
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> "VerifiedReward":
-        """A reward function that pays `right` or `wrong`, and None if there is no verdict."""
+        """Return a reward function that pays `right` or `wrong`, and None if there is no verdict."""
         return VerifiedReward(self, right, wrong, name or self.name)
 
 
@@ -87,8 +87,7 @@ class VerifiedReward(Reward):
             logger.warning(
                 "%s gives no verdict on %d of %d completions, and no reward: it cannot compare with the label %.80r in "
                 "the column %r. Write the answer alone, or as \"#### 43\", \\boxed{43} or \"The answer is 43.\"",
-                self.__name__, len(unread), len(verdicts), unread[0], self.columns[0],
-            )
+                self.__name__, len(unread), len(verdicts), unread[0], self.columns[0])
 
     def paid(self, verdicts: list[Verdict], call: dict[str, Any]) -> list[float | None]:
         """Return the pay for these verdicts, and log the share of right ones."""

@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data import brought
+from lowmem_grpo.data import stream
 from lowmem_grpo.data.prompts import check_dataset
 from lowmem_grpo.rewards.calling.of_groups import call, score_rows
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.scores import Scores
+from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
-
 TOGETHER = 256  # completions that are sampled at a time
 Right = Callable[..., Sequence[float | None]] | Verifier
 
@@ -24,10 +22,8 @@ def answer(
     model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None,
     together: int = TOGETHER,
 ) -> Answers:
-    """Sample `params.n` answers to the prompt of each row, with an adapter or with the base model.
-
-    The first function decides what is right: a verifier, or a reward function that pays more than 0. The values of the
-    others are averaged. About `together` completions are sampled at a time."""
+    """Sample `params.n` answers to each row, about `together` at a time. The first function pays more than 0 for a
+    right one; the values of the others are averaged."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
@@ -35,11 +31,9 @@ def answer(
     each = [row for row in rows for _ in range(params.n)]
     verdicts, metrics = judge(functions, each, completions)
     texts = [completion.text for completion in completions]
-    return Answers(
-        in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
-        sum(len(completion.token_ids) for completion in completions),
-        sum(completion.finish_reason == "length" for completion in completions), metrics,
-    )
+    return Answers(in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n),
+                   verdicts.count(None), sum(len(completion.token_ids) for completion in completions),
+                   sum(completion.finish_reason == "length" for completion in completions), metrics)
 
 
 def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator[tuple[list[Any], int]]:
@@ -49,12 +43,10 @@ def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """The same settings with another seed."""
     return SamplingParams(**(vars(params) | {"seed": None if params.seed is None else params.seed + number}))
 
 
 def in_rows(values: list[Any], width: int) -> list[list[Any]]:
-    """Consecutive runs of `width` values; the last one may be shorter."""
     return [values[start : start + width] for start in range(0, len(values), width)]
 
 
@@ -94,7 +86,7 @@ def mean(values: list[float | None]) -> float:
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
     """The first `limit` rows, without those with an empty prompt, which a warning counts; ValueError without any."""
     check_dataset(dataset)
-    dataset = brought.rows_of(dataset)
+    dataset = stream.rows_of(dataset)
     rows = [dataset[index] for index in range(min(len(dataset), limit or len(dataset)))]
     usable = [row for row in rows if row["prompt"]]
     if not usable:

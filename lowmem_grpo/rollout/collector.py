@@ -1,7 +1,9 @@
-"""The groups of an update: sampled, scored, and chosen among those that the model can learn from."""
+"""The groups of an update: sampled (in one process or several), scored, and chosen among those to learn from."""
 
 import math
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from lowmem_grpo.config.sampling import Draws, SamplingParams
 from lowmem_grpo.config.strategies import StrategySettings
@@ -40,23 +42,22 @@ class Collector:
         """`overlap`, where there is one, trains complete groups while others are sampled."""
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
-        self.sampler, self.scoring, self.parity = sampler, scoring, parity
-        self.overlap = overlap
+        self.sampler, self.scoring, self.parity, self.overlap = sampler, scoring, parity, overlap
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
-        self.begin()
+        self.reset_step()
 
-    def begin(self) -> None:
+    def reset_step(self) -> None:
         """Forget the step before."""
         self.sampled: list[RolloutGroup] = []  # in this step, trained on or not
         self.logs: list[dict[str, float]] = []  # by the reward functions, one for each round
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
         self.pace = Pace()
-        self.tokens = 0  # of the completions sampled in this step, with the greedy ones
+        self.tokens = 0  # drawn in this step, for greedy completions too
 
     def collect(self) -> list[RolloutGroup]:
         """The groups of the next update, with rewards and advantages."""
-        self.begin()
+        self.reset_step()
         places = self.draw(self.draws.count, 0)
         surplus = self.resample(places)
         if self.strategies.replay_buffer_size:
@@ -70,9 +71,8 @@ class Collector:
         return places
 
     def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
-        """Groups that were sampled elsewhere, which are those of the next update; `to_check` has what the parity check
-        may look at."""
-        self.begin()
+        """Take groups that were sampled elsewhere as the next update's; the parity check may look at `to_check`."""
+        self.reset_step()
         self.sampled = groups
         self.pace.add(self.sampler.pace())
         self.count(groups)
@@ -81,7 +81,7 @@ class Collector:
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)
-        params = self.draws.of(self.state.global_step, extra_round)
+        params = self.draws.for_step(self.state.global_step, extra_round)
         groups = self.draw_groups(prompts, params, extra_round)
         self.sampled += groups
         self.source.record(prompts, groups)
@@ -89,20 +89,16 @@ class Collector:
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
         """The groups of these prompts, sampled and scored."""
-        with self.scoring.begin(prompts) as calls:
-            groups = self.sample(prompts, params, calls)
+        with self.scoring.start_batch(prompts) as calls:
+            if self.overlap is not None:
+                self.overlap.start_step(prompts, calls)
+            groups = self.sampler.sample(prompts, params, calls.on_group, self.overlap)
             self.pace.add(self.sampler.pace())
             self.count(groups)
             if not extra_round:
                 self.watched = self.parity.watch(groups)
             self.logs.append(self.score(groups, calls))
         return groups
-
-    def sample(self, prompts: list[Prompt], params: SamplingParams, calls: EarlyScoring) -> list[RolloutGroup]:
-        """Rollouts of each prompt; what is complete is scored, and perhaps trained, while others are sampled."""
-        if self.overlap is not None:
-            self.overlap.start_step(prompts, calls)
-        return self.sampler.sample(prompts, params, calls.on_group, self.overlap)
 
     def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
@@ -116,7 +112,7 @@ class Collector:
         if not groups:
             return
         prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
-        with self.scoring.begin(prompts) as calls:
+        with self.scoring.start_batch(prompts) as calls:
             greedy = self.sampler.sample(prompts, self.draws.greedy, calls.on_group)
             self.pace.add(self.sampler.pace())
             self.count(greedy)
@@ -129,17 +125,13 @@ class Collector:
         self.tokens += sum(completions)
         self.state.num_tokens += sum(completions) + sum(prompts)
 
-    # Groups without signal
-
     def has_signal(self, group: RolloutGroup) -> bool:
         return any(rollout.has_signal for rollout in self.objective.counted(group.rollouts))
 
     def empty(self, places: list[RolloutGroup]) -> list[int]:
-        """The places that hold a group without signal."""
         return [place for place, group in enumerate(places) if not self.has_signal(group)]
 
     def fill(self, places: list[RolloutGroup], empty: list[int], groups: list[RolloutGroup]) -> None:
-        """Put groups into empty places, in order, until either runs out."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
         self.scoring.assign(places)
@@ -161,42 +153,66 @@ class Collector:
         return surplus
 
     def enough_for(self, missing: int) -> int:
-        """Return how many prompts to sample for `missing` groups with signal, by the share seen in this step; at most
-        as many as a generation has."""
+        """Return how many prompts to sample for `missing` groups with signal, by the share seen in this step."""
         useful = len(self.sampled) - len(self.empty(self.sampled))
         return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 
     def replay_into(self, places: list[RolloutGroup]) -> None:
         """Fill places with kept groups."""
         empty = self.empty(places)
-        kept = self.replay.take(len(empty), self.state.policy_version)
+        kept = self.replay.take_groups(len(empty), self.state.policy_version)
         ages = [age_of(group, self.state.policy_version) for group in kept]
         self.fill(places, empty, kept)
         self.counts["sampling/replayed_groups"] = len(kept)
         if ages:
             self.counts["sampling/replay_age"] = fmean(ages)
 
-    # What is logged
-
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-        """Metrics of a step that trains on `groups`, after so many seconds of sampling.
-
-        Rewards and lengths are of everything sampled in this step, since they measure the policy. Only names that begin
-        with `groups/` are of the groups that are trained on.
-        """
+        """Return a step's metrics: `groups/` are of the groups it trains on, all others of everything sampled."""
         trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
-        return {
-            **rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
-            **self.counts, **pools, **self.pace.metrics(),
-            **waiting_share(self.sampled, seconds),
-            "data/skipped_rows": sum(self.source.skipped.values()),
-            "num_tokens": self.state.num_tokens, "tokens_per_second": self.tokens / max(seconds, 1e-9),
-        }
+        return {**rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
+                **self.counts, **pools, **self.pace.metrics(), **waiting_share(self.sampled, seconds),
+                "data/skipped_rows": sum(self.source.skipped.values()), "num_tokens": self.state.num_tokens,
+                "tokens_per_second": self.tokens / max(seconds, 1e-9)}
+
+
+class SharedCollector(Collector):
+    """A `Collector` in each of several processes: all draw the same prompts, and each samples and scores a share. Then
+    all have all groups, so that everything else is the same in each."""
+
+    def __init__(self, ranks: Any, *parts: Any) -> None:
+        """`ranks` are the processes, as train/distributed.py has them; `parts` are those of a `Collector`."""
+        self.ranks = ranks
+        super().__init__(*parts)
+
+    def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
+        """Each rank checks its own groups, and all go by the first that has found something."""
+        super().take_in(groups, to_check)
+        told = self.ranks.gather("the parity check", self.watched)
+        self.watched = next((watched for watched in told if watched), {})
+        self.parity.take_in(self.watched)
+
+    def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
+        """The groups of these prompts, of which each rank samples and scores its share."""
+        share = self.ranks.place.share(len(prompts))
+        mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
+        params = replace(params, part=(share.start, len(prompts)))
+        own = super().draw_groups(mine, params, extra_round) if mine else []
+        told = own, self.logs[-1:] if mine else [], self.tokens - tokens, self.state.num_tokens - seen, self.watched
+        parts = self.ranks.gather("what was sampled", told)
+        groups = [group for part in parts for group in part[0]]
+        self.logs[len(self.logs) - bool(mine) :] = [merged([log for part in parts for log in part[1]])]
+        self.tokens = tokens + sum(part[2] for part in parts)
+        self.state.num_tokens = seen + sum(part[3] for part in parts)
+        self.watched = parts[0][4]  # each rank checked other tokens, and all decide by the same
+        self.parity.take_in(self.watched)
+        self.scoring.assign(groups)
+        return groups
 
 
 def merged(logs: list[dict[str, float]]) -> dict[str, float]:
     """The logs of several rounds as one: sums of counts (names that end in COUNTS), means of everything else."""
     names = sorted({name for log in logs for name in log})
     values = {name: [log[name] for log in logs if name in log] for name in names}
-    return {name: sum(found) if name.endswith(COUNTS) else fmean(found) for name, found in values.items()}
+    return {name: sum(numbers) if name.endswith(COUNTS) else fmean(numbers) for name, numbers in values.items()}

@@ -18,21 +18,20 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup, Request
 from lowmem_grpo.engines.rounds import converse
-from lowmem_grpo.environments.episode import Bounds, Episode
+from lowmem_grpo.environments.episode import Episode, EpisodeBounds
 from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
-from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.environments.workers import WorkerJob, Workers
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rollout.other_side import OtherSide
 from lowmem_grpo.rollout.outages import Failure, Outages, say_too_long
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
-
-TRIES = 2  # of an episode that an environment fails
+TRIES = 2  # how often an episode is played that an environment fails
 BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
 CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 
@@ -40,7 +39,7 @@ CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 class Episodes:
     """Plays the episodes of a run."""
 
-    def __init__(self, kits: Kits, bounds: Bounds, stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, kits: Kits, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
         """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
         self.kits, self.bounds, self.stopping = kits, bounds, stopping
         self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
@@ -58,12 +57,11 @@ class Episodes:
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got.
-
-        EnvironmentFailedError where all episodes fail: of the first batch, or of three batches in a row."""
+        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got. EnvironmentFailedError
+        where all episodes fail: of the first batch, or of three batches in a row."""
         slots = getattr(engine, "slots", None)  # a caller's own engine may not say
         live = None if slots is None else math.ceil(BESIDE * slots)
-        batch = Batch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
+        batch = EpisodeBatch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
         try:
             batch.play(engine, params)
         finally:
@@ -75,16 +73,16 @@ class Episodes:
         return result
 
 
-class Batch:
+class EpisodeBatch:
     """The episodes of one call, as an engine sees them: a `Conversation`."""
 
     def __init__(
         self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
         most: int | None, in_rounds: bool,
     ) -> None:
-        """At most so many episodes are played at a time. The others follow in their order, so that groups end one after
-        the other, and what an engine has cached of an episode is still there when it goes on. `in_rounds` waits for all
-        that work before the next turns are decoded, so that these do not depend on how long the work took."""
+        """At most `most` episodes are played at a time, the others in their order: so groups end one after the other,
+        and an engine still has what it cached. `in_rounds` waits for all work, so that turns do not depend on its time.
+        """
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
@@ -110,8 +108,6 @@ class Batch:
             self.other.speak(engine, tokenizer)
             converse(engine, self, params, tokenizer)
 
-    # As the engine sees it
-
     def take(self, busy: bool) -> list[Request]:
         """The turns that can be decoded; see `Conversation`. None while the base model is to speak."""
         self.collect_all(not busy and self.in_rounds)
@@ -130,16 +126,13 @@ class Batch:
     def give(self, key: int, rollout: Rollout) -> None:
         """A turn is drawn."""
         episode = self.live[key]
-        work = episode.take(rollout)
+        work = episode.add_turn(rollout)
         if work is not None:
             self.submit(key, work)
         else:
             self.finish(key)
 
-    # Work
-
     def admit(self) -> None:
-        """Begin as many episodes as may be played at a time."""
         while self.waiting and len(self.live) < self.most:
             self.start(self.waiting.popleft())
 
@@ -147,15 +140,13 @@ class Batch:
         """Begin an episode, for the first time or again."""
         index, member = divmod(key, self.n)
         row = self.prompts[index].row
-        kit = self.owner.kits.of(row)
+        kit = self.owner.kits.kit_for(row)
         self.tries[key] += 1
-        self.live[key] = Episode(
-            key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
-            partial(self.seed_of, index, member), self.owner.kits.within,
-        )
+        self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
+                                 partial(self.seed_of, index, member), self.owner.kits.within)
         self.submit(key, partial(self.reset, self.live[key]))
 
-    def reset(self, episode: Episode, job: Job) -> Answer:
+    def reset(self, episode: Episode, job: WorkerJob) -> Answer:
         """Make the environment and its first observation; in a worker."""
         kits = self.owner.kits
         if kits.factories is not None:
@@ -169,7 +160,7 @@ class Batch:
         """The seed of a turn: not of when it came."""
         return random.Random(f"{self.seed}-{self.first + index}-{member}-{turn}").getrandbits(62)
 
-    def submit(self, key: int, work: Callable[[Job], Any]) -> None:
+    def submit(self, key: int, work: Callable[[WorkerJob], Any]) -> None:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
 
     def collect_all(self, wait: bool) -> None:
@@ -179,12 +170,11 @@ class Batch:
             self.collect(wait=True)
 
     def collect(self, wait: bool) -> None:
-        """Take in what workers have done."""
         for job in sorted(self.workers.collect(wait), key=lambda job: job.key):
             if job.key >= 0:  # others only close
                 self.settle(job, self.live[job.key])
 
-    def settle(self, job: Job, episode: Episode) -> None:
+    def settle(self, job: WorkerJob, episode: Episode) -> None:
         """Make a worker's result for an episode its next turn, or its end."""
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
@@ -194,18 +184,18 @@ class Batch:
         elif job.error is not None:
             raise job.error
         elif episode.ending:  # that was its last job
-            self.end(episode, job.result)
+            self.end_episode(episode, job.result)
         elif episode.seconds > self.owner.bounds.episode_seconds:
             self.fail(episode, TimeoutError(f"its calls took {episode.seconds:.0f} s together"))
         else:
             self.go_on(episode, job)
 
-    def go_on(self, episode: Episode, job: Job) -> None:
+    def go_on(self, episode: Episode, job: WorkerJob) -> None:
         """An observation becomes the next prompt, or the last word."""
         try:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)
-            (episode.answered(job.result, job.seconds) if episode.turns else episode.begin(job.result))
+            (episode.answered(job.result, job.seconds) if episode.turns else episode.open_prompt(job.result))
             if episode.empty:
                 self.owner.say_empty()
         except (RendererError, EnvironmentFailedError) as error:  # foreign text that the template cannot hold, or none
@@ -218,7 +208,6 @@ class Batch:
             self.ready.append(episode.request())
 
     def ask(self, episode: Episode, ask: AskBase, seconds: float) -> None:
-        """The environment, which took so many seconds, wants to hear the base model first."""
         if episode.turns:
             episode.turns[-1].seconds += seconds
         ids = self.owner.kits.asking(ask.messages)
@@ -229,12 +218,10 @@ class Batch:
         self.other.ask(Request(episode.key, ids, room, seed), ask)
 
     def heard(self, key: int, ask: AskBase, said: str) -> None:
-        """The base model replied."""
         episode = self.live[key]
-        self.submit(key, lambda job: episode.told(job, ask, said))
+        self.submit(key, lambda job: episode.pass_reply(job, ask, said))
 
     def finish(self, key: int) -> None:
-        """The episode is over but for what its environment says about it."""
         self.submit(key, self.live[key].finish)
 
     def fail(self, episode: Episode, error: BaseException) -> None:
@@ -246,9 +233,9 @@ class Batch:
             self.start(episode.key)
         else:
             episode.ending = "timeout" if isinstance(error, TimeoutError) else "environment_error"
-            self.end(episode, None)
+            self.end_episode(episode, None)
 
-    def end(self, episode: Episode, pay: float | None) -> None:
+    def end_episode(self, episode: Episode, pay: float | None) -> None:
         """The episode is over: its group may be, too."""
         if pay is not None and episode.turns:
             episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
@@ -261,16 +248,13 @@ class Batch:
 
     def report(self, index: int, members: list[Episode]) -> None:
         """All episodes of a prompt are over."""
-        prompt = next((one.prompt for one in members if one.prompt), [])
+        prompt = next((episode.prompt for episode in members if episode.prompt), [])
         self.prompts[index].ids = prompt
-        self.results[index] = [one.rollout(prompt) for one in members]
+        self.results[index] = [episode.rollout(prompt) for episode in members]
         if self.on_group is not None:
             self.on_group(index, self.results[index])
 
-    # The end
-
     def result(self) -> list[list[Rollout]]:
-        """The rollouts of all prompts."""
         return [self.results[index] for index in range(len(self.prompts))]
 
     def close(self) -> None:

@@ -1,9 +1,6 @@
-"""Turns that a caller's own code asked for, as a rollout that is trained on.
-
-Turns that continue each other, so that the prompt of one begins with all that came before it, make one sequence. Every
-other turn begins another: a history that was rewritten, or a further conversation of the same rollout. All sequences of
-a rollout share its reward. A turn that stands in several histories is trained once; elsewhere it is context.
-"""
+"""Turns that a caller's own code asked for, as a rollout that is trained on. A turn whose prompt begins with all that
+came before continues a sequence, any other begins one; all share the rollout's reward, and a turn of several histories
+is trained once."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,18 +12,17 @@ DONE, CUT = "done", "max_tokens"  # why a rollout ended: its code came back, or 
 
 
 def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) -> Rollout:
-    """The rollout of these histories, in a group with this prompt (P,); without one, it is that of the first turn.
-
-    A turn is the same in two histories where it is the same object. Where histories share turns, their order changes
-    which of them carries a shared turn, and no gradient. ValueError where there is no turn.
-    """
+    """The rollout of these histories, in a group with this prompt (P,); without one, it is that of the first turn. A
+    turn is the same in two histories where it is the same object. Where histories share turns, their order changes
+    which of them carries a shared turn, and no gradient. ValueError where there is no turn."""
     sequences = sequences_among(turns_of(histories))
     if not sequences:
         raise ValueError("a rollout without a turn of the policy has nothing to train")
     made = Rollout([], [], "stop", trained=[])
     first = sequences[0][0].prompt_ids
     for turns in sequences:
-        begin(made, turns[0].prompt_ids, first if prompt is None else prompt)
+        if made.completion_ids or turns[0].prompt_ids != (first if prompt is None else prompt):
+            made.splits.append(Split(len(made.completion_ids), turns[0].prompt_ids))
         add(made, turns)
     last = next(turn for history in reversed(histories) for turn in reversed(history))
     made.finish_reason, made.text = last.finish_reason, last.text
@@ -44,32 +40,22 @@ def group_of(members: Sequence[Sequence[History]]) -> RolloutGroup:
 
 
 def turns_of(histories: Iterable[History]) -> list[Turn]:
-    """Every turn once."""
     return list({id(turn): turn for history in histories for turn in history}.values())
 
 
 def sequences_among(turns: list[Turn]) -> list[list[Turn]]:
-    """The turns as sequences, in each of which every turn continues the one before it.
-
-    A turn that could continue several goes to the longest: what it shares with that one is computed once.
-    """
+    """Return the turns as sequences, each turn behind the longest that it continues."""
     sequences: list[list[Turn]] = []
-    ends: list[list[int]] = []  # of each sequence: all its ids
+    ends: list[list[int]] = []  # all ids of each sequence
     for turn in turns:
         fitting = [at for at, ids in enumerate(ends) if turn.prompt_ids[: len(ids)] == ids]
-        at = max(fitting, key=lambda one: len(ends[one]), default=len(ends))
+        at = max(fitting, key=lambda place: len(ends[place]), default=len(ends))
         if at == len(ends):
             sequences.append([])
             ends.append([])
         sequences[at].append(turn)
         ends[at] = [*turn.prompt_ids, *turn.completion_ids]
     return sequences
-
-
-def begin(rollout: Rollout, prompt: list[int], of_group: list[int]) -> None:
-    """Begin another sequence of the rollout, with this prompt."""
-    if rollout.completion_ids or prompt != of_group:
-        rollout.splits.append(Split(len(rollout.completion_ids), prompt))
 
 
 def add(rollout: Rollout, turns: list[Turn]) -> None:

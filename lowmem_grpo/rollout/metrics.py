@@ -14,15 +14,13 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
     lengths = [rollout.num_trained for rollout in rollouts]
     terminated = [r.num_trained for r in rollouts if r.finish_reason == "stop"] or [0]
     with_signal = sum(any(r.has_signal for r in group.rollouts) for group in groups)
-    metrics = {
-        "completions/mean_length": fmean(lengths), "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths), "completions/mean_terminated_length": fmean(terminated),
-        "completions/min_terminated_length": min(terminated), "completions/max_terminated_length": max(terminated),
-        "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
-        "frac_reward_zero_std": fmean(not spread(group) for group in groups),
-        "groups/total": len(groups),
-        "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups),
-    }
+    metrics = {"completions/mean_length": fmean(lengths), "completions/min_length": min(lengths),
+               "completions/max_length": max(lengths), "completions/mean_terminated_length": fmean(terminated),
+               "completions/min_terminated_length": min(terminated),
+               "completions/max_terminated_length": max(terminated),
+               "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
+               "frac_reward_zero_std": fmean(not spread(group) for group in groups), "groups/total": len(groups),
+               "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups)}
     for name in names:
         metrics |= mean_and_std(f"rewards/{name}/mean", f"rewards/{name}/std", [r.rewards.get(name) for r in rollouts])
     if episodes := [rollout for rollout in rollouts if rollout.ending]:
@@ -58,7 +56,6 @@ def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float
 
 
 def spread(group: RolloutGroup) -> bool:
-    """Return whether the group's rewards differ."""
     return len({rollout.reward for rollout in group.rollouts if rollout.reward is not None}) > 1
 
 

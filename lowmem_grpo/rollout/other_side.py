@@ -1,9 +1,5 @@
-"""`OtherSide`: what environments ask the base model, decoded by the engine that samples the policy.
-
-An engine decodes with one set of weights at a time, so the two sides take turns: the policy's turns are decoded until
-half of the episodes in play wait for the base model (or nothing else is left to do), then all that was asked is decoded
-together. What an engine has cached of the policy's turns is computed again after such a change.
-"""
+"""`OtherSide`: what environments ask the base model, decoded by the engine that samples the policy. It has one set of
+weights at a time, so all that was asked is decoded together, once half of the episodes in play wait for it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,12 +20,11 @@ class OtherSide:
     """The requests of a batch's episodes to the base model, as an engine sees them: a `Conversation`."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
-        """`heard` takes a reply in. `collect` takes in what workers have done, which may lead to further questions;
-        given True it waits for all of them, where that is how the engine works."""
+        """`heard` takes a reply in; `collect` takes in what workers have done (True: after waiting for all)."""
         self.heard, self.collect = heard, collect
         self.waiting: dict[int, tuple[Request, AskBase]] = {}  # by the key of the episode
         self.open: dict[int, AskBase] = {}  # in the engine
-        self.temperature = 0.0  # of what is decoded now
+        self.temperature = 0.0  # that the requests in the engine have
 
     def ask(self, request: Request, ask: AskBase) -> None:
         """A question, to be decoded with others; one that leaves no room for a reply gets an empty one at once."""
@@ -41,14 +36,12 @@ class OtherSide:
     def take(self, busy: bool) -> list[Request]:
         """Return what can be decoded now; see `Conversation`."""
         self.collect(not busy)
-        taken = {key: both for key, both in self.waiting.items() if both[1].temperature == self.temperature}
-        self.open |= {key: ask for key, (_, ask) in taken.items()}
-        for key in taken:
-            del self.waiting[key]
-        return [taken[key][0] for key in sorted(taken)]
+        keys = sorted(key for key, (_, ask) in self.waiting.items() if ask.temperature == self.temperature)
+        taken = [self.waiting.pop(key) for key in keys]
+        self.open |= {request.key: ask for request, ask in taken}
+        return [request for request, _ in taken]
 
     def give(self, key: int, rollout: Rollout) -> None:
-        """A reply is drawn."""
         self.heard(key, self.open.pop(key), rollout.text)
 
     def speak(self, engine: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -65,9 +58,7 @@ def base_model(engine: Any) -> AbstractContextManager[Any]:
     """Inside, the engine samples the base model. TypeError for a caller's own engine that cannot."""
     owner: Any = engine if hasattr(engine, "base_model") else getattr(engine, "policy", None)
     if not hasattr(owner, "base_model"):
-        raise TypeError(
-            f"the environment asks the base model (AskBase), and the engine {getattr(engine, 'name', '?')} has neither "
-            "base_model() nor policy.base_model(), a context in which it samples without the adapter"
-        )
-    found: AbstractContextManager[Any] = owner.base_model()
-    return found
+        raise TypeError(f"the environment asks the base model (AskBase), and the engine {getattr(engine, 'name', '?')} "
+                        "has neither base_model() nor policy.base_model(), a context in which it samples without the "
+                        "adapter")
+    return owner.base_model()

@@ -13,21 +13,18 @@ from lowmem_grpo.models.routes import Routes, give_routes, routes_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 logger = logging.getLogger(__name__)
-
-FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # of 8, 4 and 1 bytes: every value comes back as it was
-KINDS = (INTEGERS, INTEGERS, FLOATS)  # of a turn's prompt, completion and log-probabilities
+FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # 8, 4 and 1 bytes: every value comes back as it was
+KINDS = (INTEGERS, INTEGERS, FLOATS)  # a turn's prompt, completion and log-probabilities
 OF_TURN = ("finish_reason", "text", "policy_version", "cached_tokens", "message", "replies", "reward", "state", "calls",
            "failures", "seconds", "exact")
+OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "turns", "ending", "opening", "reward",
+              "routes")  # what a kept rollout shares with the one that was sampled
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first.
-
-    The groups with the largest spread of rewards stay and are taken first; among equal ones, the newest. `take` removes
-    what it returns, so no group is replayed twice. A group keeps its `policy_version`, so that the objective sees that
-    it is stale. What an update fills in (log-probabilities, entropies, masks, advantages) is dropped, since it belongs
-    to another policy. So are `extras`, which were recorded when the group was sampled.
-    """
+    """At most `size` groups as they were sampled and scored, oldest first. Those with the largest spread of rewards
+    stay and are taken first (of equal ones the newest), each once, with their `policy_version`, so that the objective
+    sees that they are stale. What an update fills in, and `extras`, are dropped."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
@@ -39,14 +36,13 @@ class ReplayBuffer:
     def offer(self, groups: Iterable[RolloutGroup]) -> None:
         """Keep copies of freshly sampled groups that have more spread than what is kept, or for which there is room."""
         kept = [*self.entries, *map(as_sampled, filter(usable, groups))]
-        order = sorted(range(len(kept)), key=lambda place: (spread_of(kept[place]), place), reverse=True)
-        self.entries = tuple(kept[place] for place in sorted(order[: self.size]))
+        self.entries = tuple(kept[place] for place in sorted(by_spread(kept)[: self.size]))
 
-    def take(self, count: int, policy_version: int) -> list[RolloutGroup]:
+    def take_groups(self, count: int, policy_version: int) -> list[RolloutGroup]:
         """Up to `count` groups that are not too old for this version of the policy, marked as replayed."""
         young = [group for group in self.entries
                  if self.max_age is None or age_of(group, policy_version) <= self.max_age]
-        order = sorted(range(len(young)), key=lambda place: (spread_of(young[place]), place), reverse=True)
+        order = by_spread(young)
         self.entries = tuple(young[place] for place in sorted(order[count:]))
         return [replace(as_sampled(young[place]), replayed=True) for place in order[:count]]
 
@@ -78,15 +74,16 @@ def spread_of(group: RolloutGroup) -> float:
     return pstdev(rewards) if rewards else 0.0
 
 
+def by_spread(groups: Sequence[RolloutGroup]) -> list[int]:
+    """Return the places of groups, those with the largest spread first, among equal ones the newest."""
+    return sorted(range(len(groups)), key=lambda place: (spread_of(groups[place]), place), reverse=True)
+
+
 def as_sampled(group: RolloutGroup) -> RolloutGroup:
     """A copy with rollouts of its own, without what updates fill in."""
     return replace(group, rollouts=[
-        Rollout(
-            completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
-            finish_reason=rollout.finish_reason, text=rollout.text, policy_version=rollout.policy_version,
-            trained=rollout.trained, splits=rollout.splits, turns=rollout.turns, ending=rollout.ending,
-            opening=rollout.opening, rewards=dict(rollout.rewards), reward=rollout.reward, routes=rollout.routes,
-        )
+        Rollout(completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
+                rewards=dict(rollout.rewards), **{name: getattr(rollout, name) for name in OF_ROLLOUT})
         for rollout in group.rollouts
     ])
 
@@ -97,9 +94,6 @@ def usable(group: RolloutGroup) -> bool:
     return not group.replayed and valid and all(math.isfinite(v) for r in group.rollouts for v in r.rollout_logprobs)
 
 
-# As JSON
-
-
 def pack(kind: str, values: Sequence[float]) -> str:
     """Numbers as text, bit for bit."""
     numbers: array[Any] = array(kind, values)
@@ -107,7 +101,6 @@ def pack(kind: str, values: Sequence[float]) -> str:
 
 
 def unpack(kind: str, text: str) -> list[Any]:
-    """Undo `pack`."""
     numbers: array[Any] = array(kind)
     numbers.frombytes(base64.b64decode(text))
     return numbers.tolist()
@@ -118,12 +111,10 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
     return {
         "row": group.row_index, "prompt": pack(INTEGERS, group.prompt_ids), "baseline": group.baseline,
         "rollouts": [
-            {
-                "ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
-                "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-                "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
-                **pack_episode(rollout, group.prompt_ids),
-            }
+            {"ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
+             "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
+             "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
+             **pack_episode(rollout, group.prompt_ids)}
             for rollout in group.rollouts
         ],
     }
@@ -131,31 +122,22 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
 
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
     """Undo `pack_group`."""
-    rollouts = [
-        Rollout(
-            completion_ids=unpack(INTEGERS, saved["ids"]), rollout_logprobs=unpack(FLOATS, saved["logprobs"]),
-            finish_reason=saved["finish_reason"], text=saved["text"], policy_version=saved["version"],
-            rewards=saved["rewards"], reward=saved["reward"],
-        )
-        for saved in packed["rollouts"]
-    ]
-    prompt = unpack(INTEGERS, packed["prompt"])
-    for rollout, saved in zip(rollouts, packed["rollouts"], strict=True):
+    prompt, rollouts = unpack(INTEGERS, packed["prompt"]), []
+    for saved in packed["rollouts"]:
+        rollout = Rollout(
+            unpack(INTEGERS, saved["ids"]), unpack(FLOATS, saved["logprobs"]), saved["finish_reason"], saved["text"],
+            policy_version=saved["version"], rewards=saved["rewards"], reward=saved["reward"])
         unpack_episode(rollout, prompt, saved)
-        unpack_routes(rollout, prompt, saved)
+        if "routes" in saved:
+            give_routes(rollout, prompt, [packed and Routes.unpacked(packed) for packed in saved["routes"]])
+        rollouts.append(rollout)
     return RolloutGroup(row, prompt, rollouts, packed["baseline"], packed["row"])
 
 
 def pack_routes(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
     """The routes of each sequence; nothing where the model has no experts."""
-    found = routes_of(rollout, prompt_ids)
-    return {"routes": [one.packed() if one else None for one in found]} if any(found) else {}
-
-
-def unpack_routes(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
-    """Set what `pack_routes` was given."""
-    if "routes" in saved:
-        give_routes(rollout, prompt_ids, [one and Routes.unpacked(one) for one in saved["routes"]])
+    routes = routes_of(rollout, prompt_ids)
+    return {"routes": [sequence.packed() if sequence else None for sequence in routes]} if any(routes) else {}
 
 
 def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
@@ -168,10 +150,11 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
         told = numbers == numbers_of_turn(rollout, prompt_ids, before, len(turn.completion_ids))
         turns.append({name: getattr(turn, name) for name in OF_TURN} | {
             "tokens": len(turn.completion_ids),
-            "numbers": None if told else [pack(kind, one) for kind, one in zip(KINDS, numbers, strict=True)],
+            "numbers": None if told else [pack(kind, values) for kind, values in zip(KINDS, numbers, strict=True)],
         })
         before += len(turn.completion_ids)
-    splits = [[one.start, None if one.prompt_ids is None else pack(INTEGERS, one.prompt_ids)] for one in rollout.splits]
+    splits = [[split.start, None if split.prompt_ids is None else pack(INTEGERS, split.prompt_ids)]
+              for split in rollout.splits]
     trained = None if rollout.trained is None else pack(FLAGS, rollout.trained)
     return {"trained": trained, "splits": splits, "turns": turns, "ending": rollout.ending,
             "opening": rollout.opening, "asked": rollout.asked, "unread": rollout.unread}
@@ -185,7 +168,7 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
     rollout.trained = None if trained is None else [bool(flag) for flag in unpack(FLAGS, trained)]
     rollout.splits = [Split(start, None if ids is None else unpack(INTEGERS, ids)) for start, ids in saved["splits"]]
     rollout.ending, rollout.opening, before = saved["ending"], saved["opening"], 0
-    rollout.asked, rollout.unread = saved.get("asked", 0), saved.get("unread", 0)  # of older checkpoints: none
+    rollout.asked, rollout.unread = saved.get("asked", 0), saved.get("unread", 0)  # older checkpoints have none
     for turn in saved["turns"]:
         numbers: Any = numbers_of_turn(rollout, prompt_ids, before, turn["tokens"])
         if turn["numbers"] is not None:
@@ -197,13 +180,13 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
 def numbers_of_turn(
     rollout: Rollout, prompt_ids: list[int], before: int, count: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """(prompt, completion, log-probabilities) of a turn of so many tokens, as the rollout has them, which need not be
-    written a second time. `before` counts the tokens that the policy drew in earlier turns."""
+    """Return (prompt, completion, log-probabilities) of a turn behind `before` drawn tokens, as the rollout has them.
+    """
     ids, trained = rollout.completion_ids, rollout.trained
     places = [place for place in range(len(ids)) if trained is None or trained[place]][before : before + count]
     if not places:
         return [], [], []
-    split = [Split(0), *(one for one in rollout.splits if one.start <= places[0])][-1]
+    split = [Split(0), *(candidate for candidate in rollout.splits if candidate.start <= places[0])][-1]
     prompt = prompt_ids if split.prompt_ids is None else split.prompt_ids
     return ([*prompt, *ids[split.start : places[0]]], [ids[place] for place in places],
             [rollout.rollout_logprobs[place] for place in places])

@@ -37,16 +37,13 @@ class RolloutFunction:
         self.function, self.trainer = function, trainer
         self.params: SamplingParams | None = None  # while a batch is played
         self.waited = 0.0  # nobody knows what the function waits for
-        self.calls = 0  # of the engine, in this batch
+        self.calls = 0  # how often the engine was called in this batch
 
     def play(
         self, engine: Any, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` rollouts of each prompt. RolloutFuncError for what cannot be trained on.
-
-        Where the function rendered a prompt in its own way, the `ids` of the prompt become those; where the rollouts of
-        one prompt differ in that, each of the others begins with a `Split`.
-        """
+        """Return `params.n` rollouts of each prompt; RolloutFuncError for what cannot be trained on. A prompt's `ids`
+        become those of its first rollout; others that differ begin with a `Split`."""
         n = params.n
         rows = [copy.deepcopy(prompt.row["prompt"]) for prompt in prompts for _ in range(n)]
         self.params, self.calls = params, 0
@@ -54,7 +51,8 @@ class RolloutFunction:
             returned = self.function(rows, self.trainer)
         finally:
             self.params = None
-        limits = Limits(len(rows), vocabulary(self.trainer.model), self.trainer.model.loaded.max_seq_length)
+        vocabulary = int(self.trainer.model.get_input_embeddings().weight.shape[0])
+        limits = BatchLimits(len(rows), vocabulary, self.trainer.model.loaded.max_seq_length)
         prompt_ids, rollouts = self.checked(returned, limits)
         groups = [rollouts[start : start + n] for start in range(0, len(rows), n)]
         for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
@@ -65,7 +63,7 @@ class RolloutFunction:
                 on_group(index, group)
         return groups
 
-    def checked(self, returned: Any, limits: "Limits") -> tuple[list[list[int]], list[Rollout]]:
+    def checked(self, returned: Any, limits: "BatchLimits") -> tuple[list[list[int]], list[Rollout]]:
         """The prompt's ids and the rollout of each row."""
         lists = rows_of(returned, limits.rows)
         ends = set(self.trainer.policy.eos_token_ids(self.trainer.tokenizer))
@@ -74,25 +72,21 @@ class RolloutFunction:
             prompt = ids_of("prompt_ids", row, lists["prompt_ids"][row], limits)
             ids = ids_of("completion_ids", row, lists["completion_ids"][row], limits)
             if len(prompt) + len(ids) > limits.context:
-                raise RolloutFuncError(
-                    f"rollout_func: row {row} has {len(prompt)} tokens in prompt_ids and {len(ids)} in completion_ids, "
-                    f"and the model was loaded for {limits.context} together; end the episode earlier, or load with a "
-                    "larger max_seq_length"
-                )
+                raise RolloutFuncError(f"rollout_func: row {row} has {len(prompt)} tokens in prompt_ids and {len(ids)} "
+                                       f"in completion_ids, and the model was loaded for {limits.context} together; "
+                                       "end the episode earlier, or load with a larger max_seq_length")
             trained = mask_of(row, lists["env_mask"][row], len(ids)) if "env_mask" in lists else [True] * len(ids)
             prompt_ids.append(prompt)
-            rollouts.append(Rollout(
-                ids, logprobs_of(row, lists["logprobs"][row], trained), finish_reason(ids, trained, ends),
-                text=self.trainer.tokenizer.decode(ids, skip_special_tokens=True),
-                policy_version=self.trainer.state.policy_version,
-                trained=trained if "env_mask" in lists else None,
-                columns={name: value[row] for name, value in lists.items() if name not in TOKENS},
-            ))
+            rollouts.append(Rollout(ids, logprobs_of(row, lists["logprobs"][row], trained),
+                                    finish_reason(ids, trained, ends),
+                                    text=self.trainer.tokenizer.decode(ids, skip_special_tokens=True),
+                                    policy_version=self.trainer.state.policy_version,
+                                    trained=trained if "env_mask" in lists else None,
+                                    columns={name: value[row] for name, value in lists.items() if name not in TOKENS}))
         return prompt_ids, rollouts
 
     def complete(self, prompts: list[Any], overrides: Mapping[str, Any], as_chat: bool | None) -> list[dict[str, Any]]:
-        """One completion of each prompt. Each call within a batch has a seed of its own, so that the same prompt,
-        asked for again, is answered anew."""
+        """Return one completion of each prompt; each call of a batch has its own seed, so answers are drawn anew."""
         self.calls += 1
         usual = self.params or self.trainer.args.sampling(None)
         part = "" if usual.part is None else f"-{usual.part[0]}"
@@ -103,8 +97,8 @@ class RolloutFunction:
         ids = [self.encoded(prompt, as_chat) for prompt in prompts]
         self.trainer.renew_engine()
         drawn = [rollouts[0] for rollouts in self.trainer.engine.generate(ids, params)]
-        return [{"prompt_ids": prompt, "completion_ids": one.completion_ids, "logprobs": one.rollout_logprobs,
-                 "text": one.text} for prompt, one in zip(ids, drawn, strict=True)]
+        return [{"prompt_ids": prompt, "completion_ids": rollout.completion_ids, "logprobs": rollout.rollout_logprobs,
+                 "text": rollout.text} for prompt, rollout in zip(ids, drawn, strict=True)]
 
     def encoded(self, prompt: Any, as_chat: bool | None) -> list[int]:
         """The ids of a rendered text, of chat messages, or ids as they are."""
@@ -124,12 +118,9 @@ def generate_rollout_completions(
     trainer: Any, prompts: list[Any], *, generation_overrides: Mapping[str, Any] | None = None,
     as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """TRL's helper for a `rollout_func`: one completion of each prompt by the trainer's engine, in the settings of the
-    run; `generation_overrides` are names of SamplingParams.
-
-    A prompt is a rendered text, chat messages, or token ids: ids are the exact way to continue what was sampled.
-    Returns for each prompt `prompt_ids`, `completion_ids`, `logprobs` and `text`.
-    """
+    """TRL's helper for a `rollout_func`: one completion of each prompt (a rendered text, chat messages or token ids,
+    the exact way to continue) by the trainer's engine, in the run's settings; `generation_overrides` are names of
+    SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs` and `text` of each."""
     player = getattr(trainer, "player", None)
     if not isinstance(player, RolloutFunction):
         raise ValueError("generate_rollout_completions is for a trainer with a rollout_func: "
@@ -137,21 +128,13 @@ def generate_rollout_completions(
     return player.complete(list(prompts), generation_overrides or {}, as_chat) if len(prompts) else []
 
 
-# What came back
-
-
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """The limits of a batch."""
 
     rows: int
     vocabulary: int
     context: int  # tokens of a prompt and its completion
-
-
-def vocabulary(model: Any) -> int:
-    """Return how many ids the model's embedding has."""
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
@@ -164,54 +147,53 @@ def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
     if returned["logprobs"] is None:
         raise RolloutFuncError("rollout_func returned None as logprobs: the sampler's log-probability of each token is "
                                f"needed here; {GIVEN}")
-    found = {}
-    for name, given in returned.items():
-        if name == "env_mask" and given is None:
+    columns = {}
+    for name, value in returned.items():
+        if name == "env_mask" and value is None:
             continue
-        values = plain(given)
+        values = plain(value)
         if not isinstance(values, (list, tuple)):
             if name in TOKENS:
-                raise RolloutFuncError(f"rollout_func returned a {type(given).__name__} as {name}; it is a list of "
+                raise RolloutFuncError(f"rollout_func returned a {type(value).__name__} as {name}; it is a list of "
                                        f"{rows} lists")
-            values = [given] * rows
+            values = [value] * rows
         if len(values) != rows:
-            raise RolloutFuncError(
-                f"rollout_func returned {len(values)} entries of {name} for {rows} prompts; one for each is needed, in "
-                "their order (each prompt of the dataset is in `prompts` num_generations times already)"
-            )
-        found[name] = list(values)
-    return found
+            raise RolloutFuncError(f"rollout_func returned {len(values)} entries of {name} for {rows} prompts; one for "
+                                   "each is needed, in their order (each prompt of the dataset is in `prompts` "
+                                   "num_generations times already)")
+        columns[name] = list(values)
+    return columns
 
 
-def ids_of(name: str, row: int, given: Any, limits: Limits) -> list[int]:
-    """The token ids of a row."""
-    ids = [plain(one) for one in plain(given)] if isinstance(plain(given), (list, tuple)) else given
-    if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+def ids_of(name: str, row: int, entries: Any, limits: BatchLimits) -> list[int]:
+    """Return the token ids of a row."""
+    ids = [plain(token) for token in plain(entries)] if isinstance(plain(entries), (list, tuple)) else entries
+    if not isinstance(ids, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise RolloutFuncError(f"rollout_func: {name}[{row}] is {shown(ids)}; it is a list of token ids")
     if not ids:
         raise RolloutFuncError(f"rollout_func: {name}[{row}] is empty; it needs a token at least")
-    if outside := [one for one in ids if not 0 <= one < limits.vocabulary]:
+    if outside := [token for token in ids if not 0 <= token < limits.vocabulary]:
         raise RolloutFuncError(f"rollout_func: {name}[{row}] has the id {outside[0]}, and the model's are 0 to "
                                f"{limits.vocabulary - 1}; use trainer.processing_class to make ids")
     return ids
 
 
-def mask_of(row: int, given: Any, length: int) -> list[bool]:
+def mask_of(row: int, entries: Any, length: int) -> list[bool]:
     """Which tokens of a row the policy drew."""
-    mask = plain(given)
-    if not isinstance(mask, (list, tuple)) or not all(one in (0, 1) for one in mask):
+    mask = plain(entries)
+    if not isinstance(mask, (list, tuple)) or not all(flag in (0, 1) for flag in mask):
         raise RolloutFuncError(f"rollout_func: env_mask[{row}] is {shown(mask)}; it is a list of 1 (the model drew the "
                                "token) and 0 (it came from elsewhere)")
     same_length("env_mask", row, mask, length)
     if not any(mask):
         raise RolloutFuncError(f"rollout_func: env_mask[{row}] has no 1, so nothing of this completion is the model's; "
                                "let the model take one turn at least")
-    return [bool(one) for one in mask]
+    return [bool(flag) for flag in mask]
 
 
-def logprobs_of(row: int, given: Any, trained: list[bool]) -> list[float]:
+def logprobs_of(row: int, entries: Any, trained: list[bool]) -> list[float]:
     """The log-probabilities of a row, 0 where the policy did not draw the token."""
-    values = plain(given)
+    values = plain(entries)
     if not isinstance(values, (list, tuple)):
         raise RolloutFuncError(f"rollout_func: logprobs[{row}] is {shown(values)}; it is a list with a number for each "
                                f"token of completion_ids[{row}]")
@@ -237,5 +219,4 @@ def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in short, for a message."""
     return f"a {type(value).__name__} ({str(value)[:60]})"

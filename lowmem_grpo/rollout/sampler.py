@@ -11,7 +11,7 @@ from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import ON_GROUP, Engine, OnGroup, capabilities_of
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.runs.clock import Clock
@@ -36,21 +36,13 @@ class Player(Protocol):
 class Overlap(Protocol):
     """Work on prompts that are complete, while others are sampled."""
 
-    def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
-        """Take note that sampling begins; `calls` score the groups."""
-        ...
+    def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None: ...  # `calls` score the groups
 
-    def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Take the rollouts of a prompt, all of which are there."""
-        ...
+    def on_group(self, index: int, rollouts: list[Rollout]) -> None: ...  # all those of a prompt
 
-    def meanwhile(self, running: int) -> None:
-        """Use the time between two steps of decoding, while so many sequences run."""
-        ...
+    def meanwhile(self, running: int) -> None: ...  # between two steps of decoding, while so many sequences run
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Inside the engine samples; behind it, where it is about to sleep, nothing runs beside it any more."""
-        ...
+    def beside(self) -> AbstractContextManager[None]: ...  # inside the engine samples; behind it nothing runs beside
 
 
 class Sampler:
@@ -58,20 +50,17 @@ class Sampler:
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
-        state: TrainerState, clock: Clock, engine: Engine, given: bool, player: Player | None = None,
+        state: TrainerState, clock: Clock, engine: Engine, is_callers: bool, player: Player | None = None,
     ) -> None:
-        """`engine` is the first one to use; `given` says that it is the caller's own, which stays. `player`, where
-        there is one, answers prompts in several turns."""
-        self.model, self.policy, self.tokenizer = model, policy, tokenizer
-        self.memory, self.state, self.clock = memory, state, clock
-        self.engine, self.given = engine, given
+        """`engine` is the first one to use; `is_callers`: it is the caller's own, and stays. `player` plays turns."""
+        self.model, self.policy, self.tokenizer, self.memory = model, policy, tokenizer, memory
+        self.state, self.clock, self.engine, self.is_callers, self.player = state, clock, engine, is_callers, player
         self.said = False  # that the engine reports no finished groups
         self.said_padding = False  # that ids without a text were sampled
-        self.player = player
 
     def renew(self) -> None:
         """Ask for the model's engine again: a process has only one of vLLM, and another model may have used it."""
-        if self.given or self.engine.name != "vllm":
+        if self.is_callers or self.engine.name != "vllm":
             return
         engine = self.model.engine(self.policy, self.tokenizer)
         if engine is not self.engine:
@@ -83,8 +72,7 @@ class Sampler:
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
         overlap: Overlap | None = None,
     ) -> list[RolloutGroup]:
-        """Return `params.n` rollouts of each prompt by the current policy, without rewards; `on_group`, or `overlap`,
-        gets those of each prompt while others are sampled."""
+        """Return `params.n` unscored rollouts of each prompt; `on_group`, or `overlap`, gets each prompt's early."""
         with self.clock.phase("generate"):
             self.renew()
             self.pace()  # not what was sampled in between, as for an evaluation
@@ -104,8 +92,7 @@ class Sampler:
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def say_padding(self, completions: list[list[int]]) -> None:
-        """Warn once of sampled ids for which the tokenizer has no token: those of rows that pad the model's vocabulary.
-        Leaving them out in the sampler alone would make its distribution another than the trained one."""
+        """Warn once of sampled ids without a token, which pad the vocabulary; leaving them out would be off-policy."""
         known = len(self.tokenizer)
         if self.said_padding or all(max(ids, default=0) < known for ids in completions):
             return
@@ -120,10 +107,9 @@ class Sampler:
                 "another model", len(beyond), beyond[0])
 
     def pace(self) -> Pace:
-        """Return where the engine's time went since this was asked last; nothing of an engine that does not measure it.
-        """
+        """Return where the engine's time went since this was asked last, if the engine measures it."""
         pace: Pace | None = getattr(self.engine, "pace", None)
-        return Pace() if pace is None else pace.take()
+        return Pace() if pace is None else pace.pop_measured()
 
     def tells(self) -> bool:
         """Return whether the engine can report finished groups; if it cannot, one warning says so."""

@@ -14,8 +14,7 @@ from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.scores import Scores
+from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
@@ -30,15 +29,13 @@ class Scoring:
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` say how rewards become advantages, and `credit` which turns of an episode get them; functions get
-        `state`."""
+        """`settings` make advantages of rewards, `credit` chooses turns of an episode; functions get `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
         self.said_silent = False  # that no function gave a completion a reward
 
     @property
     def names(self) -> list[str]:
-        """The names of the rewards."""
         return self.scorer.names
 
     @property
@@ -46,17 +43,14 @@ class Scoring:
         """Whether each prompt needs the reward of a greedy completion."""
         return self.settings.advantage_estimator == "remax"
 
-    def begin(self, prompts: Sequence[Prompt | RolloutGroup]) -> EarlyScoring:
+    def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> EarlyScoring:
         """The calls of the functions on a batch: made before the batch is sampled, settled when it is."""
         return EarlyScoring(self.scorer, prompts, self.state, self.clock)
 
     def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged.
-
-        A reward that is NaN or infinite is None and stands in `invalid_rewards`: a step does not train on such
-        rollouts, unless the function has the weight 0 and is only a metric. A group in which a required function gives
-        None is `unjudged`.
-        """
+        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged. A reward
+        that is NaN or infinite is None and in `invalid_rewards`: a step does not train on such rollouts, unless the
+        weight is 0. A group in which a required function gives None is `unjudged`."""
         with self.clock.phase("reward"):
             self.set_rewards(groups, scores)
             unjudged = self.mark_unjudged(groups, scores)
@@ -65,8 +59,7 @@ class Scoring:
         return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
 
     def apply_early(self, group: RolloutGroup, scores: Scores) -> None:
-        """The same for one group while others are sampled, where its advantages depend on no other. `scores` begin with
-        its own. Nothing is warned of; `apply` does that, once for the whole batch."""
+        """Apply the scores, which begin with the group's own, while others are sampled; `apply` warns, once."""
         self.set_rewards([group], scores)
         self.mark_unjudged([group], scores)
         self.assign([group])
@@ -79,12 +72,11 @@ class Scoring:
             rollout.rewards |= {name: None if failed else values[index] for name, values in scores.rewards.items()}
             rollout.environment = None  # its reward is known
             rollout.extras |= {name: values[index] for name, values in scores.extras.items()}
-            given = {} if failed else {name: scores.returned[name][index] for name in self.paying}
-            rollout.invalid_rewards = {n: v for n, v in given.items() if v is not None and not math.isfinite(v)}
+            returned = {} if failed else {name: scores.returned[name][index] for name in self.paying}
+            rollout.invalid_rewards = {n: v for n, v in returned.items() if v is not None and not math.isfinite(v)}
 
     @property
     def paying(self) -> list[str]:
-        """The functions whose weight is not 0."""
         return [name for name, weight in zip(self.names, self.scorer.weights, strict=True) if weight]
 
     def assign(self, groups: list[RolloutGroup]) -> None:
@@ -100,8 +92,8 @@ class Scoring:
     @property
     def weighted(self) -> AdvantageSettings:
         """The settings with the weights of all functions: the user's own say nothing of what environments pay."""
-        given = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
-        return AdvantageSettings(**given | {"reward_weights": self.scorer.weights})
+        own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
+        return AdvantageSettings(**own | {"reward_weights": self.scorer.weights})
 
     def warn(self, groups: list[RolloutGroup], scores: Scores) -> None:
         """Say which functions gave NaN or infinity, and once that no function gave a completion a reward."""
@@ -134,17 +126,13 @@ class Scoring:
         return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
 
     def set_baselines(self, groups: list[RolloutGroup], greedy: list[RolloutGroup], scores: Scores) -> None:
-        """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax).
-
-        `greedy` has one group of one rollout for each, in order, and `scores` are of these. What functions log about
-        them is left out: metrics and records are of sampled completions. A baseline stays None if no function has an
-        opinion, or a required one has none.
-        """
+        """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax): `greedy` has one
+        rollout for each, with these `scores`; what was logged of them is left out. It stays None if no function, or not
+        every required one, has an opinion."""
         for name, count in scores.invalid.items():
             if count:
-                logger.warning(
-                    "reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name, count
-                )
+                logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name,
+                               count)
         columns = [[torch.nan if value is None else value for value in scores.rewards[name]] for name in self.names]
         weights = torch.tensor(self.scorer.weights, dtype=torch.float64)
         table = without_metrics_alone(torch.tensor(columns, dtype=torch.float64).T, weights)  # (P, R)

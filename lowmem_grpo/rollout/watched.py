@@ -25,7 +25,6 @@ class Person:
         self.tokenizer, self.ask = tokenizer, ask
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Ask for turns until the conversation has no more."""
         while requests := conversation.take(busy=False):
             for request in requests:
                 conversation.give(request.key, self.turn(request))
@@ -44,16 +43,14 @@ class Watched:
     capabilities = frozenset({CONVERSE})
 
     def __init__(self, engine: Any, tell: Tell, who: str = "", base: Callable[[], Any] | None = None) -> None:
-        """`who` says the engine's turns; without a name they are not told, because the person has seen them. `base`
-        gives the engine of what an environment asks the base model; None: the same engine."""
+        """`who` says the engine's turns; without a name they are not told. `base` speaks for the base model."""
         self.engine, self.tell, self.who = engine, tell, who
         self.base = base or (lambda: engine)
         self.asked: Any = None  # the engine that speaks for the base model now
         self.name, self.slots = engine.name, getattr(engine, "slots", None)
 
     def converse(self, conversation: Any, params: SamplingParams) -> None:
-        """`Engine.converse`, with somebody who listens. The conversation is a `Batch` of episodes. What the base model
-        says is for the environment only."""
+        """Decode as `Engine.converse` does, and tell it. What the base model says is for the environment only."""
         if self.asked is not None:
             self.asked.converse(conversation, params)
         else:
@@ -86,13 +83,11 @@ class Overheard:
         return requests
 
     def give(self, key: int, rollout: Rollout) -> None:
-        """A turn is drawn."""
         if self.ear.who:
             self.ear.tell(self.ear.who, rollout.text)
         self.batch.give(key, rollout)
 
     def say(self, messages: list[Message]) -> None:
-        """Tell what did not come from the engine."""
         for message in messages:
             if message.get("role") in CONTEXT and (text := content_text(message)):
                 self.ear.tell(speaker(message), text)

@@ -1,8 +1,5 @@
-"""How sure a measured accuracy is: Wilson intervals, pass@k, and the difference of two models on the same prompts.
-
-There are P prompts with n answers each. A hundred answers to one prompt say little about the next prompt. So an
-interval counts prompts, and further answers to a prompt only in so far as they differ from each other.
-"""
+"""How sure a measured accuracy is: Wilson intervals, pass@k, and the difference of two models on the same prompts. Of P
+prompts with n answers each, an interval counts prompts, and further answers only as far as they differ."""
 
 import math
 from collections.abc import Sequence
@@ -53,11 +50,9 @@ def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
 
 
 def paired_difference(before: Sequence[int], after: Sequence[int], samples: int) -> tuple[float, tuple[float, float]]:
-    """Difference of the accuracies on the same prompts, and its 95% interval.
-
-    Two prompts are added: half a success for each side, and one without a difference (Agresti and Min, 2005). This
-    keeps the interval from vanishing when all prompts agree.
-    """
+    """Difference of the accuracies on the same prompts, and its 95% interval. Two prompts are added: half a success for
+    each side, and one without a difference (Agresti and Min, 2005). This keeps the interval from vanishing when all
+    prompts agree."""
     differences = [(new - old) / samples for old, new in zip(before, after, strict=True)]
     count = len(differences) + 2
     center = sum(differences) / count
@@ -68,8 +63,8 @@ def paired_difference(before: Sequence[int], after: Sequence[int], samples: int)
 
 def powers_of_two(samples: int) -> list[int]:
     """1, 2, 4 ... up to `samples`, which is the last."""
-    found = [2**power for power in range(samples.bit_length()) if 2**power < samples]
-    return [*found, samples]
+    powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
+    return [*powers, samples]
 
 
 @dataclass
@@ -82,7 +77,7 @@ class Answers:
     tokens: int
     cut_off: int  # answers that ended at max_tokens
     metrics: dict[str, float]  # mean of each further reward function
-    episodes: dict[str, float] = field(default_factory=dict)  # of agents: turns, ends by reason, calls of tools
+    episodes: dict[str, float] = field(default_factory=dict)  # agents' turns, ends by reason, calls of tools
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":
@@ -90,8 +85,8 @@ class Answers:
         sizes = [len(part.texts) for part in parts]
 
         def means(each: list[dict[str, float]]) -> dict[str, float]:
-            return {name: sum(size * one[name] for size, one in zip(sizes, each, strict=True)) / sum(sizes)
-                    for name in each[0]} if all(one.keys() == each[0].keys() for one in each) else {}
+            return {name: sum(size * metrics[name] for size, metrics in zip(sizes, each, strict=True)) / sum(sizes)
+                    for name in each[0]} if all(metrics.keys() == each[0].keys() for metrics in each) else {}
 
         return parts[0] if len(parts) == 1 else cls(
             [texts for part in parts for texts in part.texts], [right for part in parts for right in part.right],
@@ -107,7 +102,6 @@ class Answers:
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers."""
         return sum(self.counts) / sum(map(len, self.right))
 
 
@@ -116,13 +110,11 @@ def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
     samples = len(answers.right[0])
     share, interval = accuracy_interval(answers.counts, samples)
     total = samples * len(answers.right)
-    return {
-        "accuracy": share, "interval": list(interval),
-        "pass_at_k": {str(k): pass_at_k(answers.counts, samples, k) for k in ks},
-        "mean_tokens": answers.tokens / total, "cut_off": answers.cut_off / total, "unjudged": answers.unjudged / total,
-        **({"rewards": answers.metrics} if answers.metrics else {}),
-        **({"episodes": answers.episodes} if answers.episodes else {}),
-    }
+    return {"accuracy": share, "interval": list(interval),
+            "pass_at_k": {str(k): pass_at_k(answers.counts, samples, k) for k in ks},
+            "mean_tokens": answers.tokens / total, "cut_off": answers.cut_off / total,
+            "unjudged": answers.unjudged / total, **({"rewards": answers.metrics} if answers.metrics else {}),
+            **({"episodes": answers.episodes} if answers.episodes else {})}
 
 
 def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
@@ -130,27 +122,24 @@ def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
     samples = len(base.right[0])
     change, interval = paired_difference(base.counts, adapter.counts, samples)
     pairs = list(zip(base.counts, adapter.counts, strict=True))
-    return {
-        "accuracy": change, "interval": list(interval), "better": sum(new > old for old, new in pairs),
-        "worse": sum(new < old for old, new in pairs), "same": sum(new == old for old, new in pairs),
-    }
+    return {"accuracy": change, "interval": list(interval), "better": sum(new > old for old, new in pairs),
+            "worse": sum(new < old for old, new in pairs), "same": sum(new == old for old, new in pairs)}
 
 
-def answered_rows(rows: list[dict[str, Any]], found: dict[str, Answers]) -> list[dict[str, Any]]:
+def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> list[dict[str, Any]]:
     """Every row with its answers, in plain values."""
     return [
         {name: value for name, value in row.items() if isinstance(value, str | int | float | list | bool | None)} | {
             model: [{"text": text, "right": right} for text, right in zip(
                 answers.texts[index], answers.right[index], strict=True)]
-            for model, answers in found.items()
+            for model, answers in by_model.items()
         }
         for index, row in enumerate(rows)
     ]
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Which `shown` of the pairs (right before, right after) to show, in the order of `KINDS`: some of every kind that
-    there is, and otherwise those that changed."""
+    """Return which `shown` of the pairs (right before, right after) to show: some of each kind, then changed ones."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

@@ -26,7 +26,7 @@ ANY = frozenset((  # settings that may have any value; where no reason stands be
     "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "use_dora",
     "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
     "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # words about it
-    "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # of how it was begun
+    "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # how it was begun
     "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying",  # no effect on LoRA on linear layers
 ))
 MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()), save "
@@ -34,8 +34,8 @@ MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """(PEFT's settings, the tensors) of a saved adapter. AdapterError unless it is LoRA on linear layers that leaves
-    the base as it is, and every tensor is finite floating point."""
+    """Return (PEFT's settings, the tensors) of plain, finite LoRA on linear layers; AdapterError for another adapter.
+    """
     check_adapter_folder(folder)
     try:
         config = lora_config(json.loads((folder / "adapter_config.json").read_text("utf-8")), folder)
@@ -58,25 +58,24 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     return config, tensors
 
 
-def lora_config(given: Any, folder: Path) -> LoraConfig:
-    """The settings in adapter_config.json as PEFT reads them: those that an older PEFT did not write have their usual
-    values. AdapterError names the first one that is not loaded here."""
-    if not isinstance(given, dict):
+def lora_config(settings: Any, folder: Path) -> LoraConfig:
+    """Return adapter_config.json as PEFT reads it; AdapterError names the first setting that is not loaded here."""
+    if not isinstance(settings, dict):
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings; use an older checkpoint")
-    if given.get("peft_type") != "LORA":
-        raise AdapterError(f"the adapter in {folder} is of type {given.get('peft_type')}; only LoRA can be loaded")
-    start = given.get("init_lora_weights", True)
+    if settings.get("peft_type") != "LORA":
+        raise AdapterError(f"the adapter in {folder} is of type {settings.get('peft_type')}; only LoRA can be loaded")
+    start = settings.get("init_lora_weights", True)
     if not starts_plainly(start):
         raise AdapterError(
             f"the adapter in {folder} has init_lora_weights={start!r}, a start for which PEFT changes the base's "
             "weights or computes with them, and here they stay as they are. Have PEFT save it as plain LoRA, with "
             f"save_pretrained(FOLDER, path_initial_model_for_weight_conversion=BEGINNING), or {MERGE}")
-    if (name := beyond_lora(given)) is not None:
-        raise AdapterError(f"the adapter in {folder} has {name}={given[name]!r}; only LoRA on linear layers, with "
+    if (name := beyond_lora(settings)) is not None:
+        raise AdapterError(f"the adapter in {folder} has {name}={settings[name]!r}; only LoRA on linear layers, with "
                            f"nothing else, is loaded here: {MERGE}")
     try:
         usual = LoraConfig()
-        known = {name: value for name, value in given.items() if hasattr(usual, name) and name != "runtime_config"}
+        known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"}
         config = LoraConfig(**known)
         check_target_module_exists(config, "")  # that its names or patterns can be read
     except (TypeError, ValueError, re.error) as error:
@@ -102,23 +101,21 @@ def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
 
 
 def rank_of(config: LoraConfig, layer: str) -> int:
-    """The rank that a layer has by the settings."""
     return int(of_pattern(config.rank_pattern, layer, config.r))
 
 
 def scaling_of(config: LoraConfig, layer: str) -> float:
-    """Return what a layer's product is multiplied with by the settings."""
     rank, alpha = rank_of(config, layer), of_pattern(config.alpha_pattern, layer, config.lora_alpha)
     return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
 
 
 def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The tensors of each layer by what follows its name, as `lora_A.weight`."""
-    found: dict[str, dict[str, Tensor]] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".lora_")
-        found.setdefault(layer, {})[f"lora_{part}"] = tensor
-    return found
+        layers.setdefault(layer, {})[f"lora_{part}"] = tensor
+    return layers
 
 
 def check_for(model: nn.Module, folder: Path) -> None:
@@ -127,16 +124,13 @@ def check_for(model: nn.Module, folder: Path) -> None:
     saved = layers_of(tensors)
     held = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if missing := sorted(saved.keys() - held.keys()):
-        raise AdapterError(
-            f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, {missing[0]} among "
-            "them; load the model again and put LoRA on the same target_modules"
-        )
+        raise AdapterError(f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, "
+                           f"{missing[0]} among them; load the model again and put LoRA on the same target_modules")
     named = {name for name in linear_layers(model) if check_target_module_exists(config, name.removeprefix(PREFIX))}
     if missing := sorted(named - saved.keys()):
-        raise AdapterError(
-            f"the adapter in {folder} lacks {len(missing)} of the layers that its own adapter_config.json names, "
-            f"{missing[0]} among them; the file is not whole: use an older checkpoint"
-        )
+        raise AdapterError(f"the adapter in {folder} lacks {len(missing)} of the layers that its own "
+                           f"adapter_config.json names, {missing[0]} among them; the file is not whole: use an older "
+                           "checkpoint")
     for name, parts in sorted(saved.items()):
         for problem in problems(parts, held[name], config, rank_of(config, name)):
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")

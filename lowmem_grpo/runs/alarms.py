@@ -1,9 +1,6 @@
-"""Alarms: they read a step's metrics, and say when a run goes wrong, what that means and what to do.
-
-An alarm warns once its condition has held for `patience` steps in a row, and not again until the condition is over. It
-puts `alarms/NAME` = 1 into that line. The bounds lie well outside of what a healthy run shows. A metric that is missing
-or NaN is ignored: it counts neither for the condition nor against it.
-"""
+"""Alarms read a step's metrics, and say when a run goes wrong, what that means and what to do. One warns (and sets
+`alarms/NAME` = 1) once its condition has held for `patience` steps in a row. A metric that is missing or NaN counts for
+nothing."""
 
 import logging
 import math
@@ -17,7 +14,6 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.state import TrainerState
 
 logger = logging.getLogger(__name__)
-
 Line = Mapping[str, Any]
 Condition = Callable[[Line, list[float]], str | None]
 """(line, what the alarm keeps between steps) -> what is wrong, "" if nothing is, None if it was not measured."""
@@ -26,7 +22,7 @@ MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer; a correction is in ef
 EFFECTIVE_SAMPLES = 0.5  # share of the samples that the mismatch leaves
 CLIPPED = 0.3  # share of tokens (of sequences, at the sequence level) without gradient
 KL = 1.0  # nats per token
-ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # of the mean over the first steps; nats per token
+ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # a share of the mean over the first steps; nats per token
 SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # times the median of the last norms, if there are enough
 CONSTANT_STEPS = 20
 MANY_ENDS = 0.5  # share of the episodes that end for one reason, or of the calls of tools that fail
@@ -58,9 +54,9 @@ def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
     """The condition that one of these metrics is wrong."""
 
     def condition(line: Line, kept: list[float]) -> str | None:
-        found = {name: value for name in names if (value := number(line, name)) is not None}
-        bad = [f"{name} is {value:.3g}" for name, value in found.items() if wrong(value)]
-        return ", ".join(bad) if found else None
+        measured = {name: value for name in names if (value := number(line, name)) is not None}
+        bad = [f"{name} is {value:.3g}" for name, value in measured.items() if wrong(value)]
+        return ", ".join(bad) if measured else None
 
     return condition
 
@@ -74,7 +70,6 @@ def no_signal(line: Line, kept: list[float]) -> str | None:
 
 
 def mismatch(line: Line, kept: list[float]) -> str | None:
-    """Return whether sampler and trainer compute different probabilities."""
     each = (outside(lambda k3: k3 > MISMATCH_K3, "mismatch/k3")(line, kept),
             outside(lambda share: share < EFFECTIVE_SAMPLES, "mismatch/effective_samples")(line, kept))
     return None if each == (None, None) else ", ".join(filter(None, each))
@@ -111,8 +106,7 @@ def preempted(line: Line, kept: list[float]) -> str | None:
 
 
 def constant(name: str, line: Line, kept: list[float]) -> str | None:
-    """Return whether a function's rewards are all the same, within a step and across steps; `kept` is the last value.
-    """
+    """Return whether a function's rewards are all the same, in a step and across steps; `kept`: the last value."""
     mean, std = number(line, f"rewards/{name}/mean"), number(line, f"rewards/{name}/std")
     if mean is None or std is None:
         return None
@@ -149,11 +143,9 @@ ALARMS = (
         "lower learning_rate, num_iterations or steps_per_generation. Widen the bounds only if you made them narrow "
         "(those of gspo are narrow on purpose)",
     ),
-    Alarm(
-        "kl", "the policy is far from its reference", f"kl above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
-        "so it may have lost what the model knew, or found a way to cheat the reward",
-        "read completions.jsonl; lower learning_rate, raise beta, or go back to an earlier checkpoint",
-    ),
+    Alarm("kl", "the policy is far from its reference", f"kl above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
+          "so it may have lost what the model knew, or found a way to cheat the reward",
+          "read completions.jsonl; lower learning_rate, raise beta, or go back to an earlier checkpoint"),
     Alarm(
         "entropy_collapse", "the entropy has collapsed",
         f"entropy below {ENTROPY_SHARE:.0%} of the mean of the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}", 3,

@@ -26,19 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowmem_grpo.runs.checkpoint_state import (
-    ADAPTER,
-    FORMAT,
-    adapter_tensors,
-    collect,
-    decode,
-    load_tensors,
-    optimizer_shape,
-    random_tensors,
-    restore_optimizer,
-    restore_random,
-    saved_copy,
-)
+from lowmem_grpo.runs import checkpoint_state
+from lowmem_grpo.runs.checkpoint_state import FORMAT, adapter_tensors, decode, load_tensors
 from lowmem_grpo.runs.files import aside_of, flush, free_bytes, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
 from lowmem_grpo.runs.whole_files import (
@@ -59,15 +48,13 @@ def save_checkpoint(
     run_dir: Path, step: int, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any],
     reference: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it.
-
-    `state` must be plain JSON values; `reference` is the adapter that the KL term compares with. Raises CheckpointError
-    if the disk refuses; older checkpoints stay.
-    """
+    """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it. `state` must be plain
+    JSON values; `reference` is the adapter that the KL term compares with. Raises CheckpointError if the disk refuses;
+    older checkpoints stay."""
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(collect(optimizer, scheduler, state, tensors))
+    text = json.dumps(checkpoint_state.collect(optimizer, scheduler, state, tensors))
     held = (*tensors.values(), *adapter_tensors(model).values(), *(reference or {}).values())
     needed = sum(tensor.nbytes for tensor in held) + len(text)
     free = free_bytes(run_dir)
@@ -101,10 +88,7 @@ def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
 
 
 def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Restore everything that `save_checkpoint` was given, and the random states; return its `state`.
-
-    Parameters are overwritten in place. Everything is checked first, so that a refusal changes nothing.
-    """
+    """Restore, in place, what `save_checkpoint` was given and the random states; return `state`. It checks first."""
     verify(folder)
     with trusted(folder):
         content = json_object((folder / "state.json").read_bytes())
@@ -114,8 +98,8 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
         steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
         state: dict[str, Any] = content["state"]
-        restore_random(content["random"], random)
-        restore_optimizer(optimizer, steps, tensors)
+        checkpoint_state.restore_random(content["random"], random)
+        checkpoint_state.restore_optimizer(optimizer, steps, tensors)
         scheduler.load_state_dict(schedule)
         for name, tensor in held.items():
             tensor.copy_(adapter[name])
@@ -150,7 +134,7 @@ def load_reference(folder: Path, model: PeftModel) -> dict[str, Tensor]:
     if not (folder / REFERENCE_FILE).is_file():
         return {}
     kept = load_tensors(folder / REFERENCE_FILE)
-    check_adapter(folder, kept, {name: one for name, one in model.named_parameters() if one.requires_grad})
+    check_adapter(folder, kept, {name: p for name, p in model.named_parameters() if p.requires_grad})
     return kept
 
 
@@ -158,12 +142,11 @@ def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> N
     """Raise CheckpointError unless this version and this optimizer can take over the saved state."""
     if content["format"] != FORMAT:
         raise MismatchError(f"{folder} has checkpoint format {content['format']}; this version reads only {FORMAT}")
-    saved, mine = content["optimizer"], optimizer_shape(optimizer)
+    saved, mine = content["optimizer"], checkpoint_state.optimizer_shape(optimizer)
     if (saved["class"], saved["group_sizes"]) != mine:
-        raise MismatchError(
-            f"{folder} holds the state of {saved['class']} over {saved['group_sizes']} parameters (a number for each "
-            f"group); here it is {mine[0]} over {mine[1]}. Resume with the optimizer and adapter of the saved run"
-        )
+        raise MismatchError(f"{folder} holds the state of {saved['class']} over {saved['group_sizes']} parameters (a "
+                            f"number for each group); here it is {mine[0]} over {mine[1]}. Resume with the optimizer "
+                            "and adapter of the saved run")
 
 
 def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor]) -> None:
@@ -191,10 +174,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove and return what a killed process left half written; call it before a run's first save.
-
-    A whole checkpoint or adapter that was just about to be replaced by a newer copy of itself is put back.
-    """
+    """Remove or put back, and return, what a killed process left half written; call it before a first save."""
     leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")
@@ -208,18 +188,16 @@ def clean_leftovers(run_dir: Path) -> list[Path]:
     return leftovers
 
 
-# writing
-
-
 def write_files(
     temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: str, reference: dict[str, Tensor] | None
 ) -> None:
     """Fill the new folder `temp` and flush it to disk, the manifest last."""
     temp.mkdir(parents=True)
     # "auto" would ask the model hub about the vocabulary at each save; the embeddings are frozen anyway
-    model.save_pretrained(str(temp), selected_adapters=[ADAPTER], save_embedding_layers=False)
-    save_file({name: saved_copy(tensor) for name, tensor in tensors.items()}, temp / "optimizer.safetensors")
-    save_file(random_tensors(), temp / "rng.safetensors")
+    model.save_pretrained(str(temp), selected_adapters=[checkpoint_state.ADAPTER], save_embedding_layers=False)
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, temp / "optimizer.safetensors")  # copies, as no two tensors of a file may share memory
+    save_file(checkpoint_state.random_tensors(), temp / "rng.safetensors")
     if reference:
         save_file(reference, temp / REFERENCE_FILE)
     (temp / "state.json").write_text(text)

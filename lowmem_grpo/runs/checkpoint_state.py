@@ -40,7 +40,6 @@ def collect(
 
 
 def version(package: str) -> str:
-    """The installed version, for the record."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -53,18 +52,12 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
     return held
 
 
-def saved_copy(tensor: Tensor) -> Tensor:
-    """A copy that shares no memory with another tensor, as the file format demands."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Copies of the tensors in a file: `load_file` may map them to the file, which is deleted later."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def random_tensors() -> dict[str, Tensor]:
-    """Torch's random states, of the CPU and of each GPU."""
     states = {"cpu": torch.get_rng_state()}
     for index in range(torch.cuda.device_count()):
         states[f"cuda.{index}"] = torch.cuda.get_rng_state(index)
@@ -72,9 +65,7 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for `value`: tensors go to `tensors` under their path `name`, tuples and dicts keep their kind and keys.
-
-    Functions in a dict (of a scheduler) are left out.
+    """Return JSON for `value`: tensors go to `tensors` under their path `name`; a scheduler's functions are left out.
     """
     if torch.is_tensor(value):
         tensors[name] = value
@@ -104,13 +95,11 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
-    """The kind of an optimizer, and how many parameters each group of it has."""
     return type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load the state in the dtypes in which it was saved; `load_state_dict` would cast it to the parameters'. Whether
-    steps are fused is for the settings of the run that goes on to say."""
+    """Load the state in its saved dtypes, not the parameters'; fused steps are the settings' to choose."""
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         group.update({name: own[name] for name in ("fused", "foreach") if name in own})
     optimizer.load_state_dict(state)

@@ -26,8 +26,7 @@ def existing(path: Path) -> Path:
 
 
 def place_fault(run_dir: Path) -> tuple[str, str] | None:
-    """Return what keeps a run's folder from being made or written to, and what to do. Nothing is written to find out.
-    """
+    """Return what keeps a run's folder from being written to, and what to do. Nothing is written to find out."""
     place = existing(run_dir)
     if not place.is_dir():
         return f"output_dir is {str(run_dir)!r}, and {place} is a file", "choose another output_dir"
@@ -49,8 +48,8 @@ def number_of(error: Exception) -> int | None:
     """Return the system's number of an error; safetensors has it only in its text."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"os error (\d+)", str(error))
+    return int(match[1]) if match else None
 
 
 def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
@@ -68,9 +67,6 @@ def advice(number: int | None, needed: int, free: int | None) -> str:
         return f"it needs about {needed:,} bytes{'' if free is None else f' and {free:,} were free'}: make room"
     return (f"it needs about {needed:,} bytes, and {free:,} were free before. So either something else filled the disk "
             "at the same time, or a quota or the number of files (`df -i`) is at its limit: make room there")
-
-
-# A folder that is either whole or absent: it is written aside, then swapped in
 
 
 def swap_in(temp: Path, folder: Path) -> None:
@@ -91,7 +87,6 @@ def swap_in(temp: Path, folder: Path) -> None:
 
 
 def aside_of(folder: Path) -> Path:
-    """Return where a checkpoint waits while its successor takes its name."""
     return folder.with_name(f".{folder.name}.old-{os.getpid()}")
 
 

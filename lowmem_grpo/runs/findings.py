@@ -1,7 +1,4 @@
-"""Findings: what is wrong, and what to do about it. Checks, judges, alarms and the doctor all speak in this form.
-
-Only the standard library is imported here: the doctor also works where torch is missing.
-"""
+"""Findings: what is wrong and what to do, as checks, judges, alarms and the doctor say it (who has no torch)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +23,6 @@ class Finding:
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
-    """Return errors first, notes last."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -36,7 +32,6 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def mistakes(findings: Iterable[Finding]) -> list[Finding]:
-    """Return errors and warnings, without notes."""
     return [finding for finding in findings if finding.severity != "note"]
 
 

@@ -19,8 +19,7 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Collects step lines and gives one to log every `logging_steps`, and at the last step; completions are written at
-    every step."""
+    """Gives one line to log every `logging_steps`, and at the last step; completions are written at each step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
@@ -30,9 +29,7 @@ class Journal:
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Take one step's line; returns the line to log, or None if none is due yet. `before` is the step before.
-
-        `groups` are those whose completions are recorded.
+        """Take one step's line, and the groups whose completions are recorded; returns the line to log, if one is due.
         """
         if self.alarms is not None:
             line |= self.alarms.watch(line)
@@ -60,23 +57,18 @@ class Journal:
         return logged
 
     def show_sample(self, group: RolloutGroup, rollout: Rollout) -> None:
-        """One prompt and a completion, for `log_completions`."""
         what, ended = ("episode", f", ended by {rollout.ending}") if rollout.ending else ("completion", "")
-        logger.warning(
-            "step %d\n%s\n--- %s, reward %s%s\n%s", self.state.global_step,
-            prompt_text(rollout.opening or group.row.get("prompt")), what, rollout.reward, ended,
-            transcript(turn_records(rollout)) if rollout.turns else rollout.text,
-        )
+        logger.warning("step %d\n%s\n--- %s, reward %s%s\n%s", self.state.global_step,
+                       prompt_text(rollout.opening or group.row.get("prompt")), what, rollout.reward, ended,
+                       transcript(turn_records(rollout)) if rollout.turns else rollout.text)
 
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return which completions to print: `count` of them, with `unique` the best one of each prompt; for None the best
-    one of the first prompt."""
+    """Return which completions to print: `count` of them, or the best one of each prompt, or of the first one."""
     each = [(group, best_of(group)) for group in groups] if unique or count is None else [
         (group, rollout) for group in groups for rollout in group.rollouts]
     return each[: count or (None if unique else 1)]
 
 
 def best_of(group: RolloutGroup) -> Rollout:
-    """Return the completion of a prompt that earned most."""
-    return max(group.rollouts, key=lambda one: one.reward if one.reward is not None else -float("inf"))
+    return max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))

@@ -20,7 +20,6 @@ from typing import Any
 from lowmem_grpo.runs.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
-
 EVENTS = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step",
           "on_optimizer_step", "on_step_end", "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end",
           "on_push_begin")
@@ -33,7 +32,8 @@ REFUSED = {  # modules of classes that need what only their own trainer has
     "transformers.integrations": "use report_to for wandb, tensorboard and trackio",
     "trl": "it needs the parts of TRL's trainer; log_completions, report_to and records show what happens",
 }
-FLOW = "DefaultFlowCallback"  # of transformers: it sets in `control` what the loop itself decides here
+PROGRESS = "RichProgressCallback"  # TRL's bar, and the metrics in a table
+FLOW = "DefaultFlowCallback"  # transformers' own: it sets in `control` what the loop itself decides here
 
 
 class Callbacks:
@@ -59,6 +59,9 @@ class Callbacks:
         """Add a listener, or one of a class. TypeError for what has no hook; hooks that are never called are named."""
         made = listener() if isinstance(listener, type) else listener
         kind = type(made)
+        if kind.__name__ == PROGRESS and kind.__module__.startswith("trl."):
+            logger.warning("callbacks: %s is left out, as the live view shows progress and metrics", PROGRESS)
+            return
         for module, advice in REFUSED.items():
             if kind.__module__ == module or kind.__module__.startswith(f"{module}."):
                 raise TypeError(f"callbacks: {kind.__name__} cannot be used here; {advice}")
@@ -80,7 +83,6 @@ class Callbacks:
 
 
 def own_method(kind: type, name: str) -> bool:
-    """Return whether a class defines a hook itself, and does not only inherit that of transformers, which does nothing.
-    """
+    """Return whether a class defines a hook itself; transformers' own does nothing."""
     home = next((cls for cls in kind.__mro__ if name in vars(cls)), None)
     return home is not None and not home.__module__.startswith("transformers.")

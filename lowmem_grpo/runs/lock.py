@@ -1,9 +1,5 @@
-"""One owner of a run's folder: a second process that writes into it would repeat lines and break checkpoints.
-
-The owner holds an flock on a file in the folder. The system gives the lock back when the process ends, however it ends,
-so what a killed process or another boot has left never stands in the way. The file says who the owner is. It is removed
-when the run ends.
-"""
+"""One owner of a run's folder: a second process would repeat lines and break checkpoints. The owner holds an flock on a
+file, which names it; the system gives the lock back when the process ends, however it ends."""
 
 import errno
 import json
@@ -26,7 +22,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
-
 FILE, OWNER_BYTES = ".owner.json", 4096
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without them
@@ -38,11 +33,9 @@ class RunInUseError(RecordError):
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """Inside, this process owns the folder, which is made if need be. RunInUseError where another process does.
-
-    Where the file system has no locks, the file decides: an owner on this machine is looked for among its processes,
-    and one on another machine is believed to be alive.
-    """
+    """Inside, this process owns the folder, which is made if need be. RunInUseError where another process does. Where
+    the file system has no locks, the file decides: an owner on this machine is looked for among its processes, and one
+    on another machine is believed to be alive."""
     path = run_dir / FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -139,7 +132,6 @@ def boot() -> str:
 
 
 def write_owner(file: int) -> None:
-    """Put this process into the file."""
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot(), "command": " ".join(sys.argv)[:200],
              "since": datetime.now().astimezone().isoformat(timespec="seconds")}
     os.ftruncate(file, 0)

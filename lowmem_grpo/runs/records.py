@@ -1,8 +1,5 @@
-"""The run's records on disk: metrics.jsonl, completions.jsonl and summary.json, whole lines only.
-
-The folder of a run holds the newest one. The runs before it are in `earlier/1`, `earlier/2` and so on, each a whole
-folder of a run; nothing here deletes them.
-"""
+"""The run's records on disk: metrics.jsonl, completions.jsonl and summary.json, whole lines only. Runs before it are
+whole folders `earlier/1`, `earlier/2` ...; nothing here deletes them."""
 
 import json
 import logging
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     from lowmem_grpo.types import RolloutGroup  # which needs torch: a report is written without it
 
 logger = logging.getLogger(__name__)
-
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
 FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
 OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, "tensorboard", METRICS, SUMMARY)  # beside its checkpoints
@@ -38,11 +34,10 @@ class RunRecords:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.lines: Counter[str] = Counter()  # of each file, as far as this run wrote or read it
+        self.lines: Counter[str] = Counter()  # how many this run wrote into each file, or read there
 
-    def begin(self) -> Path | None:
-        """Make the directory ready for a new run. What it holds of another one is moved to a folder of its own in
-        `earlier`, which is returned. A move that was cut off is completed."""
+    def start_run(self) -> Path | None:
+        """Move what the directory holds of another run into a folder of `earlier`, which is returned."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER
         moving = earlier / ".moving"
@@ -67,15 +62,13 @@ class RunRecords:
         held = [name for name in (METRICS, COMPLETIONS, SUMMARY) if (self.run_dir / name).exists()]
         held += self.checkpoints()
         if held:
-            raise RecordError(
-                f"{self.run_dir} already holds a run ({', '.join(held[:4])}). Choose another output_dir, go on with it "
-                f"(resume=true), or move it to {self.run_dir / EARLIER} and begin a new one (overwrite_output_dir=true)"
-            )
+            raise RecordError(f"{self.run_dir} already holds a run ({', '.join(held[:4])}). Choose another output_dir, "
+                              f"go on with it (resume=true), or move it to {self.run_dir / EARLIER} and begin a new "
+                              "one (overwrite_output_dir=true)")
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and a half-written last line: they will be made again.
-
-        RecordError, before anything is dropped, for a damaged line among those that are kept."""
+        """Drop the lines of steps after `step`, and a half-written last line: they will be made again. RecordError,
+        before anything is dropped, for a damaged line among those that are kept."""
         held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
                 if os.path.lexists(self.run_dir / name)}
         for name, kept in held.items():
@@ -97,16 +90,13 @@ class RunRecords:
         self.append(METRICS, [metrics])
 
     def completions(self, step: int, groups: list["RolloutGroup"]) -> None:
-        """One line for each completion of a step."""
         self.append(COMPLETIONS, completion_lines(step, groups))
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Merge into summary.json."""
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
 
     def known(self) -> dict[str, Any]:
-        """Return the content of summary.json. One that cannot be read is kept under another name, and does not stop a
-        run."""
+        """Return the content of summary.json; a broken one is kept under another name, and stops no run."""
         path = self.run_dir / SUMMARY
         if not os.path.lexists(path):
             return {}
@@ -145,7 +135,7 @@ class NoRecords(RunRecords):
     def ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    begin = rewind = flush = summary = append = ignore
+    start_run = rewind = flush = summary = append = ignore
 
     def known(self) -> dict[str, Any]:
         return {}
@@ -163,22 +153,19 @@ def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> Reco
 def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, Any]]:
     """Return the lines of completions.jsonl for a step."""
     return [
-        {
-            "step": step, "prompt": prompt_text(rollout.opening or group.row.get("prompt")), "completion": rollout.text,
-            "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
-            "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
-            **({"seed": group.row["seed"]} if rollout.turns and "seed" in group.row else {}),
-            **({"extra": rollout.extras} if rollout.extras else {}),
-            **({"replayed_from": rollout.policy_version} if group.replayed else {}),
-        }
+        {"step": step, "prompt": prompt_text(rollout.opening or group.row.get("prompt")), "completion": rollout.text,
+         "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
+         "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
+         **({"seed": group.row["seed"]} if rollout.turns and "seed" in group.row else {}),
+         **({"extra": rollout.extras} if rollout.extras else {}),
+         **({"replayed_from": rollout.policy_version} if group.replayed else {})}
         for group in groups
         for rollout in group.rollouts
     ]
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as a reader and a judge see it: a text as it is, a chat with the role above each message, of a chat with
-    one message only its text, and nothing where an environment began."""
+    """Return a prompt as a text: of a chat with several messages, with the role above each."""
     if not isinstance(prompt, list):
         return "" if prompt is None else str(prompt)
     if len(prompt) == 1:
@@ -187,8 +174,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file; each has a `step`. A last line without an end is still being written, so it is
-    left out. ValueError for any other line that is no record."""
+    """Return the records of a file, without an unfinished last line; ValueError for a line that is no record."""
     records = []
     *complete, last = path.read_bytes().split(b"\n")
     for number, line in enumerate([*complete, last], start=1):
@@ -203,8 +189,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """The records up to a step. Damaged lines that follow the last of them are of later steps, or half written;
-    RecordError for one before it."""
+    """Return the records up to a step, whatever damage follows them; RecordError for a damaged line before."""
     kept: list[dict[str, Any]] = []
     damage = ""
     try:

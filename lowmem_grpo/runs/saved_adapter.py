@@ -5,15 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.runs import whole_files
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
-from lowmem_grpo.runs.whole_files import (
-    ADAPTER_FILE,
-    AdapterError,
-    CheckpointError,
-    check_adapter_folder,
-    last_good,
-    verify,
-)
+from lowmem_grpo.runs.whole_files import ADAPTER_FILE, AdapterError, CheckpointError, check_adapter_folder
 
 MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
@@ -39,7 +33,7 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
     if not path.is_dir():
         raise RunError(f"{path} is a file; give the folder of a run, of a checkpoint or of a saved adapter")
     if (path / MANIFEST).is_file():
-        verify(path)
+        whole_files.verify(path)
         return RunAdapter(path, f"{path.absolute().name}, a checkpoint")
     if any((path / name).is_file() for name in (ADAPTER_FILE, "adapter_config.json", "adapter_model.bin")):
         check_adapter_folder(path)
@@ -50,7 +44,7 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
 def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
     """The final adapter of a run directory, or its last good checkpoint."""
     summary = read_summary(run_dir)
-    good, broken = last_good(run_dir)
+    good, broken = whole_files.last_good(run_dir)
     if not summary and good is None and not broken:
         raise RunError(f"{run_dir} is neither a run nor an adapter: it holds no {SUMMARY}, no checkpoint and no "
                        f"{ADAPTER_FILE}")
@@ -108,8 +102,7 @@ class BaseRecord:
 
 
 def base_of_adapter(folder: Path) -> BaseRecord:
-    """Return the record of an adapter's base: this package's, or only the name that PEFT keeps. ValueError for a broken
-    record."""
+    """Return the record of an adapter's base, or only the name that PEFT keeps; ValueError for a broken one."""
     own = folder / BASE_FILE
     if own.is_file():
         try:
@@ -136,23 +129,21 @@ def check_base(folder: Path, name: str, revision: str | None) -> None:
     if other or (record.revision and revision and record.revision != revision):
         trained, here = (f"{model}{f', revision {at}' if at else ''}"
                          for model, at in ((record.model, record.revision), (name, revision)))
-        raise AdapterError(
-            f"the adapter in {folder} was trained on {trained}, and this model is {here}: load that base, or, if both "
-            f"are the same weights under two names, say so: load_lora({str(folder)!r}, any_base=True)"
-        )
+        raise AdapterError(f"the adapter in {folder} was trained on {trained}, and this model is {here}: load that "
+                           "base, or, if both are the same weights under two names, say so: "
+                           f"load_lora({str(folder)!r}, any_base=True)")
 
 
-def same_model(one: str, other: str) -> bool:
-    """Return whether two names or folders mean the same weights: the same folder, or the same last name (a copy, a fork
-    that stores them in 4 bit)."""
-    if Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve():
+def same_model(model: str, other: str) -> bool:
+    """Return whether two names or folders mean the same weights: one folder, or one last name (a fork in 4 bit)."""
+    if Path(model).is_dir() and Path(other).is_dir() and Path(model).resolve() == Path(other).resolve():
         return True
-    return plain_name(one) == plain_name(other)
+    return plain_name(model) == plain_name(other)
 
 
 def plain_name(model: str) -> str:
     """The last part of a name or path, without owner, and without what says that the weights are stored in 4 bit."""
-    snapshot = next((part for part in Path(model).parts if part.startswith("models--")), model)  # of the hub's cache
+    snapshot = next((part for part in Path(model).parts if part.startswith("models--")), model)  # in the hub's cache
     name = snapshot.replace("--", "/").rstrip("/").rpartition("/")[2].lower()
     for suffix in BASE_SUFFIXES:
         name = name.removesuffix(suffix)

@@ -26,7 +26,7 @@ class TrainerState:
     alarms: dict[str, Any] = field(default_factory=dict)  # what each alarm remembers
     best_metric: float | None = None  # highest mean reward at a save, or of what metric_for_best_model names
     best_model_checkpoint: str | None = None
-    best_global_step: int | None = None  # of the best evaluation, where one says which checkpoint is the best
+    best_global_step: int | None = None  # when the best evaluation was, where one says which checkpoint is the best
     unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last logged one
     log_history: list[dict[str, Any]] = field(default_factory=list)
     # What transformers' callbacks also ask for; there is one process.

@@ -19,13 +19,11 @@ ENDINGS = {  # why an episode ends, in words
 
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
-    """Return the fields of a line that only an episode has; none where the rollout is one answer.
-
-    `tokens` of the line counts all that followed the prompt, `sampled_tokens` those that the policy drew."""
-    found = {"ending": rollout.ending, "num_turns": len(rollout.turns),
+    """Return the fields of a line that only an episode has; `sampled_tokens` counts what the policy drew."""
+    values = {"ending": rollout.ending, "num_turns": len(rollout.turns),
              "sampled_tokens": None if rollout.trained is None else rollout.num_trained,
              "sequences": sequences(rollout), "turns": turn_records(rollout)}
-    return {name: value for name, value in found.items() if value not in (None, "", 0, [])}
+    return {name: value for name, value in values.items() if value not in (None, "", 0, [])}
 
 
 def sequences(rollout: "Rollout") -> int | None:
@@ -41,8 +39,7 @@ def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:
 
 
 def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
-    """Return how many tokens came between two turns; of a rewritten history, which only episodes with a `split` have,
-    how many the new prompt has."""
+    """Return how many tokens came between two turns, or how many a rewritten history's new prompt has."""
     held = len(before.prompt_ids) + len(before.completion_ids)
     if split and turn.prompt_ids[:held] != before.prompt_ids + before.completion_ids:
         return {"context": len(turn.prompt_ids), "rewritten": True}
@@ -52,19 +49,16 @@ def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
 def turn_record(turn: "Turn", new: dict[str, Any]) -> dict[str, Any]:
     """A turn: the text and the tokens that were sampled, what was read from them, what came back, and its reward."""
     calls = [call.get("function", call) for call in turn.message.get("tool_calls") or []]
-    found = new | {
-        "prompt_tokens": len(turn.prompt_ids), "cached": turn.cached_tokens, "failures": turn.failures,
-        "seconds": round(turn.seconds, 3), "cut_off": turn.finish_reason == "length",
-        "calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
-        "replies": [reply_record(reply) for reply in turn.replies],
-    }
-    kept = {name: value for name, value in found.items() if value}
+    values = new | {"prompt_tokens": len(turn.prompt_ids), "cached": turn.cached_tokens, "failures": turn.failures,
+                    "seconds": round(turn.seconds, 3), "cut_off": turn.finish_reason == "length",
+                    "calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
+                    "replies": [reply_record(reply) for reply in turn.replies]}
+    kept = {name: value for name, value in values.items() if value}
     paid = {} if turn.reward is None else {"reward": turn.reward}
     return {"text": turn.text, "tokens": len(turn.completion_ids), **kept, **paid}
 
 
 def reply_record(reply: "Message") -> dict[str, Any]:
-    """Who answered, and what."""
     named = {"name": reply["name"]} if reply.get("name") else {}
     return {"role": reply.get("role", "user"), **named, "content": content_text(reply)}
 
@@ -79,7 +73,6 @@ def content_text(message: "Message") -> str:
 
 
 def speaker(reply: dict[str, Any]) -> str:
-    """The role of a reply, and the tool's name where it has one."""
     return f"{reply['role']} {reply['name']}" if reply.get("name") else str(reply["role"])
 
 

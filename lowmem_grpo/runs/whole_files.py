@@ -52,10 +52,8 @@ def check_adapter_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if not (folder / ADAPTER_FILE).is_file() and (folder / "adapter_model.bin").exists():
-        raise CheckpointError(
-            f"{folder} holds its weights only as adapter_model.bin, a pickle file that can run code when read; save "
-            f"the adapter again as {ADAPTER_FILE} (peft's save_pretrained does so)"
-        )
+        raise CheckpointError(f"{folder} holds its weights only as adapter_model.bin, a pickle file that can run code "
+                              f"when read; save the adapter again as {ADAPTER_FILE} (peft's save_pretrained does so)")
     for name in (ADAPTER_FILE, "adapter_config.json"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter")
@@ -64,8 +62,8 @@ def check_adapter_folder(folder: Path) -> None:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return all folders checkpoint-{step} of a run, by ascending step, good or not."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run_dir.glob("checkpoint-*")}
-    found = [(int(match[1]), path) for path, match in steps.items() if match]
-    return [path for _, path in sorted(found)]
+    numbered = [(int(match[1]), path) for path, match in steps.items() if match]
+    return [path for _, path in sorted(numbered)]
 
 
 def last_good(run_dir: Path) -> tuple[Path | None, list[str]]:
@@ -82,7 +80,6 @@ def last_good(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

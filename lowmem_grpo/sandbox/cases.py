@@ -13,7 +13,7 @@ ALLOWED = (
     'allowed are test code ("assert add(1, 2) == 3"), {"call": "add", "args": [1, 2], "expected": 3}, '
     '{"input": "1 2", "output": "3"}, and the layouts of public datasets in docs/rewards.md'
 )
-NO_RESULT = object()  # of a call that may return only one thing
+NO_RESULT = object()  # a call may return only one thing
 THIRD_PARTY = {  # an import of another name that Python lacks means the code under test
     "numpy", "pandas", "scipy", "sympy", "sklearn", "torch", "tensorflow", "jax", "matplotlib", "seaborn", "networkx",
     "requests", "httpx", "aiohttp", "flask", "django", "fastapi", "pydantic", "sqlalchemy", "yaml", "bs4", "lxml",
@@ -46,8 +46,7 @@ class CallCase:
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """The input of the code as a script, and the output that it must print. White space at the ends of lines does not
-    count."""
+    """The input of the code as a script, and what it must print; white space at the ends of lines does not count."""
 
     stdin: str
     stdout: str
@@ -57,10 +56,8 @@ Case = AssertCase | CallCase | ProgramCase
 
 
 def read_cases(tests: Any, function: str | None = None) -> list[Case]:
-    """Return the cases of a row, in any layout of `layouts`. ValueError for anything else.
-
-    `function` names what is tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata.
-    """
+    """Return the cases of a row, in any layout of `layouts`. ValueError for anything else. `function` names what is
+    tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata."""
     listed = tests_in(tests, function)
     if not listed or (not isinstance(tests, str | dict | list | tuple) and listed == [tests]):
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
@@ -74,36 +71,35 @@ def read_case(test: Any, each_alone: bool = False) -> Case:
     allowed. `each_alone`: every result that is a list holds one value, which then is right too."""
     if isinstance(test, str) and test.strip():
         return read_code(test)
-    given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
-    if set(given) == {"code", "function"}:
-        return read_code(given["code"], given["function"])
-    if set(given) == {"input", "output"} and all(isinstance(text, str) for text in given.values()):
-        check_unicode(test)
-        return ProgramCase(given["input"], given["output"])
+    entries = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
+    if set(entries) == {"code", "function"}:
+        return read_code(entries["code"], entries["function"])
+    if set(entries) == {"input", "output"} and all(isinstance(text, str) for text in entries.values()):
+        try:
+            f"{test['input']}{test['output']}".encode()  # no file can hold half a surrogate pair
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a test is {test!r:.100}; it is not valid Unicode: {error}") from error
+        return ProgramCase(entries["input"], entries["output"])
     known = {"call", "args", "kwargs", "expected", "json", "wrapped"}
-    if "call" in given and set(given) <= known and isinstance(given["call"], str):
-        args, kwargs = given.get("args", []), given.get("kwargs", {})
+    if "call" in entries and set(entries) <= known and isinstance(entries["call"], str):
+        args, kwargs = entries.get("args", []), entries.get("kwargs", {})
         if isinstance(args, list | tuple) and isinstance(kwargs, dict) and "expected" in test:
-            also = encode(test["expected"][0]) if each_alone and given.get("wrapped") else NO_RESULT
-            return CallCase(given["call"], encode(tuple(args)), encode(kwargs), encode(test["expected"]),
-                            bool(given.get("json")), also)
+            also = encode(test["expected"][0]) if each_alone and entries.get("wrapped") else NO_RESULT
+            return CallCase(entries["call"], encode(tuple(args)), encode(kwargs), encode(test["expected"]),
+                            bool(entries.get("json")), also)
     raise ValueError(f"a test is {test!r:.100}; {ALLOWED}")
-
-
-def check_unicode(test: dict[str, Any]) -> None:
-    """Raises ValueError if no file can hold a program's input or output."""
-    try:
-        f"{test['input']}{test['output']}".encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a test is {test!r:.100}; it is not valid Unicode: {error}") from error
 
 
 def read_code(source: str, function: str | None = None) -> AssertCase:
     """Return test code with what it needs. ValueError if it does not parse, or imports what the sandbox lacks."""
-    tree = parse(source)
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"test code {source!r:.100} is not Python: {error}") from error
     nodes = list(ast.walk(tree))
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    if function and defines(tree, "check") and "check" not in called:  # HumanEval: its scorer adds the call
+    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if function and any(node.args.args for node in checks) and "check" not in called:  # HumanEval: its scorer calls it
         return read_code(f"{source}\n\ncheck({function})")
     names, modules = free_names(nodes), code_modules(nodes)
     fault = "" if names or modules else "it uses nothing of the code"
@@ -111,19 +107,6 @@ def read_code(source: str, function: str | None = None) -> AssertCase:
         fault = "it defines functions, and nothing calls them; code_passes_tests(function=COLUMN) names the argument " \
                 "of a check(candidate)"
     return AssertCase(source, names, modules, fault)
-
-
-def parse(source: str) -> ast.Module:
-    """Return the tree of test code."""
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"test code {source!r:.100} is not Python: {error}") from error
-
-
-def defines(tree: ast.Module, name: str) -> bool:
-    """Return whether test code defines a function of this name, with an argument."""
-    return any(isinstance(node, ast.FunctionDef) and node.name == name and node.args.args for node in tree.body)
 
 
 def runs(node: ast.stmt) -> bool:
@@ -134,7 +117,7 @@ def runs(node: ast.stmt) -> bool:
         return any(map(runs, node.body)) or bool(node.bases)  # a base may hold its tests
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
         return False
-    return not isinstance(node, ast.Assign | ast.Expr) or any(isinstance(one, ast.Call) for one in ast.walk(node))
+    return not isinstance(node, ast.Assign | ast.Expr) or any(isinstance(child, ast.Call) for child in ast.walk(node))
 
 
 def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
@@ -149,10 +132,8 @@ def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
 
 
 def free_names(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the names that test code uses and that neither it nor Python defines.
-
-    Only these come from the code under test, so it cannot replace `abs` or `sorted`.
-    """
+    """Return the names that test code uses and that neither it nor Python defines. Only these come from the code under
+    test, so it cannot replace `abs` or `sorted`."""
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

@@ -16,7 +16,7 @@ class SandboxTrials:
     """Tries each isolation in a thread of its own. `load` returns `sandbox.isolation`, or raises any error."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        self._found: dict[str, str | None] = {}  # by isolation: why it does not work, None where it does
+        self._reasons: dict[str, str | None] = {}  # by isolation: why it does not work, None where it does
         self._threads: dict[str, threading.Thread] = {}
         self._broken = ""
         try:
@@ -31,25 +31,21 @@ class SandboxTrials:
 
     def _try(self, isolation: Any, name: str) -> None:
         try:
-            self._found[name] = isolation.why_not(name)
+            self._reasons[name] = isolation.why_not(name)
         except Exception as error:  # noqa: BLE001 - see above
-            self._found[name] = f"{type(error).__name__}: {error}"
+            self._reasons[name] = f"{type(error).__name__}: {error}"
 
     def line(self, wait: float = WAIT) -> str:
-        """One line: the isolation that is taken by default, and why the others are not."""
+        """Return one line: the isolation that is taken by default, and why the others are not."""
         if self._broken:
             return f"unknown ({self._broken})"
         deadline = time.monotonic() + wait
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
-        found = dict(self._found)  # a late thread changes nothing any more
-        works = [name for name in self._threads if name in found and found[name] is None]
+        reasons = dict(self._reasons)  # a late thread changes nothing any more
+        works = [name for name in self._threads if name in reasons and reasons[name] is None]
         taken = self._by_default if self._by_default in works else None
         head = taken or ("none by default, process if asked for" if works else "none")
-        return f"{head} ({'; '.join(self._state(name, found) for name in self._threads if name != taken)})"
-
-    def _state(self, name: str, found: dict[str, str | None]) -> str:
-        if name not in found:
-            return f"{name}: no answer yet"
-        why = found[name]
-        return f"{name}: works" if why is None else f"{name}: {' '.join(why.split())[:120]}"
+        states = {name: "works" if why is None else " ".join(why.split())[:120] for name, why in reasons.items()}
+        others = (f"{name}: {states.get(name, 'no answer yet')}" for name in self._threads if name != taken)
+        return f"{head} ({'; '.join(others)})"

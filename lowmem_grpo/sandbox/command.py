@@ -34,13 +34,13 @@ def python_folders() -> list[str]:
 
 
 def python(root: str, descriptor: int) -> list[str]:
-    """Python without site-packages, environment or bytecode files, running `inside.main`."""
+    """Return Python without site-packages, environment or bytecode files, running `inside.main`."""
     code = INSIDE.format(root=root)
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", code, str(descriptor)]
 
 
 def command(isolation: str, limits: Limits, descriptor: int, scratch: str) -> Command:
-    """The command of an isolation. `descriptor` is the socket's number; `scratch` is a folder that `process` uses."""
+    """Return the command of an isolation. `descriptor` is the socket's number, `scratch` the folder for `process`."""
     if isolation == "process":
         root = str(HERE.parent)
         readable = [*python_folders(), str(HERE), *DEVICES]

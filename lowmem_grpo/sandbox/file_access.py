@@ -29,14 +29,14 @@ LOOK = EXECUTE | READ_FILE | READ_DIR
 
 
 def version() -> int:
-    """The kernel's version of Landlock; 0 if it is missing or off."""
+    """Return the kernel's version of Landlock; 0 if it is missing or off."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
-    return max(int(found), 0)
+    number = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
+    return max(int(number), 0)
 
 
 def attributes(known: int) -> bytes:
-    """All that a version can restrict, as a struct landlock_ruleset_attr. Older kernels know a shorter one."""
+    """Return all that a version can restrict, as a struct landlock_ruleset_attr. Older kernels know a shorter one."""
     files, tcp, scopes = (max((rights for first, rights in table.items() if first <= known), default=0)
                           for table in (FILES, TCP, SCOPES))
     return struct.pack("QQQ", files, tcp, scopes)[: 24 if scopes else 16 if tcp else 8]
@@ -44,9 +44,7 @@ def attributes(known: int) -> bytes:
 
 def restrict(readable: list[str], writable: list[str]) -> bool:
     """Allow only reading below `readable` and all to files below `writable`. Returns False if there is no Landlock.
-
-    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses.
-    """
+    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     known = version()
     if known < 1:
@@ -67,7 +65,6 @@ def restrict(readable: list[str], writable: list[str]) -> bool:
 
 
 def allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
-    """Allow the rights for everything below a path."""
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = struct.pack("=Qi", rights, place)

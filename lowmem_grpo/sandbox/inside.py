@@ -28,7 +28,7 @@ from typing import Any
 from lowmem_grpo.sandbox import leetcode, like_pytest
 from lowmem_grpo.sandbox.file_access import restrict
 from lowmem_grpo.sandbox.plain import decode, encode
-from lowmem_grpo.sandbox.remote import Link, Remote, Undecided, described, of_code, of_tests
+from lowmem_grpo.sandbox.remote import Link, RemoteObject, Undecided, described, of_code, of_tests
 from lowmem_grpo.sandbox.subject import Subject
 from lowmem_grpo.sandbox.system_calls import give_up_rights, install_filter
 
@@ -45,7 +45,7 @@ class Channel:
         self.lines = self.socket.makefile("rb")
 
     def receive(self) -> Any:
-        """The next message. Raises SystemExit if the other side is gone."""
+        """Return the next message. Raises SystemExit if the other side is gone."""
         line = self.lines.readline()
         if not line:
             raise SystemExit(0)
@@ -87,7 +87,6 @@ def prepare(order: dict[str, Any]) -> None:
 
 
 def open_as_stdin(text: str) -> None:
-    """Make descriptor 0 read `text`."""
     Path("stdin").write_text(text, encoding="utf-8")
     descriptor = os.open("stdin", os.O_RDONLY)
     os.unlink("stdin")
@@ -107,7 +106,7 @@ def limit(limits: dict[str, float]) -> None:
         resource.setrlimit(kind, (int(value), int(value)))
 
 
-class Source(importlib.abc.InspectLoader):
+class TextSource(importlib.abc.InspectLoader):
     """Loads a module from text, so that no file can be changed before it is read."""
 
     def __init__(self, text: str) -> None:
@@ -117,13 +116,13 @@ class Source(importlib.abc.InspectLoader):
         return self.text
 
 
-class TestSource(Source):
+class TestSource(TextSource):
     """Loads test code, which is run as if by pytest or unittest: without what starts those, and as the main program."""
 
     def get_code(self, fullname: str) -> Any:
         tree = ast.parse(self.text)
-        kept = [one for node in tree.body
-                for one in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
+        kept = [statement for node in tree.body
+                for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
         tree.body = [node for node in kept if not starts_tests(node)]
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -132,22 +131,20 @@ class TestSource(Source):
 
 
 def is_main_guard(node: ast.If) -> bool:
-    """Return whether it is `if __name__ == "__main__":`."""
     return "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
 
 
 def starts_tests(node: ast.stmt) -> bool:
-    """Return whether it calls unittest.main or pytest.main."""
-    return any(isinstance(one, ast.Call) and ast.unparse(one.func) in ("unittest.main", "pytest.main")
-               for one in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return any(isinstance(child, ast.Call) and ast.unparse(child.func) in ("unittest.main", "pytest.main")
+               for child in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
 
 
-def load(name: str, source: Source, given: dict[str, Any]) -> ModuleType:
-    """Run the source as a module `name`, with `given` among its globals. Raises whatever it raises."""
+def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType:
+    """Run the source as a module `name`, with `namespace` among its globals. Raises whatever it raises."""
     spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    vars(module).update(given)
+    vars(module).update(namespace)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -162,13 +159,13 @@ def run_program(order: dict[str, Any], channel: Channel) -> None:
 
 def serve(order: dict[str, Any], channel: Channel) -> None:
     """Load the code, then answer calls until the other side hangs up."""
-    link = Link(channel, of_module, Remote)
-    asks = Remote(link, -1, "", False)._ask
+    link = Link(channel, of_module, RemoteObject)
+    asks = RemoteObject(link, -1, "", False)._ask
     known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: asks("input", *text)}
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
         # As built-in names they are known in the code, and not taken for something that it defines.
-        link.module = load("solution", Source(order["code"]), {"__builtins__": {**vars(builtins), **known}})
+        link.module = load("solution", TextSource(order["code"]), {"__builtins__": {**vars(builtins), **known}})
         channel.send({"loaded": True})
     except BaseException as error:  # noqa: BLE001, also SystemExit: the code does not decide when this ends
         channel.send(described(error))
@@ -186,7 +183,6 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
 
 
 def answer(module: ModuleType, request: dict[str, Any]) -> Any:
-    """Return the encoded result of one call."""
     function = find(module, request["call"])
     return encode(function(*decode(request["args"]), **decode(request["kwargs"])))
 
@@ -199,17 +195,16 @@ def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return a function, or as in "Solution.two_sum" a method of a new object, also where only the method is named.
-    NameError if there is none."""
-    found: Any = module
+    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError without one."""
+    target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"
     for part in name.split("."):
-        found = found() if isinstance(found, type) else found
-        if not hasattr(found, part):
+        target = target() if isinstance(target, type) else target
+        if not hasattr(target, part):
             raise NameError(f"the code defines no {name}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def run_asserts(order: dict[str, Any], channel: Channel) -> None:
@@ -229,11 +224,10 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
 
 
 def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
-    """Return the outcome of one test, and why."""
     try:
         helpers = leetcode.for_tests(set(test["names"]), test["source"])
-        given = {name: code.named(name) for name in test["names"] if name not in helpers}
-        like_pytest.run_all(load("tests", TestSource(test["source"]), given | helpers))
+        subjects = {name: code.named(name) for name in test["names"] if name not in helpers}
+        like_pytest.run_all(load("tests", TestSource(test["source"]), subjects | helpers))
         if link.broken is not None:
             raise link.broken
     except Undecided as why:
@@ -259,20 +253,20 @@ class Code(ModuleType):
             return decode(self.link.ask("names")["value"])
         if name.startswith("__"):
             raise AttributeError(name)
-        found = self.named(name)
-        if isinstance(found, Missing):
-            self.link.raised.append((error := AttributeError(found.text), found.text))
+        value = self.named(name)
+        if isinstance(value, Missing):
+            self.link.raised.append((error := AttributeError(value.text), value.text))
             raise error
-        return found
+        return value
 
     def named(self, name: str) -> Any:
         """Return what the code defines under a name; what is missing is an error only where it is used."""
         reply = self.link.ask("get", name)
         if "value" not in reply:
             return Missing(self.link, str(reply.get("text")))
-        found = decode(reply["value"], self.link.referred)
-        self.link.named |= {name} if isinstance(found, Subject) and found._kind == "type" else set()
-        return found
+        value = decode(reply["value"], self.link.referred)
+        self.link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
+        return value
 
 
 class Missing:
@@ -290,7 +284,6 @@ class Missing:
 
 
 def failed_line(error: BaseException, source: str) -> str:
-    """The line of the test that failed, and what its assert says."""
     numbers, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") == "tests":

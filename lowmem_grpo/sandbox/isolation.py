@@ -45,10 +45,8 @@ class Sandbox:
 
 
 def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
-    """Return the named isolation, or for None bubblewrap, after a trial run.
-
-    Raises ValueError for an unknown name, and SandboxError if what was asked for does not work here.
-    """
+    """Return the named isolation, or for None bubblewrap, after a trial run. Raises ValueError for an unknown name, and
+    SandboxError if what was asked for does not work here."""
     if isolation is not None and isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for {BY_DEFAULT}")
     name = isolation or BY_DEFAULT
@@ -78,5 +76,4 @@ def why_not(isolation: str) -> str | None:
 
 @functools.cache
 def warn_of_process() -> None:
-    """Warn once of what the opt-in leaves open."""
     logger.warning(PROCESS_WARNING)

@@ -14,15 +14,11 @@ MODULES = (*STARRED, "sys", "os", "io", "time")
 
 
 class ListNode:
-    """A node of a linked list."""
-
     def __init__(self, val: Any = 0, next: Any = None) -> None:
         self.val, self.next = val, next
 
 
 class TreeNode:
-    """A node of a binary tree."""
-
     def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
         self.val, self.left, self.right = val, left, right
 
@@ -31,18 +27,16 @@ class TreeNode:
 
 
 def list_node(values: list[Any]) -> Any:
-    """Return the linked list of these values."""
     first = None
     for value in reversed(values):
         first = ListNode(value, first)
     return first
 
 
-def is_same_list(one: Any, other: Any) -> bool:
-    """Return whether two linked lists hold the same values."""
-    while one and other and one.val == other.val:
-        one, other = one.next, other.next
-    return one is None and other is None
+def is_same_list(first: Any, other: Any) -> bool:
+    while first and other and first.val == other.val:
+        first, other = first.next, other.next
+    return first is None and other is None
 
 
 def tree_node(values: Iterable[Any]) -> Any:
@@ -59,11 +53,10 @@ def tree_node(values: Iterable[Any]) -> Any:
     return root
 
 
-def is_same_tree(one: Any, other: Any) -> bool:
-    """Return whether two trees hold the same values."""
-    if not one or not other:
-        return one is None and other is None
-    return one.val == other.val and is_same_tree(one.left, other.left) and is_same_tree(one.right, other.right)
+def is_same_tree(first: Any, other: Any) -> bool:
+    if not first or not other:
+        return first is None and other is None
+    return first.val == other.val and is_same_tree(first.left, other.left) and is_same_tree(first.right, other.right)
 
 
 NODES = {"ListNode": ListNode, "TreeNode": TreeNode}
@@ -71,18 +64,18 @@ HELPERS = {"list_node": list_node, "is_same_list": is_same_list, "tree_node": tr
 
 
 def names() -> dict[str, Any]:
-    """Return the names that code may use."""
     modules = {name: importlib.import_module(name) for name in MODULES if name not in ("os", "time")}
-    found: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for name in STARRED:
-        given = vars(modules[name])
-        found |= {one: given[one] for one in given.get("__all__", [one for one in given if one[:1] != "_"])}
-    return found | modules | {name: value for name, value in vars(builtins).items() if name[:1] != "_"} | NODES
+        members = vars(modules[name])
+        public = members.get("__all__", [member for member in members if member[:1] != "_"])
+        known |= {member: members[member] for member in public}
+    return known | modules | {name: value for name, value in vars(builtins).items() if name[:1] != "_"} | NODES
 
 
 def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
-    """Return those of a test's names that never come from the code: modules of Python (but not a function that is named
-    like one), and the helpers."""
-    found = {name: importlib.import_module(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
+    """Return those of a test's names that never come from the code: the helpers, and modules of Python."""
+    # a function that is named like a module is the code's
+    modules = {name: importlib.import_module(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
     helpers = HELPERS | NODES if wanted & HELPERS.keys() else {}
-    return found | {name: value for name, value in helpers.items() if name in wanted}
+    return modules | {name: value for name, value in helpers.items() if name in wanted}

@@ -61,7 +61,7 @@ class approx:  # noqa: N801, pytest's name
                 approx(value, **self.options) == got[key] for key, value in expected.items())
         if isinstance(expected, list | tuple):
             return isinstance(got, list | tuple) and len(got) == len(expected) and all(
-                approx(value, **self.options) == one for value, one in zip(expected, got, strict=True))
+                approx(value, **self.options) == item for value, item in zip(expected, got, strict=True))
         if isinstance(expected, bool | str | None) or not isinstance(got, int | float | type(expected)):
             return bool(got == expected)
         rel, least = self.options["rel"], self.options["abs"]
@@ -72,7 +72,6 @@ class approx:  # noqa: N801, pytest's name
 
 
 def fail(reason: str = "", **_: Any) -> None:
-    """Fail the test."""
     raise AssertionError(reason)
 
 
@@ -95,14 +94,13 @@ class Mark:
         return decorate
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *given, **_: given[0] if given and inspect.isroutine(given[0]) else lambda test: test
+        return lambda *args, **_: args[0] if args and inspect.isroutine(args[0]) else lambda test: test
 
 
 mark = Mark()
 
 
 def fixture(function: Any = None, **_: Any) -> Any:
-    """Mark a function as a fixture."""
     if function is None:
         return fixture
     function.is_fixture = True
@@ -122,11 +120,11 @@ class MonkeyPatch:
 
 
 @contextlib.contextmanager
-def fixtures(module: ModuleType, function: Any, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def fixtures(module: ModuleType, function: Any, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Give the arguments of a test: those of its case, fixtures of the module, and pytest's own."""
     patched = [patch for patch in getattr(function, "patchings", []) if repr(patch.new) == "sentinel.DEFAULT"]
     with contextlib.ExitStack() as stack:  # unittest.mock.patch gives its own arguments first
-        yield {name: given[name] if name in given else made(module, name, stack)
+        yield {name: case[name] if name in case else made(module, name, stack)
                for name in list(inspect.signature(function).parameters)[len(patched):]}
 
 
@@ -135,8 +133,8 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
     own = getattr(module, name, None)
     if getattr(own, "is_fixture", False):
         assert own is not None
-        given = own(**stack.enter_context(fixtures(module, own, {})))
-        return stack.enter_context(contextlib.contextmanager(lambda: given)()) if inspect.isgenerator(given) else given
+        value = own(**stack.enter_context(fixtures(module, own, {})))
+        return stack.enter_context(contextlib.contextmanager(lambda: value)()) if inspect.isgenerator(value) else value
     if name == "monkeypatch":
         return MonkeyPatch(stack)
     if name == "tmp_path":
@@ -149,7 +147,6 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
 
 
 def taken(stream: io.StringIO) -> str:
-    """Return what a stream holds, and empty it."""
     text = stream.getvalue()
     stream.seek(0)
     stream.truncate()
@@ -158,12 +155,12 @@ def taken(stream: io.StringIO) -> str:
 
 def run_all(module: ModuleType) -> None:
     """Run the tests that a module defines, as pytest finds them. Raises what the first one that fails raises."""
-    for name, found in list(vars(module).items()):
-        if name.startswith("test") and inspect.isfunction(found) and not getattr(found, "is_fixture", False):
-            run(module, found)
-        elif name.startswith("Test") and isinstance(found, type) and not hasattr(found, "runTest") and not (
-                hasattr(found, "assertEqual")):
-            run_class(module, found)
+    for name, member in list(vars(module).items()):
+        if name.startswith("test") and inspect.isfunction(member) and not getattr(member, "is_fixture", False):
+            run(module, member)
+        elif name.startswith("Test") and isinstance(member, type) and not hasattr(member, "runTest") and not (
+                hasattr(member, "assertEqual")):
+            run_class(module, member)
     if "unittest" in sys.modules:
         import unittest
 
@@ -171,18 +168,16 @@ def run_all(module: ModuleType) -> None:
 
 
 def run_class(module: ModuleType, kind: type) -> None:
-    """Run the tests of a class, each on a new object."""
     for name in [name for name in dir(kind) if name.startswith("test")]:
-        one = kind()
+        instance = kind()
         for step in ("setup_class", "setup_method", name, "teardown_method", "teardown_class"):
-            if (found := getattr(one, step, None)) is not None:
-                run(module, found)
+            if (method := getattr(instance, step, None)) is not None:
+                run(module, method)
 
 
 def run(module: ModuleType, test: Any) -> None:
-    """Run one test with each of its cases."""
     for case in getattr(test, "cases", [{}]):
         with fixtures(module, test, case) as arguments:
-            found = test(**arguments)
-            if inspect.iscoroutine(found):
-                asyncio.run(found)
+            result = test(**arguments)
+            if inspect.iscoroutine(result):
+                asyncio.run(result)

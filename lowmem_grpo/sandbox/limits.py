@@ -13,10 +13,10 @@ class Limits:
     seconds: float = 5.0  # wall time of one test
     total_seconds: float = 10.0  # wall and CPU time of all tests of a completion together
     memory_bytes: int = 512 * MIB  # address space of the process; Python alone takes about 30 MiB
-    scratch_bytes: int = 16 * MIB  # of a single file, and of the whole scratch directory
+    scratch_bytes: int = 16 * MIB  # for a single file, and for the whole scratch directory
     files: int = 64  # open at a time, and in the scratch directory (counted every 50 ms)
-    output_bytes: int = 256 * 1024  # of standard output and standard error together, and of one answer
-    code_bytes: int = 100_000  # of the code itself, as UTF-8
+    output_bytes: int = 256 * 1024  # for standard output and error together, and for one answer
+    code_bytes: int = 100_000  # the code itself, as UTF-8
 
     def __post_init__(self) -> None:
         least = {"seconds": 0.05, "total_seconds": 0.05, "memory_bytes": 64 * MIB, "scratch_bytes": 64 * 1024,

@@ -18,7 +18,7 @@ from typing import Any
 BIG_INT_BITS = 1024  # longer ones are written as hex: Python refuses to print very long ones as decimals
 UNORDERED = ("set", "frozenset", "dict", "Counter")
 LISTS = ("tuple", "iterator", "deque", "range")  # equal to a list of the same items: a dataset holds only lists
-MOST_STEPS = 100_000  # of a range that is compared with a list
+MOST_STEPS = 100_000  # in a range that is compared with a list
 WRITTEN_BY_CODE = ("solution", "tests")  # modules whose classes are not plain data, although a base may be
 SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
 SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -93,12 +93,10 @@ def decode(tree: Any, referred: Refer | None = None) -> Any:
 
 
 def same(expected: Any, got: Any, json: bool = False) -> bool:
-    """Return whether two encoded trees stand for the same value.
-
-    Types must be the same (1, 1.0 and True differ), except that a list equals other sequences: a dataset cannot hold
-    them. Floats may differ by a billionth, and NaN equals NaN. Only the trees are compared: no foreign value is ever
-    hashed. With `json` the expected value was JSON: numbers are equal as Python's are, and keys as JSON writes them.
-    """
+    """Return whether two encoded trees stand for the same value. Types must be the same (1, 1.0 and True differ),
+    except that a list equals other sequences: a dataset cannot hold them. Floats may differ by a billionth, and NaN
+    equals NaN. Only the trees are compared: no foreign value is ever hashed. With `json` the expected value was JSON:
+    numbers are equal as Python's are, and keys as JSON writes them."""
     expected, got = as_list(expected), as_list(got)
     if json:
         expected, got = as_number(expected), as_number(got)
@@ -122,7 +120,6 @@ def same(expected: Any, got: Any, json: bool = False) -> bool:
 
 
 def as_list(tree: Any) -> Any:
-    """Return the items of an encoded sequence; anything else as it is."""
     if not isinstance(tree, dict) or len(tree) != 1 or next(iter(tree)) not in LISTS:
         return tree
     ((name, content),) = tree.items()
@@ -141,10 +138,5 @@ def as_number(tree: Any) -> Any:
 def ordered(items: Any, json: bool = False) -> Any:
     """Return trees in an order that depends only on their content; of pairs, with keys as JSON writes them."""
     if json:
-        items = [[as_key(key), item] for key, item in items]
+        items = [[key if isinstance(key, str | dict | list) else dumps(key), item] for key, item in items]
     return sorted(items, key=lambda item: dumps(item, sort_keys=True))
-
-
-def as_key(tree: Any) -> Any:
-    """Return a key of a dictionary as JSON writes it; what JSON cannot write, as it is."""
-    return tree if isinstance(tree, str | dict | list) else dumps(tree)

@@ -35,31 +35,30 @@ class Undecided(BaseException):
 
 
 class Link:
-    """One process's end. `perform` does what the other process asks, `stand_in` is the class of what stands for its
-    objects."""
+    """One process's end. `perform` does what the other process asks; a `stand_in` stands for one of its objects."""
 
     def __init__(self, channel: Any, perform: Callable[..., Any], stand_in: type) -> None:
         self.channel, self.perform, self.stand_in = channel, perform, stand_in
         self.own: list[Any] = []
         self.module: Any = None  # the code, in its own process
-        self.numbers: dict[int, int] = {}  # of own objects, by id
+        self.numbers: dict[int, int] = {}  # own objects' numbers, by id
         self.theirs: dict[int, Any] = {}
         self.errors: dict[str, type] = {}  # classes of exceptions, by name
         self.broken: AssertionError | None = None  # an assert of a callback
         self.named: set[str] = set()  # classes of the code that the test uses by name
-        self.calls = 0  # of the code, and all else that is done with its objects
-        self.answers = 0  # of the code, that a test can compare with something
+        self.calls = 0  # to the code, and all else that is done with its objects
+        self.answers = 0  # from the code, that a test can compare with something
         self.raised: list[tuple[BaseException, str]] = []  # by the code
 
     def refer(self, value: Any) -> Any:
         """Return the tree of what is not plain data."""
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return {"yours": value._number}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": names_of(value)}
         if isinstance(value, type) and value in vars(builtins).values():
             return {"type": value.__name__}
-        if self.stand_in is not Remote and isinstance(value, Iterator):
+        if self.stand_in is not RemoteObject and isinstance(value, Iterator):
             return {"iterator": [encode(item, self.refer) for item in value]}
         number = self.numbers.setdefault(id(value), len(self.own))
         self.own += [value] if number == len(self.own) else []
@@ -72,20 +71,20 @@ class Link:
             return self.own[content]
         if kind == "error":
             return self.error_class(content)
-        if kind == "type" and isinstance(found := getattr(builtins, content), type):
-            return found
+        if kind == "type" and isinstance(builtin := getattr(builtins, content), type):
+            return builtin
         if kind != "ref":
             raise ValueError(f"{kind!r} is no type of encoded data")
         return self.theirs.setdefault(content[0], self.stand_in(self, *content))
 
     def error_class(self, names: list[str]) -> Any:
         """Return the class of an exception: a built-in one, or one that is named like the code's."""
-        found: Any = getattr(builtins, str(names[-1]), None)
-        if not isinstance(found, type) or not issubclass(found, Exception | SystemExit):
-            found = RuntimeError
+        cls: Any = getattr(builtins, str(names[-1]), None)
+        if not isinstance(cls, type) or not issubclass(cls, Exception | SystemExit):
+            cls = RuntimeError
         for name in reversed(names[:-1]):
-            found = self.errors.setdefault(name, type(name, (found,), {}))
-        return found
+            cls = self.errors.setdefault(name, type(name, (cls,), {}))
+        return cls
 
     def ask(self, do: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the other process's answer. What that process asks in the meantime is answered first."""
@@ -98,13 +97,12 @@ class Link:
         return dict(answer)
 
     def serve(self, request: dict[str, Any]) -> None:
-        """Answer one request."""
         printed = Tee()
         try:
             args = [decode(tree, self.referred) for tree in request["args"]]
             kwargs = {name: decode(tree, self.referred) for name, tree in request["kwargs"].items()}
             before = self.changeable([*args, *kwargs.values()])
-            with contextlib.redirect_stdout(printed) if self.stand_in is Remote else contextlib.nullcontext():
+            with contextlib.redirect_stdout(printed) if self.stand_in is RemoteObject else contextlib.nullcontext():
                 value = self.perform(self, request["do"], args, kwargs)
                 awaited = inspect.iscoroutine(value)
                 value = asyncio.run(value) if awaited else value
@@ -133,7 +131,7 @@ class Tee(io.StringIO):
         return super().write(text)
 
 
-class Remote:
+class RemoteObject:
     """An object of the other process: it can be called, and has attributes."""
 
     def __init__(self, link: Link, number: int, kind: str, is_plain: bool) -> None:
@@ -157,10 +155,8 @@ class Remote:
         self._ask("setattr", self, name, value)
 
 
-def operation(name: str) -> Callable[..., Any]:
-    """Return Python's function of this name."""
-    found: Callable[..., Any] = getattr(operator, name, None) or getattr(builtins, name)
-    return found
+def operation(name: str) -> Any:
+    return getattr(operator, name, None) or getattr(builtins, name)
 
 
 def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -179,11 +175,11 @@ def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 
 def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of what the code asks of the tests: to call what they passed, to use their own objects' public
-    attributes, or to read what they have made of `input`."""
+    """Return what the code may ask of the tests: to call what they passed, public attributes of their own objects, or
+    what they have made of `input`."""
     if do == "input":
         return input(*args)
-    ours = any(args[0] is one for one in link.own)
+    ours = any(args[0] is value for value in link.own)
     if do == "call" and ours:
         return args[0](*args[1:], **kwargs)
     public = type(args[0]).__module__ in ("tests", leetcode.__name__) and not str(args[1]).startswith("_")
@@ -215,8 +211,8 @@ def renew(old: Any, new: Any) -> None:
 
 def names_of(kind: type) -> list[str]:
     """Return the names of an exception's class and of those above it, up to the first built-in one."""
-    names = [one.__name__ for one in kind.__mro__]
-    built_in = [getattr(builtins, one.__name__, None) is one for one in kind.__mro__]
+    names = [cls.__name__ for cls in kind.__mro__]
+    built_in = [getattr(builtins, cls.__name__, None) is cls for cls in kind.__mro__]
     return names[: built_in.index(True) + 1]
 
 
@@ -233,12 +229,10 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def as_exception(link: Link, answer: dict[str, Any]) -> BaseException:
-    """Return the other side's exception as one of its kind, so that a test can expect it.
-
-    Those that Python takes for the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them.
-    """
+    """Return the other side's exception as one of its kind, so that a test can expect it. Those that Python takes for
+    the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them."""
     kind = link.error_class([str(name) for name in answer.get("names") or [answer.get("error")]])
     if issubclass(kind, NOT_RAISED):
         return RuntimeError(str(answer.get("text", "")))
-    found: BaseException = kind(*(decode(tree) for tree in answer.get("args", ())))
-    return found
+    exception: BaseException = kind(*(decode(tree) for tree in answer.get("args", ())))
+    return exception

@@ -28,7 +28,7 @@ class ScratchFolder:
             self._lock = locked(self.path)
 
     def usage(self, most: int) -> tuple[int, int]:
-        """Files and bytes in it, counted up to `most` files. A folder that cannot be read counts as too many."""
+        """Return files and bytes in it, counted up to `most` files. A folder that cannot be read has too many."""
         waiting, entries, size = [self.path], 0, 0
         try:
             while waiting and entries <= most:
@@ -54,10 +54,8 @@ class ScratchFolder:
 
 
 def locked(folder: str) -> int:
-    """A descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder.
-
-    On a file system without locks the descriptor holds none, and no sweep removes anything there.
-    """
+    """Return a descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder. On a
+    file system without locks the descriptor holds none, and no sweep removes anything there."""
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -84,7 +82,6 @@ def sweep(below: str) -> None:
 
 
 def remove_unowned(folder: str) -> None:
-    """Remove a folder if nobody holds its lock."""
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -103,6 +100,5 @@ def remove(folder: str) -> None:
 
 
 def usage_of_tmpfs(place: int) -> tuple[int, int]:
-    """Files and bytes in the tmpfs of a descriptor."""
     state = os.fstatvfs(place)
     return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowmem_grpo.sandbox.plain import decode
-from lowmem_grpo.sandbox.remote import CHANGEABLE, Remote, Undecided, as_exception, operation
+from lowmem_grpo.sandbox.remote import CHANGEABLE, RemoteObject, Undecided, as_exception, operation
 
 MOST = 1000  # items of an iterator that are fetched at a time
 
 
-class Subject(Remote):
+class Subject(RemoteObject):
     """An object of the code under test, in the tests."""
 
     def _ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
@@ -52,24 +52,24 @@ class Subject(Remote):
             return bool((self._plain or self._kind in self._link.named) and self._as_data(other) == other)
         if self is not other and not self._ask("eq", self, other):
             return False
-        states = {self._ask("state", one) for one in (self, other)} if self is not other or self._made else set()
+        states = {self._ask("state", side) for side in (self, other)} if self is not other or self._made else set()
         if len(states) > 1 or any(made not in state for made in self._made + other._made for state in states):
             raise Undecided(f"only the code says that two objects are equal; what they hold does not ({self._kind})")
         return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().__call__(*args, **kwargs)
-        if self._kind == "type" and isinstance(found, Subject):
-            made = [json.dumps(one) for one in (*args, *kwargs.values()) if isinstance(one, str | int | float)]
-            object.__setattr__(found, "_made", made)
-        return found
+        result = super().__call__(*args, **kwargs)
+        if self._kind == "type" and isinstance(result, Subject):
+            made = [json.dumps(value) for value in (*args, *kwargs.values()) if isinstance(value, str | int | float)]
+            object.__setattr__(result, "_made", made)
+        return result
 
     def __hash__(self) -> int:
         return int(self._ask("hash", self))
 
     def __contains__(self, item: Any) -> bool:
         try:
-            return any(item is one or item == one for one in self)
+            return any(item is element or item == element for element in self)
         except TypeError:
             return bool(item in self._as_data(item))
 
@@ -80,9 +80,9 @@ class Subject(Remote):
             size = min(2 * size, MOST)
 
     def __next__(self) -> Any:
-        if not (found := self._ask("take", self, 1)):
+        if not (items := self._ask("take", self, 1)):
             raise StopIteration
-        return found[0]
+        return items[0]
 
     def __enter__(self) -> Any:
         return self._ask("enter", self)
@@ -129,11 +129,11 @@ def computed(name: str, turned: bool = False) -> Callable[..., Any]:
     compared: what the test expects may be in it, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
-            found = self._ask(name, *((other, self) if turned else (self, other)))
-            if isinstance(found, Subject):
-                object.__setattr__(found, "_fed", not isinstance(other, Subject) or self._fed or other._fed)
-            if isinstance(other, Subject) or isinstance(found, Subject):
-                return found
+            result = self._ask(name, *((other, self) if turned else (self, other)))
+            if isinstance(result, Subject):
+                object.__setattr__(result, "_fed", not isinstance(other, Subject) or self._fed or other._fed)
+            if isinstance(other, Subject) or isinstance(result, Subject):
+                return result
         return getattr(operator, name)(*((other, self._as_data(other)) if turned else (self._as_data(other), other)))
 
     return compute

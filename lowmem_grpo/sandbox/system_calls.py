@@ -64,7 +64,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "sched_getparam": (143, 121), "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
     "capget": (125, 90),
 }
-NEWEST = 450  # of Linux 6.1, on every machine
+NEWEST = 450  # in Linux 6.1, on every machine
 Test = tuple[int, int, int]  # argument, mask, and the value that must be left
 WHOLE, O_ASYNC = 0xFFFFFFFF, 0x2000
 F_SETFL, LOOKS, LOCKS = 4, (0, 1, 2, 3, 1030, 1032), (5, 6, 7, 36, 37, 38)  # duplicates, flags, size of a pipe; locks
@@ -89,10 +89,8 @@ REFUSE: Instruction = (RETURN, 0, 0, ERRNO | errno.EPERM)
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter for "x86_64" or "aarch64": instructions of code u16, jump if true u8, if false u8, value u32.
-
-    Raises OSError for another machine.
-    """
+    """Return the filter for "x86_64" or "aarch64": instructions of code u16, jump if true u8, if false u8, value u32.
+    Raises OSError for another machine."""
     if machine not in MACHINES:
         raise OSError(f"no filter of system calls for {machine}; there is one for {', '.join(MACHINES)}")
     column, arch = MACHINES[machine]
@@ -117,10 +115,8 @@ def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
 
 
 def give_up_rights() -> None:
-    """Drop every capability for good, and die with the parent. Raises OSError if the kernel refuses.
-
-    After this other processes of the same user cannot read the process's memory: it is not dumpable.
-    """
+    """Drop every capability for good, and die with the parent. Raises OSError if the kernel refuses. After this other
+    processes of the same user cannot read the process's memory: it is not dumpable."""
     libc = with_prctl()
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "PR_SET_PDEATHSIG")
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
@@ -139,14 +135,12 @@ def install_filter() -> None:
 
 
 def with_prctl() -> ctypes.CDLL:
-    """The C library, with the arguments of prctl as the kernel wants them."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
     return libc
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError if a call failed: the C library then returns -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

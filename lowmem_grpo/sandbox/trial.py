@@ -35,7 +35,7 @@ class Verdict:
 
 
 def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
-    """One verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
+    """Return one verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
     if fault := why_refused(code, sandbox.limits.code_bytes):
         return [Verdict("refused", fault)] * len(cases)
     trial = Trial(code, sandbox, any(isinstance(case, CallCase) and case.json for case in cases))
@@ -46,7 +46,7 @@ def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
 
 
 def why_refused(code: str, most: int) -> str | None:
-    """Why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
+    """Return why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
     if not code.strip():
         return "no code"
     try:
@@ -59,7 +59,7 @@ def why_refused(code: str, most: int) -> str | None:
 
 
 def too_large(code: str, stdin: str, most: int) -> str | None:
-    """Why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
+    """Return why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
     size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
     return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
 
@@ -78,7 +78,6 @@ class Trial:
         self.begun: set[str] = set()  # roles that had a process
 
     def verdict(self, case: Case) -> Verdict:
-        """Run one test."""
         if time.monotonic() >= self.ends:
             return Verdict("timeout", f"not begun within {self.limits.total_seconds:g} s of all tests")
         try:
@@ -90,14 +89,13 @@ class Trial:
             return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
 
     def close(self) -> None:
-        """End both processes."""
         for worker in (self.server, self.tester):
             if worker is not None:
                 worker.close()
         self.server = self.tester = None
 
     def started(self, role: str, code: str, **more: object) -> Worker:
-        """A process. Its start does not count as the code's time, unless it replaces a process that the code ended."""
+        """Start a process. That does not count as the code's time, unless it replaces one that the code ended."""
         began = time.monotonic()
         worker = self.sandbox.start(role, code, **more)
         if role == "program" or role not in self.begun:
@@ -106,11 +104,10 @@ class Trial:
         return worker
 
     def deadline(self) -> float:
-        """When a test that begins now must be done."""
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """The code's process, started if there is none. A code that does not load is not loaded again."""
+        """Return the code's process, started if there is none. A code that does not load is not loaded again."""
         if self.broken is not None:
             raise self.broken
         if self.server is None:
@@ -125,17 +122,16 @@ class Trial:
         return self.server
 
     def run_call(self, case: CallCase) -> Verdict:
-        """Ask the code, and compare its answer here."""
         reply = self.ask({"call": case.name, "args": case.args, "kwargs": case.kwargs}, None)
         if "value" not in reply:
             return Verdict(*failure_of(reply))
         right = [case.expected] if case.also is NO_RESULT else [case.expected, case.also]
-        if any(is_same(one, reply["value"], case.json) for one in right):
+        if any(is_same(value, reply["value"], case.json) for value in right):
             return Verdict("passed")
         return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
 
     def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """Call the code: {"value": ...} or {"error": ..., "text": ...}."""
+        """Call the code; return {"value": ...} or {"error": ..., "text": ...}."""
         server = self.serving()
         deadline = self.deadline() if deadline is None else deadline
         server.send(request, deadline)
@@ -162,7 +158,6 @@ class Trial:
         raise WorkerEnded("error", f"the test made more than {CALLS} calls")
 
     def run_program(self, case: ProgramCase) -> Verdict:
-        """Run the code as a script, and compare here what it printed."""
         if fault := too_large(self.code, case.stdin, self.limits.scratch_bytes):
             return Verdict("refused", fault)
         with self.started("program", self.code, stdin=case.stdin) as worker:
@@ -177,7 +172,6 @@ class Trial:
 
 
 def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
-    """Outcome and reason of an answer that is not a value."""
     kind, text = reply.get("error"), reply.get("text")
     if not isinstance(kind, str) or not isinstance(text, str):
         return "error", "it answered with what is no message"
@@ -185,7 +179,7 @@ def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
 
 
 def is_same(expected: Any, got: Any, json: bool = False) -> bool:
-    """`plain.same`, but False if the answer is not encoded data at all."""
+    """Return `plain.same`, but False if the answer is not encoded data at all."""
     try:
         return same(expected, got, json)
     except (TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError):
@@ -193,7 +187,7 @@ def is_same(expected: Any, got: Any, json: bool = False) -> bool:
 
 
 def shown(tree: Any) -> str:
-    """A value as people read it. Small ones are decoded; large ones are cut off as they came."""
+    """Return a value as people read it. Small ones are decoded; large ones are cut off as they came."""
     try:
         text = json.dumps(tree)
     except RecursionError:
@@ -207,5 +201,5 @@ def shown(tree: Any) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines, without white space at their ends and without empty lines at the end."""
+    """Return the lines, without white space at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -108,7 +108,7 @@ class Worker:
             raise self.ended() from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message. WorkerEnded if none comes before the deadline, a limit is passed, or it is nonsense."""
+        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is nonsense."""
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")
@@ -148,7 +148,6 @@ class Worker:
         self._check_scratch()
 
     def _take_output(self, is_stdout: bool, data: bytes) -> None:
-        """Keep what was printed, up to the limit."""
         self.printed += len(data)
         if self.printed > self.limits.output_bytes:
             raise WorkerEnded("output", f"printed more than {self.limits.output_bytes} bytes")
@@ -158,7 +157,6 @@ class Worker:
             self.stderr[:] = (self.stderr + data)[-TAIL:]
 
     def _check_scratch(self) -> None:
-        """Raises WorkerEnded if the scratch directory holds more than it may."""
         if self._place < 0:
             return
         entries, size = self._folder.usage(self.limits.files) if self._folder else usage_of_tmpfs(self._place)
@@ -166,7 +164,7 @@ class Worker:
             raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
 
     def ended(self) -> WorkerEnded:
-        """Why a process hung up: its last line on standard error, or how it ended."""
+        """Return why a process hung up: its last line on standard error, or how it ended."""
         status = self._status()
         words = self._last_words()
         if words.startswith("MemoryError"):
@@ -176,7 +174,7 @@ class Worker:
         return WorkerEnded("ended", words or f"it ended by itself, with exit status {status}")
 
     def _status(self) -> int:
-        """The exit status. A process that hung up but is still alive is killed."""
+        """Return the exit status. A process that hung up but is still alive is killed."""
         assert self._process is not None
         try:
             return self._process.wait(HANG_UP_SECONDS)
@@ -185,7 +183,6 @@ class Worker:
             return self._process.wait()
 
     def _last_words(self) -> str:
-        """The last line on standard error."""
         if self._process is not None and self._process.stderr is not None and not self._process.stderr.closed:
             os.set_blocking(self._process.stderr.fileno(), False)
             with contextlib.suppress(OSError):
@@ -225,11 +222,9 @@ def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) ->
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group.
-
-    bwrap starts the code's process in a session and a PID namespace of its own. If it died first, its child would die
-    a little later, and nobody would reap it in a container whose first process does not.
-    """
+    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group. bwrap
+    starts the code's process in a session and a PID namespace of its own. If it died first, its child would die a
+    little later, and nobody would reap it in a container whose first process does not."""
     if process.poll() is None and (children := children_of(process.pid)):
         for child in children:
             with contextlib.suppress(OSError):
@@ -242,7 +237,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def children_of(number: int) -> list[int]:
-    """The processes that a process has started; none if the kernel does not tell."""
+    """Return the processes that a process has started; none if the kernel does not tell."""
     try:
         return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
     except OSError:

@@ -1,2 +1,1 @@
-"""Chat completions in the shape of OpenAI's interface, by the trainer's own engine: in the process, and at a loopback
-address."""
+"""Chat completions in OpenAI's shape by the trainer's own engine, in the process and at a loopback address."""

@@ -18,17 +18,16 @@ class Body(BaseModel):
 def json_of(body: bytes) -> dict[str, Any]:
     """Return a body as a JSON object. ValueError where it is none."""
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"the request's body is no JSON ({said}); send a JSON object") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the request's body is a JSON {type(found).__name__}; it must be an object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"the request's body is a JSON {type(value).__name__}; it must be an object")
+    return value
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error, not too long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -18,20 +18,17 @@ from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.histories import Histories, Opening
 from lowmem_grpo.service.messages import message_of, turn_named
-from lowmem_grpo.service.pending import Choice, Completer, PendingCompletions
+from lowmem_grpo.service.pending import Choice, Completer, PendingCompletions, TokenTexts
 from lowmem_grpo.service.request import ChatRequest, TextRequest
-from lowmem_grpo.service.token_texts import TokenTexts
 from lowmem_grpo.types import Turn
 
-Names = Callable[[], Mapping[str, Path | str | None]]  # of models: the adapter of each, as `Call` has it
+Names = Callable[[], Mapping[str, Path | str | None]]  # returns the adapter of each model by name, as `Call` has it
 
 
 class Chat(Completer):
-    """Answers requests for chats. Each answer names its turn, which `turn` looks up.
-
-    What a request leaves out is sampled as in training: temperature 1, nothing cut off, as many tokens as there is room
-    for. max_tokens is an upper bound: where less room is left, the answer ends there, with the reason "length".
-    """
+    """Answers requests for chats. Each answer names its turn, which `turn` looks up. What a request leaves out is
+    sampled as in training: temperature 1, nothing cut off. max_tokens is an upper bound: with less room, an answer ends
+    there ("length")."""
 
     def __init__(
         self, desk: Desk, tokenizer: PreTrainedTokenizerBase, names: Names, *, histories: Histories | None = None,
@@ -49,7 +46,6 @@ class Chat(Completer):
         self.texts = TokenTexts(copy.deepcopy(tokenizer))
 
     def models(self) -> list[str]:
-        """The names that a request may ask for."""
         return list(self.names())
 
     def turn(self, name: str) -> Turn | None:
@@ -60,18 +56,18 @@ class Chat(Completer):
         """The name of the turn that a turn continues."""
         return self.histories.parent(name)
 
-    def begin(self, body: Mapping[str, Any], session: str) -> "PendingChat":
-        asked = ChatRequest.of(body)
+    def start_request(self, body: Mapping[str, Any], session: str) -> "PendingChat":
+        asked = ChatRequest.from_body(body)
         adapter = self.adapter(asked.model)
         try:
-            opening = self.histories.begin(asked.messages, asked.tools, session, asked.model,
+            opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
                                            asked.chat_template_kwargs, turn_named(body["messages"]))
         except (RendererError, ToolFormError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
         try:
             return PendingChat(self, asked, opening, adapter)
         except ChatError:
-            self.histories.end(opening, kept=False)
+            self.histories.close_prompt(opening, kept=False)
             raise
 
     def adapter(self, model: str) -> Path | str | None:
@@ -100,7 +96,7 @@ class PendingChat(PendingCompletions):
         if not asked.parallel_tool_calls:
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
-        message = told(reading)
+        message = reply_message(reading)
         turn.message = message_of(message, "message")  # as it is read when the client sends it back
         return turn, {
             "index": place, "message": message, "finish_reason": "tool_calls" if reading.calls else turn.finish_reason,
@@ -134,23 +130,22 @@ class PendingChat(PendingCompletions):
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
         return super().reply(choices) | ({"prompt_token_ids": self.opening.ids} if self.asked.return_token_ids else {})
 
-    def end(self) -> None:
-        super().end()
-        self.histories.end(self.opening, self.kept)
+    def finish_request(self) -> None:
+        super().finish_request()
+        self.histories.close_prompt(self.opening, self.kept)
 
 
 class TextCompletions(Completer):
-    """Answers requests for plain prompts in the shape of OpenAI's older interface, with the desk and the models of a
-    Chat. A prompt is continued as it is: no template is put around it, and its tokens are those of the tokenizer, or
-    the request's own."""
+    """Answers requests for plain prompts, as OpenAI's older interface does, with the desk and models of a Chat. A
+    prompt is continued as it is, without a template: its tokens are the tokenizer's, or the request's own."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
 
-    def begin(self, body: Mapping[str, Any], session: str) -> "PendingTexts":
-        asked = TextRequest.of(body)
+    def start_request(self, body: Mapping[str, Any], session: str) -> "PendingTexts":
+        asked = TextRequest.from_body(body)
         chat, adapter = self.chat, self.chat.adapter(asked.model)
-        prompts = [chat.texts.encode(one) if isinstance(one, str) else one for one in asked.prompt]
+        prompts = [chat.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
         if empty := [place for place, ids in enumerate(prompts) if not ids]:
             raise ChatError(400, f"prompt {empty[0]} has no tokens; it must have at least one", "prompt")
         return PendingTexts(chat.desk, chat.texts, asked, prompts, adapter, chat.max_turn_tokens)
@@ -175,13 +170,18 @@ class PendingTexts(PendingCompletions):
             return None
         places = told["content"]
         tokens = [place["token"] for place in places]
-        others = [{one["token"]: one["logprob"] for one in place["top_logprobs"]} for place in places]
+        others = [{other["token"]: other["logprob"] for other in place["top_logprobs"]} for place in places]
         return {"tokens": tokens, "token_logprobs": [place["logprob"] for place in places],
                 "top_logprobs": others if self.asked.likeliest else None,
                 "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
 
 
-def told(reading: Reading) -> dict[str, Any]:
+def model_entry(name: str, created: int = 0) -> dict[str, Any]:
+    """Return a model as a list of models in OpenAI's form has it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "lowmem-grpo"}
+
+
+def reply_message(reading: Reading) -> dict[str, Any]:
     """Return what a completion says and calls as a message in OpenAI's form; each call has an id."""
     calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
         "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from lowmem_grpo.service.chat import Chat
+from lowmem_grpo.service.chat import Chat, model_entry
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.pending import DONE, event
 from lowmem_grpo.service.sessions import RECORDER, SESSION
@@ -17,14 +17,11 @@ from lowmem_grpo.service.sessions import RECORDER, SESSION
 httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
-def client_of(chat: Chat, session: str = "", timeout: float | None = None) -> openai.AsyncOpenAI:
-    """Return a client whose `chat.completions` are the model's own. Each `choices[i].turn` names the turn that the
-    choice was made of. Other parts of it are answered with 404.
-
-    Turns of one `session` belong together; without one it is that of the rollout in whose task a call is made.
-    `timeout` is in seconds, for each call."""
+def client_of(chat: Chat, timeout: float | None = None) -> openai.AsyncOpenAI:
+    """Return a client whose `chat.completions` are the model's own; each `choices[i].turn` names its turn. All else is
+    404. Turns of the rollout in whose task a call is made belong together; `timeout` is in seconds, for each call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
-                              http_client=OpenClient(transport=ChatTransport(chat, session), trust_env=False))
+                              http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
 
 
 class OpenClient(openai.DefaultAsyncHttpxClient):
@@ -37,8 +34,8 @@ class OpenClient(openai.DefaultAsyncHttpxClient):
 class ChatTransport(httpx.AsyncBaseTransport):
     """Answers requests by a Chat."""
 
-    def __init__(self, chat: Chat, session: str) -> None:
-        self.chat, self.session = chat, session
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
 
     async def handle_async_request(self, request: Any) -> Any:
         seconds = request.extensions.get("timeout", {}).get("read")
@@ -51,13 +48,11 @@ class ChatTransport(httpx.AsyncBaseTransport):
         """Return the reply of the model. ChatError where it is asked for something else."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
-            models = [{"id": name, "object": "model", "created": 0, "owned_by": "lowmem-grpo"}
-                      for name in self.chat.models()]
-            return as_json({"object": "list", "data": models})
+            return as_json({"object": "list", "data": list(map(model_entry, self.chat.models()))})
         if place != "POST /v1/chat/completions":
             raise ChatError(404, f"there is no {place}: the model in training answers chat completions only: "
                                  "client.chat.completions.create(...)", None, "unknown_route")
-        body, session, recorder = json.loads(request.content), self.session or SESSION.get(), RECORDER.get()
+        body, session, recorder = json.loads(request.content), SESSION.get(), RECORDER.get()
 
         async def record(choices: list[dict[str, Any]]) -> None:
             if recorder is not None:
@@ -65,20 +60,17 @@ class ChatTransport(httpx.AsyncBaseTransport):
 
         if not body.get("stream"):
             return as_json(await self.chat.create(body, session, record))
-        chunks = Chunks(self.chat.stream(body, session, record), seconds)
-        await chunks.begin()
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=chunks)
+        stream = self.chat.stream(body, session, record)
+        first = await anext(stream)  # here, so that a request that is refused raises at once
+        events = EventStream(first, stream, seconds)
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=events)
 
 
-class Chunks(httpx.AsyncByteStream):
+class EventStream(httpx.AsyncByteStream):
     """The chunks of a reply as server-sent events."""
 
-    def __init__(self, chunks: Any, seconds: float | None) -> None:
-        self.chunks, self.seconds, self.first = chunks, seconds, dict[str, Any]()
-
-    async def begin(self) -> None:
-        """Wait for the first chunk, so that a request that is refused raises at once."""
-        self.first = await anext(self.chunks)
+    def __init__(self, first: dict[str, Any], chunks: Any, seconds: float | None) -> None:
+        self.first, self.chunks, self.seconds = first, chunks, seconds
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         chunk: dict[str, Any] | None = self.first

@@ -12,11 +12,8 @@ Row = dict[str, Any]
 
 
 class Database:
-    """A file with a write-ahead log. What `write` has left behind is there, whatever becomes of the process.
-
-    Any thread may use it; one at a time does. Whoever needs tables names them in `tables`, as statements that may be
-    run again (`CREATE TABLE IF NOT EXISTS`).
-    """
+    """A file with a write-ahead log: what `write` has left behind outlives the process. One thread at a time uses it.
+    `tables` are statements that may be run again (`CREATE TABLE IF NOT EXISTS`)."""
 
     def __init__(self, path: Path, tables: Sequence[str] = ()) -> None:
         """Open or make the file, which only its owner may read. OSError where that is refused, or it is no database."""
@@ -38,7 +35,6 @@ class Database:
                           "made; what it held is then not known") from error
 
     def add(self, tables: Sequence[str]) -> None:
-        """Make tables that are not there yet."""
         with self.write() as connection:
             for statement in tables:
                 connection.execute(statement)
@@ -51,11 +47,8 @@ class Database:
 
     @contextmanager
     def write(self, waits: bool = True) -> Iterator[sqlite3.Connection]:
-        """Inside is one transaction: all of it, or nothing after an error. OSError where the disk refuses it.
-
-        One that does not wait for the disk outlives a kill of the process, but not the end of the machine's power; then
-        those that came last are gone, and no other. The next one that waits puts it on the disk too.
-        """
+        """Run a transaction inside: all of it, or nothing after an error. OSError where the disk refuses it. Without
+        `waits` it outlives a kill, but not the end of power, until the next one that waits for the disk."""
         with self.lock:
             try:
                 self.wait_for_disk(waits)
@@ -79,14 +72,12 @@ class Database:
             self.connection.execute("ROLLBACK")
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows that a query finds."""
         with self.lock:
             return [dict(row) for row in self.connection.execute(query, values)]
 
     def row(self, query: str, values: Sequence[Any] = ()) -> Row | None:
-        """The first row that a query finds, or None."""
-        found = self.rows(query, values)
-        return found[0] if found else None
+        rows = self.rows(query, values)
+        return rows[0] if rows else None
 
     def close(self) -> None:
         with self.lock:

@@ -1,7 +1,6 @@
 """`Desk`: the one thread that owns a model and its engine, for all who want completions or want to train.
 
-    while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait
-"""
+    while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait"""
 
 import atexit
 import itertools
@@ -24,11 +23,9 @@ from lowmem_grpo.engines.decoding import budget_of
 from lowmem_grpo.engines.request_output import Answers, Logprob
 from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.call import LIVE, Call
-from lowmem_grpo.service.sitting import Keys, Sitting
-from lowmem_grpo.service.waiting import NO_ROUND, Asked, DeskClosedError, Job, Round, Waiting
+from lowmem_grpo.service.waiting import LIVE, NO_ROUND, Call, DeskClosedError, DeskJob, Keys, OpenCall, Sitting, Waiting
 from lowmem_grpo.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)
@@ -44,22 +41,21 @@ class Desk:
     One conversation with the engine stays open while calls of one flavour (adapter, temperature ...) come, so that it
     keeps what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
     line that was served last waits behind the others. What was computed with the live adapter and with the base model
-    stays meanwhile, until the engine sleeps.
-    """
+    stays meanwhile, until the engine sleeps."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
-        policy: Policy | None = None, memory: RunMemory | None = None, engine: Engine | None = None,
+        policy: Policy | None = None, engine: Engine | None = None,
     ) -> None:
         """`model` is what FastLanguageModel returned; `tokenizer` the one that trainers give to its engine (None: the
         one loaded with it). `policy` says how a trainer computes with it. `engine` is a caller's own, which stays."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
-        self.policy, self.memory = policy or Policy(model.inner), memory or RunMemory()
+        self.policy, self.memory = policy or Policy(model.inner), RunMemory()
         self.engine, self.given = engine, engine is not None
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
-        self.rounds: deque[Round] = deque(maxlen=REMEMBERED)  # of the last conversations: calls, seconds
+        self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
@@ -67,32 +63,27 @@ class Desk:
     # For any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """The turn of a call, as soon as it is drawn. A call that cannot be decoded fails with ValueError.
-
-        The future can be cancelled until then: a call in the engine is drawn to its end all the same, and dropped.
-        """
+        """Return the turn of a call, as soon as it is drawn; ValueError for a call that cannot be decoded. Where the
+        future is cancelled, a call in the engine is drawn to its end all the same, and dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         future: Future[Turn] = Future()
-        given, number = call.params.seed, next(self.numbers)
-        seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if given is None else given
+        own, number = call.params.seed, next(self.numbers)
+        seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:
             self.check(call)
-            self.waiting.add(call.flavour, Asked(call, seed, future))
+            self.waiting.add(call.flavour, OpenCall(call, seed, future))
         except (ValueError, DeskClosedError) as error:
             future.set_exception(error)
         return future
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
-        """Run a function in the owner's thread while no call is in the engine (training, saving), and return its
-        result.
-
-        The engine sleeps first, which frees its memory; `sleep=False` leaves it as it is. RuntimeError in a function
-        that runs there itself, since it would wait for its own end; the same holds for `submit`.
-        """
+        """Run a function in the owner's thread while no call is in the engine (training, saving); return its result.
+        The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError where that thread itself
+        asks, since it would wait for its own end; the same holds for `submit`."""
         self.check_elsewhere("call the function itself")
         future: Future[T] = Future()
         try:
-            self.waiting.add(None, Job(function, sleep, future))
+            self.waiting.add(None, DeskJob(function, sleep, future))
         except DeskClosedError as error:
             future.set_exception(error)
         return future
@@ -124,16 +115,15 @@ class Desk:
             self.engine.on_policy_update(version)
 
     def work(self) -> None:
-        """Serve until the desk is closed."""
-        while (found := self.waiting.next()) is not None:
-            if isinstance(found, Job):
-                self.do(found)
+        while (item := self.waiting.next()) is not None:
+            if isinstance(item, DeskJob):
+                self.do(item)
             else:
-                self.serve(found)
+                self.serve(item)
         if self.engine is not None:
             self.engine.sleep()
 
-    def do(self, job: Job) -> None:
+    def do(self, job: DeskJob) -> None:
         """Run a function; its error is told to whom asked for it."""
         if not job.future.set_running_or_notify_cancel():
             return
@@ -173,7 +163,6 @@ class Desk:
 
     @contextmanager
     def computing_with(self, adapter: Any) -> Iterator[None]:
-        """Inside, the model computes with the adapter of a call."""
         if adapter == LIVE:
             yield
         else:

@@ -10,10 +10,9 @@ from typing import Self, TypeVar
 
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.gate import HOSTS, LOOPBACK
 from lowmem_grpo.service.routes import ROUTES, Completions, openai_router
-from lowmem_grpo.service.server import CLOSE, made_for, make_server_app, open_socket
-from lowmem_grpo.service.sessions import Session, Sessions
+from lowmem_grpo.service.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
+from lowmem_grpo.service.sessions import OpenSessions, Session
 from lowmem_grpo.service.users import Users
 
 START = 30.0  # seconds in which the server comes up
@@ -21,40 +20,32 @@ S = TypeVar("S", bound=Session)
 
 
 class Endpoint:
-    """Serves a Chat at `base_url`, in a thread of this process, to whoever has `api_key`.
-
-    Only programs on this machine reach it. It ends with `close`, which answers the requests that wait with 503, and
-    with the program; Ctrl-C stays with the main thread.
-    """
+    """Serves a Chat at `base_url`, in a thread of this process, to whoever on this machine has `api_key`. It ends with
+    the program, or with `close`, which answers what waits with 503; Ctrl-C stays with the main thread."""
 
     def __init__(
         self, chat: Chat, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
-        """`port` 0 takes a free one. `owned` is called when it closes, such as the `close` of what `chat` works with.
-
-        Raises ValueError for another host and for what is no port, OSError for a port that cannot be had.
-        """
+        """`port` 0 takes a free one. `owned` is called at `close`, such as that of what `chat` works with. ValueError
+        for another host or what is no port, OSError for a port that cannot be had."""
         self.chat, self.limits = chat, Limits() if limits is None else limits
         check_address(host, port)
         self.socket = open_socket(LOOPBACK, port)
         self.api_key = secrets.token_urlsafe(32)
         self.address = f"http://{LOOPBACK}:{self.socket.getsockname()[1]}"
         self.base_url = f"{self.address}/v1"
-        self.closing, self.sessions, self.owned = asyncio.Event(), Sessions(self.limits), owned
+        self.closing, self.sessions, self.owned = asyncio.Event(), OpenSessions(self.limits), owned
         self.completions = Completions(lambda holder: chat, self.sessions, self.limits, self.closing)
         routers = {"/v1": openai_router(self.completions),
                    "/s/{session}/v1": openai_router(self.completions, texts=False)}
         self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits, routes=ROUTES))
         self.lock, self.closed = threading.Lock(), False
-        self.thread = threading.Thread(target=self.run, name="lowmem-grpo endpoint", daemon=True)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), name="lowmem-grpo endpoint",
+                                       daemon=True)
         self.thread.start()
         self.wait_until_it_answers()
         atexit.register(self.close)
-
-    def run(self) -> None:
-        """The thread's work: an event loop, until `close`."""
-        asyncio.run(self.serve())
 
     async def serve(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -69,11 +60,11 @@ class Endpoint:
             time.sleep(0.005)
 
     def session(self) -> Session:
-        """An address of its own, whose calls are recorded: one for each rollout. Raises RuntimeError where too many are
-        open, or the endpoint is closed."""
-        return self.begin(Session)
+        """Return an address whose calls are recorded, one for each rollout. RuntimeError for too many, or once
+        closed."""
+        return self.start_session(Session)
 
-    def begin(self, kind: type[S]) -> S:
+    def start_session(self, kind: type[S]) -> S:
         """A session of this class, whose address answers from now on."""
         if self.closed:
             raise RuntimeError("the endpoint is closed; begin a session before it is")

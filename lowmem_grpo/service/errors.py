@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowmem_grpo.rules import COUNT, POSITIVE, Rule, at_least, check_ranges
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import COUNT, MIB, POSITIVE, Rule, at_least, check_ranges
 
+NO_RETRY = {"x-should-retry": "false"}  # which OpenAI's clients obey
+CLOSED = 503  # the status of an endpoint that ends
 KINDS = {429: "rate_limit_error"}  # by status; others: the caller's below 500, the server's above
 
 
@@ -18,11 +19,10 @@ class ChatError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}  # of the HTTP reply, such as Retry-After
+        self.headers = headers or {}  # for the HTTP reply, such as Retry-After
         self.kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the reply."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 

@@ -1,8 +1,7 @@
 """`Histories`: the turns that were sampled, by name, and the conversations that can go on from them.
 
 The truth of a conversation is the tokens that the engine saw and drew. A request brings messages: where they go on from
-a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again.
-"""
+a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again."""
 
 import copy
 import itertools
@@ -39,7 +38,6 @@ class Dialect:
     parser: Reads | Callable[..., Any] | None
 
     def read(self, completion_ids: list[int], text: str) -> Reading:
-        """Return the text and the calls of a completion."""
         if self.parser is None:
             return Reading(text)
         return custom(self.parser, text) if callable(self.parser) else self.parser.read(completion_ids, text)
@@ -57,35 +55,33 @@ class Dialects:
         self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
         self.made: OrderedDict[bytes, Dialect] = OrderedDict()
 
-    def of(self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None) -> Dialect:
+    def dialect_for(
+        self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> Dialect:
         """The dialect of some tools. RendererError without a chat template, ToolFormError where that has no calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.made:
-            self.made[key] = self.make(key, tools, kwargs)
+            parser: Any = self.parse if tools and callable(self.parse) else None
+            if tools and parser is None:
+                parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
+            self.made[key] = Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
         self.made.move_to_end(key)
         while len(self.made) > DIALECTS:
             self.made.popitem(last=False)
         return self.made[key]
 
-    def make(self, key: bytes, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> Dialect:
-        """Look at the template once."""
-        parser: Any = self.parse if tools and callable(self.parse) else None
-        if tools and parser is None:
-            parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
-        return Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
-
 
 @dataclass(eq=False)
-class Held:
+class HeldTurn:
     """A turn, with only what is new beside the turn that it continues."""
 
     name: str
     number: int
-    key: int  # of the conversation, for the engine
+    key: int  # the conversation's, for the engine
     session: str
-    digest: bytes  # of all messages, this turn's among them
-    parent: "Held | None"
+    digest: bytes  # covers all messages, this turn's among them
+    parent: "HeldTurn | None"
     context: array  # (B,) tokens of the prompt behind the parent's
     completion: array  # (C,)
     logprobs: array  # (C,) float64
@@ -96,9 +92,9 @@ class Held:
     def tokens(self) -> int:
         return len(self.context) + len(self.completion)
 
-    def line(self) -> "Iterator[Held]":
+    def line(self) -> "Iterator[HeldTurn]":
         """This turn, the one that it continues, and so on."""
-        held: Held | None = self
+        held: HeldTurn | None = self
         while held is not None:
             yield held
             held = held.parent
@@ -109,7 +105,6 @@ class Held:
         return [token for piece in reversed(pieces) for token in piece]
 
     def turn(self) -> Turn:
-        """The turn as the engine returned it."""
         prompt = (self.parent.ids() if self.parent else []) + self.context.tolist()
         return replace(self.rest, prompt_ids=prompt, completion_ids=self.completion.tolist(),
                        logprobs=self.logprobs.tolist())
@@ -124,8 +119,8 @@ class Opening:
     session: str
     digest: bytes
     dialect: Dialect
-    parent: Held | None  # whose tokens begin these
-    open: bool = field(default=True, repr=False)  # until `Histories.end`
+    parent: HeldTurn | None  # whose tokens begin these
+    open: bool = field(default=True, repr=False)  # until `Histories.close_prompt`
 
 
 class Histories:
@@ -136,8 +131,7 @@ class Histories:
         max_turns: int = 50_000, template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`history` is as in GRPOConfig. Raises ValueError for another one. `keys` are numbers for conversations, to be
-        shared by all histories of one desk."""
+        """`history` is as in GRPOConfig, else ValueError. `keys` number conversations for all histories of a desk."""
         if history not in HISTORIES:
             raise ValueError(f"history is {history!r}; allowed are {', '.join(HISTORIES)}")
         if max_tokens < 1 or max_turns < 1:
@@ -147,23 +141,22 @@ class Histories:
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
         self.mark = secrets.token_hex(3)  # so that names of another process are not found here
-        self.held: OrderedDict[str, Held] = OrderedDict()  # used longest ago first; a turn before the one it continues
-        self.ends: dict[bytes, list[Held]] = {}  # by digest
+        self.held: OrderedDict[str, HeldTurn] = OrderedDict()  # used longest ago first; a turn before its parent
+        self.ends: dict[bytes, list[HeldTurn]] = {}  # by digest
         self.tokens = 0
         self.said: set[str] = set()  # what one warning is enough for
 
-    def begin(
+    def open_prompt(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
     ) -> Opening:
-        """The prompt of messages in plain form (see messages.py); `end` must follow.
+        """The prompt of messages in plain form (see messages.py); `close_prompt` must follow.
 
         It goes on from the held turn of this `model` that the last answer is, where it is one. Of several with the same
         text it is the one called `turn`, one of the same session, one that nobody has continued, or the newest.
-        RendererError where the chat template refuses the messages.
-        """
+        RendererError where the chat template refuses the messages."""
         with self.lock:
-            dialect = self.dialects.of(tools, template_kwargs)
+            dialect = self.dialects.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)
             parent, ids = self.prompt(dialect, messages, said, session, turn)
             fresh = parent is None or parent.continued > 0
@@ -172,7 +165,7 @@ class Histories:
                 parent.continued += 1
             return Opening(ids, key, session, said[-1], dialect, parent)
 
-    def end(self, opening: Opening, kept: bool) -> None:
+    def close_prompt(self, opening: Opening, kept: bool) -> None:
         """All turns of an opening are kept, or there are none."""
         with self.lock:
             if opening.open and not kept and opening.parent is not None:
@@ -184,7 +177,7 @@ class Histories:
         with self.lock:
             number = next(self.numbers)
             before = 0 if opening.parent is None else len(opening.parent.ids())
-            held = Held(
+            held = HeldTurn(
                 f"turn-{self.mark}-{number}", number, opening.key if key is None else key, opening.session,
                 longer(opening.digest, message), opening.parent, array("i", turn.prompt_ids[before:]),
                 array("i", turn.completion_ids), array("d", turn.logprobs),
@@ -195,12 +188,10 @@ class Histories:
             return held.name
 
     def read(self, opening: Opening, turn: Turn) -> Reading:
-        """Return the text and the calls of a turn."""
         with self.lock:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
     def next_key(self) -> int:
-        """The key of a conversation that begins."""
         with self.lock:
             return next(self.keys)
 
@@ -214,7 +205,6 @@ class Histories:
             return held.turn()
 
     def parent(self, name: str) -> str | None:
-        """The turn that another continues."""
         with self.lock:
             held = self.held.get(name)
             return held.parent.name if held is not None and held.parent is not None else None
@@ -226,27 +216,28 @@ class Histories:
         """For each message in plain form: the held turn that it is, by name, or None. `models` are names that may have
         been asked. Of several turns with the same text it is one that is not `taken`, or the newest."""
         with self.lock:
-            key = self.dialects.of(tools).key.decode()
+            key = self.dialects.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
-            found = [[held for said in chains for held in self.ends.get(said[at + 1], [])]
-                     if one["role"] == "assistant" else [] for at, one in enumerate(messages)]
-            best = [max(held, key=lambda one: (one.name not in taken, one.number), default=None) for held in found]
-            last = next((one for one in reversed(best) if one is not None), None)
-            line = {one.digest: one for one in last.line()} if last is not None else {}
-            return [None if one is None else line.get(one.digest, one).name for one in best]
+            candidates = [[turn for chain in chains for turn in self.ends.get(chain[at + 1], [])]
+                          if message["role"] == "assistant" else [] for at, message in enumerate(messages)]
+            best = [max(turns, key=lambda turn: (turn.name not in taken, turn.number), default=None)
+                    for turns in candidates]
+            last = next((turn for turn in reversed(best) if turn is not None), None)
+            line = {turn.digest: turn for turn in last.line()} if last is not None else {}
+            return [None if turn is None else line.get(turn.digest, turn).name for turn in best]
 
     # Prompts
 
     def prompt(
         self, dialect: Dialect, messages: Sequence[Message], said: list[bytes], session: str, turn: str
-    ) -> tuple[Held | None, list[int]]:
+    ) -> tuple[HeldTurn | None, list[int]]:
         """The turn that messages go on from, and their tokens."""
         last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
-        found = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
-        if not found:
+        candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
+        if not candidates:
             return None, self.rendered(dialect, messages)
-        parent = max(found, key=lambda one: (one.name == turn, bool(session) and one.session == session,
-                                             not one.continued, one.number))
+        parent = max(candidates, key=lambda held: (held.name == turn, bool(session) and held.session == session,
+                                                   not held.continued, held.number))
         self.use(parent)
         before = parent.ids()
         if not self.append:
@@ -264,21 +255,21 @@ class Histories:
 
     def rendered(self, dialect: Dialect, messages: Sequence[Message]) -> list[int]:
         """All messages as tokens. Only the first ones of the system are trusted to hold marks of the template."""
-        trusted = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+        trusted = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
         return dialect.renderer.first(messages, trusted)
 
     # What is held
 
-    def use(self, held: Held) -> None:
+    def use(self, held: HeldTurn) -> None:
         """This turn and those that it continues were used now, in this order: so none goes before one that needs it."""
-        for one in held.line():
-            if one.name not in self.held:
-                self.held[one.name] = one
-                self.ends.setdefault(one.digest, []).append(one)
-                self.tokens += one.tokens
-            self.held.move_to_end(one.name)
+        for turn in held.line():
+            if turn.name not in self.held:
+                self.held[turn.name] = turn
+                self.ends.setdefault(turn.digest, []).append(turn)
+                self.tokens += turn.tokens
+            self.held.move_to_end(turn.name)
 
-    def shrink(self, newest: Held) -> None:
+    def shrink(self, newest: HeldTurn) -> None:
         """Let go of what was unused for the longest time, until the rest fits."""
         while self.held and (len(self.held) > self.max_turns or self.tokens > self.max_tokens):
             name, gone = self.held.popitem(last=False)

@@ -3,39 +3,81 @@
 import asyncio
 import json
 import random
+import re
 import secrets
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.request import CompletionRequest
-from lowmem_grpo.service.token_texts import TokenTexts
-from lowmem_grpo.service.waiting import DeskClosedError
+from lowmem_grpo.service.waiting import Call, DeskClosedError
 from lowmem_grpo.types import Turn
 
+BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # as byte-level vocabularies write them
+ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 DONE = b"data: [DONE]\n\n"  # how a stream ends
 Choice = dict[str, Any]
 Record = Callable[[list[Choice]], Awaitable[None]]
 
 
+class TokenTexts:
+    """Tokens as texts and as bytes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.by_bytes = "ByteLevel" in str(getattr(backend, "decoder", ""))
+        self.added = set(tokenizer.added_tokens_decoder)
+        self.lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        with self.lock:
+            return text_ids(self.tokenizer, text)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token, which may be a part of a letter."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # what pads a vocabulary has none
+        if self.by_bytes and token not in self.added and all(letter in BYTES for letter in piece):
+            return bytes(BYTES[letter] for letter in piece)
+        match = ONE_BYTE.fullmatch(piece)
+        return bytes([int(match[1], 16)]) if match else str(self.tokenizer.decode([token])).encode()
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self.bytes_of(token)
+        return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
+
+    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None, count: int) -> dict[str, Any]:
+        """Those of a turn as they were drawn, and at each place the `count` likeliest tokens of the model itself."""
+        content = []
+        for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
+            others = [] if likeliest is None else [
+                self.entry(other, likely.logprob) for other, likely in likeliest[place].items() if likely.rank <= count]
+            content.append(self.entry(token, logprob) | {
+                "top_logprobs": sorted(others, key=lambda entry: -entry["logprob"])[:count]})
+        return {"content": content, "refusal": None}
+
+
 class PendingCompletions:
     """The completions of one request: they wait at the desk, or are drawn."""
 
-    prefix, whole, piece = "", "", ""  # of the reply's id; what a reply is called, and a piece of one
+    prefix, whole, piece = "", "", ""  # what the reply's id begins with; the types of a reply and of a chunk
 
     def __init__(
         self, desk: Desk, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
         adapter: Path | str | None, most: int | None, key: Callable[[int], int | None] = lambda place: None,
     ) -> None:
-        """`most` bounds every completion; `key` is of the conversation of each. ChatError where a prompt leaves no
-        room."""
+        """`most` bounds every completion; `key` returns that of a conversation. ChatError without room to answer."""
         step = asked.model.rpartition("@")[2]  # the version of the policy, as in RUN@12
         version = int(step) if step.isdecimal() else None
         self.desk, self.texts, self.asked, self.turns = desk, texts, asked, list[Turn]()
@@ -45,8 +87,7 @@ class PendingCompletions:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
-        """Return the turn of a call, as soon as it is drawn, and the likeliest tokens at each of its places, if any are
-        asked for. ChatError says why there is none."""
+        """Return a call's turn, once it is drawn, and the likeliest tokens, if asked for. ChatError says why not."""
         call, count = self.calls[place], self.asked.likeliest
         try:
             turn = await asyncio.wrap_future(self.futures[place])
@@ -75,7 +116,6 @@ class PendingCompletions:
         raise NotImplementedError
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
-        """Return a choice that is told."""
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:
@@ -89,14 +129,12 @@ class PendingCompletions:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
-        """Return the JSON of a whole reply."""
         return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of one piece of a stream."""
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
-    def end(self) -> None:
+    def finish_request(self) -> None:
         """The request is answered, or nobody waits for the answer any more."""
         for future in self.futures:
             future.cancel()
@@ -111,31 +149,29 @@ class Completer:
 
     Where the caller goes away (the coroutine is cancelled), nothing is kept."""
 
-    def begin(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
+    def start_request(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
         """Read a request, and let its calls wait at the desk. ChatError in OpenAI's form."""
         raise NotImplementedError
 
-    async def create(
-        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
-    ) -> dict[str, Any]:
+    async def create(self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded) -> dict[str, Any]:
         """Return the JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
-        pending = self.begin(body, session)
+        pending = self.start_request(body, session)
         try:
             answers = await asyncio.gather(*map(pending.answer, range(len(pending.calls))))
             choices = [pending.keep(*answer) for answer in answers]
             await record(choices)
             return pending.reply(choices)
         finally:
-            pending.end()
+            pending.finish_request()
 
     async def stream(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a reply. The text of a choice comes in one, as soon as its turn is drawn. A request that
         is refused raises ChatError before the first chunk."""
-        pending = self.begin({**body, "stream": True}, session)
+        pending = self.start_request({**body, "stream": True}, session)
         try:
             for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
                 choice = pending.keep(*await answer)
@@ -146,12 +182,11 @@ class Completer:
             if pending.asked.stream_options.get("include_usage"):
                 yield pending.chunk([], pending.usage())
         finally:
-            pending.end()
+            pending.finish_request()
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:
-    """Return how completion number `place` is drawn behind a prompt of so many tokens. ChatError with the code
-    context_length_exceeded where there is no room."""
+    """Return the sampling of completion number `place` behind a prompt of so many tokens; ChatError without room."""
     room, field = context - prompt, asked.field
     if room < 1:
         raise ChatError(
@@ -160,9 +195,8 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
             "context_length_exceeded")
     bounds = (room, asked.bound, most)
     seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
-    return SamplingParams(max_tokens=min(one for one in bounds if one is not None), seed=seed, **asked.sampling)
+    return SamplingParams(max_tokens=min(bound for bound in bounds if bound is not None), seed=seed, **asked.sampling)
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

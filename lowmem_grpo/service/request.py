@@ -49,15 +49,13 @@ Likeliest = Annotated[int, Field(ge=0, le=20)]
 
 
 def stop_of(stop: Any) -> Any:
-    """Return texts that end a completion."""
     texts = [stop] if isinstance(stop, str) else stop
-    if not texts or not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+    if not texts or not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"is {shown(stop)}; it must be a text that is not empty, or a list of these")
     return stop
 
 
 def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a stream."""
     if other := sorted(set(options) - {"include_usage", "include_obfuscation"}):
         raise ValueError(f"has {other[0]}; include_usage is what is known here")
     return options
@@ -82,18 +80,18 @@ class CompletionRequest(Body, extra="forbid"):
     return_token_ids: bool = False
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
+    def from_body(cls, body: Mapping[str, Any]) -> Self:
         """Read a body. ChatError for a field that is unknown, missing, refused or not within its range."""
         if not isinstance(body, Mapping):
             raise ChatError(400, f"the body is {shown(body)}; it must be a JSON object with model and {cls.field}")
-        given = {name: value for name, value in body.items() if value is not None and name not in OF_THE_CALLER}
-        for name in given.keys() & cls.refused.keys():
-            fixed, value = cls.refused[name], given[name] if name in cls.model_fields else given.pop(name)
+        fields = {name: value for name, value in body.items() if value is not None and name not in OF_THE_CALLER}
+        for name in fields.keys() & cls.refused.keys():
+            fixed, value = cls.refused[name], fields[name] if name in cls.model_fields else fields.pop(name)
             if value not in fixed.values or isinstance(value, bool) != isinstance(fixed.values[-1], bool):
                 raise ChatError(400, f"{name} is {shown(value)}, which is not supported. {fixed.advice}", name,
                                 "unsupported_parameter")
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             raise ChatError(400, words_of(error, cls), str(first["loc"][0]),
@@ -101,19 +99,16 @@ class CompletionRequest(Body, extra="forbid"):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
-        """Raise ChatError for fields that do not go together."""
         if self.stream_options and not self.stream:
             raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
         return self
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling options that the request sets."""
         return self.model_dump(include=DRAWN, exclude_unset=True)
 
     @property
     def bound(self) -> int | None:
-        """Tokens of a completion, at most."""
         return self.max_tokens
 
     @property
@@ -122,26 +117,24 @@ class CompletionRequest(Body, extra="forbid"):
         raise NotImplementedError
 
 
-def tools_of(given: Any) -> list[dict[str, Any]] | None:
-    """The tools in OpenAI's form."""
-    for at, tool in enumerate(given or []):
+def tools_of(tools: Any) -> list[dict[str, Any]] | None:
+    for at, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ChatError(400, f"tools[{at}] is {shown(tool)}; it must be {{'type': 'function', 'function': "
                             "{'name': ..., 'description': ..., 'parameters': {...}}}", f"tools[{at}]")
-    names = [tool["function"]["name"] for tool in given or []]
+    names = [tool["function"]["name"] for tool in tools or []]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ChatError(400, f"two tools are called {twice[0]!r}, so a call could mean either; rename one of them",
                         "tools")
-    return [{"type": "function", "function": dict(tool["function"])} for tool in given] if given else None
+    return [{"type": "function", "function": dict(tool["function"])} for tool in tools] if tools else None
 
 
-def template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of the chat template."""
-    if own := sorted(set(given) & set(TEMPLATES_OWN)):
+def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if own := sorted(set(kwargs) & set(TEMPLATES_OWN)):
         raise ChatError(400, f"chat_template_kwargs has {own[0]}, which is not the template's to choose; leave it out",
                         "chat_template_kwargs")
-    return given
+    return kwargs
 
 
 class ChatRequest(CompletionRequest):
@@ -178,27 +171,26 @@ class ChatRequest(CompletionRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-def prompts_of(given: Any) -> list[str | list[int]]:
+def prompts_of(prompt: Any) -> list[str | list[int]]:
     """One prompt or several, each a text or token ids."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given and is_ids(given):
-        return [given]
-    if not isinstance(given, list) or not given:
-        raise wrong("prompt", given)
-    for place, one in enumerate(given):
-        if not isinstance(one, str) and not is_ids(one):
-            raise wrong(f"prompt[{place}]", one)
-    return given
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and is_ids(prompt):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise wrong("prompt", prompt)
+    for place, part in enumerate(prompt):
+        if not isinstance(part, str) and not is_ids(part):
+            raise wrong(f"prompt[{place}]", part)
+    return prompt
 
 
-def is_ids(given: Any) -> bool:
-    """Return whether it is a list of token ids."""
-    return isinstance(given, list) and all(type(one) is int for one in given)
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
-def wrong(place: str, given: Any) -> ChatError:
-    return ChatError(400, f"{place} is {shown(given)}; a prompt is a text or a list of token ids, and several are a "
+def wrong(place: str, value: Any) -> ChatError:
+    return ChatError(400, f"{place} is {shown(value)}; a prompt is a text or a list of token ids, and several are a "
                           "list of these", "prompt", "invalid_value")
 
 
@@ -212,7 +204,6 @@ class TextRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def check_count(self) -> Self:
-        """Raise ChatError for more completions than a request may ask for."""
         if (count := len(self.prompt) * self.n) > MOST_TEXTS:
             raise ChatError(400, f"{len(self.prompt)} prompts with n={self.n} ask for {count} completions; at most "
                                  f"{MOST_TEXTS} are made for a request", "prompt", "invalid_value")

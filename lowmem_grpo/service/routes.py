@@ -12,15 +12,15 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from lowmem_grpo.service.bodies import json_of
-from lowmem_grpo.service.call import LIVE
-from lowmem_grpo.service.chat import Chat, TextCompletions
-from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.gate import CLOSED, NO_RETRY
+from lowmem_grpo.service.chat import Chat, TextCompletions, model_entry
+from lowmem_grpo.service.errors import CLOSED, NO_RETRY, ChatError, Limits
 from lowmem_grpo.service.pending import DONE, Choice, event
-from lowmem_grpo.service.sessions import Sessions
+from lowmem_grpo.service.sessions import OpenSessions
+from lowmem_grpo.service.waiting import LIVE
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
+SINCE = int(time.time())  # this program's start
 Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
 Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
 
@@ -29,7 +29,8 @@ class Completions:
     """Answers requests by the Chat of whoever asks."""
 
     def __init__(
-        self, chats: Chats, sessions: Sessions, limits: Limits, closing: asyncio.Event, counted: Counted | None = None,
+        self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
+        counted: Counted | None = None,
     ) -> None:
         """`counted` raises ChatError where a key has as many requests as it may; None takes any number."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
@@ -56,7 +57,6 @@ class Completions:
             return JSONResponse(await source.create(*asked))
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """Return the request's JSON object."""
         try:
             async with asyncio.timeout(self.limits.seconds):
                 return body_of(await request.body(), self.limits)
@@ -92,7 +92,6 @@ class Completions:
             raise errors[-1]
 
     def check_queue(self) -> None:
-        """Raise ChatError where too many wait for a slot."""
         waiting = self.slots.statistics().tasks_waiting
         if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
             raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
@@ -100,20 +99,15 @@ class Completions:
                             {"Retry-After": "1"})
 
     async def models(self, request: Request) -> dict[str, Any]:
-        """Return what can be asked for."""
         return {"object": "list", "data": [
-            {"id": name, "object": "model", "created": self.since, "owned_by": "lowmem-grpo"}
-            for name in self.chats(request.scope["holder"]).models()]}
+            model_entry(name, SINCE) for name in self.chats(request.scope["holder"]).models()]}
 
     async def model(self, name: str, request: Request) -> dict[str, Any]:
-        """Return one of these by its name."""
-        models: dict[str, dict[str, Any]] = {model["id"]: model for model in (await self.models(request))["data"]}
-        if name not in models:
-            raise ChatError(404, f"there is no model {name!r}; there are {', '.join(models)}", "model",
+        names = self.chats(request.scope["holder"]).models()
+        if name not in names:
+            raise ChatError(404, f"there is no model {name!r}; there are {', '.join(names)}", "model",
                             "model_not_found")
-        return models[name]
-
-    since = int(time.time())  # this program's start
+        return model_entry(name, SINCE)
 
 
 class Events(Response):
@@ -124,7 +118,6 @@ class Events(Response):
     def __init__(
         self, chunks: AsyncGenerator[dict[str, Any], None], working: AbstractAsyncContextManager[None],
     ) -> None:
-        """The chunks are made inside of `working`."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self.chunks, self.working, self.begun = chunks, working, False
@@ -170,10 +163,10 @@ def client_left() -> ChatError:
     return ChatError(CLIENT_LEFT, "the client left before its reply")
 
 
-def body_of(given: bytes, limits: Limits) -> dict[str, Any]:
+def body_of(raw: bytes, limits: Limits) -> dict[str, Any]:
     """Return the JSON object of a request. Raises ChatError where it is none, or has too many messages."""
     try:
-        body = json_of(given)
+        body = json_of(raw)
     except ValueError as error:
         raise ChatError(400, str(error), None, "invalid_json") from None
     messages = body.get("messages")

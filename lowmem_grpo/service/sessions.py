@@ -4,15 +4,14 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
-from lowmem_grpo.service.errors import ChatError, Limits
-from lowmem_grpo.service.gate import NO_RETRY
+from lowmem_grpo.service.errors import NO_RETRY, ChatError, Limits
 
 
 @dataclass
-class Conversation:
+class RecordedConversation:
     """All messages from the first one to a reply that nobody continued."""
 
     messages_and_choices: list[dict[str, Any]]  # a reply of the policy as the choice of OpenAI's form, with its `turn`
@@ -20,46 +19,27 @@ class Conversation:
 
 
 @dataclass(eq=False)
-class Reply:
-    """A choice that a client got, and what was said since the one that it continues."""
+class RecordedReply:
+    """A choice that a client got, at the end of its conversation."""
 
-    choice: dict[str, Any]
-    said: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    before: "Reply | None" = None
+    conversation: RecordedConversation
+    first: int  # the number of the conversation's first reply in its session
     continued: bool = False
-    length: int = field(init=False)  # messages of the conversation up to here
-    first: int = field(init=False)  # the number of the conversation's first reply in its session
-
-    def path(self) -> "list[Reply]":
-        """The replies of the conversation up to here."""
-        found, reply = [self], self
-        while reply.before is not None:
-            reply = reply.before
-            found.append(reply)
-        return found[::-1]
-
-    def conversation(self) -> Conversation:
-        path = self.path()
-        return Conversation([one for reply in path for one in (*reply.said, reply.choice)], path[0].tools)
 
 
 class Session:
-    """The calls of one rollout. Whoever has `base_url` and `api_key` can make them: any client, in any process.
-
-    A context manager; once it is left, its address answers no more and its records can still be read. A reply that its
-    client did not get, because it left or the endpoint closed, is not among them. Safe between threads.
-    """
+    """The calls of one rollout, by whoever has `base_url` and `api_key`: any client, in any process. Safe between
+    threads. Once it is left, its address answers no more, and its records can still be read. What its client did not
+    get, because it left or the endpoint closed, is not among them."""
 
     def __init__(self, base_url: str, api_key: str, limits: Limits, forget: Callable[[str], None]) -> None:
         self.name = secrets.token_urlsafe(16)
         self.base_url, self.api_key = f"{base_url}/s/{self.name}/v1", api_key
         self.limits, self.forget, self.closed = limits, forget, False
-        self.replies: dict[str, Reply] = {}  # by the name of the turn, in the order in which they were given
+        self.replies: dict[str, RecordedReply] = {}  # by the name of the turn, in the order in which they were given
         self.lock = threading.Lock()
 
     def check(self) -> None:
-        """Raises ChatError where no more calls are recorded."""
         if len(self.replies) >= self.limits.session_replies:
             raise ChatError(429, f"this session has had its {self.limits.session_replies} replies; end the rollout "
                                  "earlier, or raise session_replies of Limits", None, "session_full", NO_RETRY)
@@ -78,17 +58,19 @@ class Session:
         before: str | None,
     ) -> None:
         parent = self.replies.get(before or "")
-        reply = Reply(choice, messages[0 if parent is None else parent.length:], tools or None, parent)
-        reply.length, reply.first = len(messages) + 1, len(self.replies) if parent is None else parent.first
-        if parent is not None:
-            parent.continued = True
-        self.replies[choice["turn"]] = reply
+        if parent is None:
+            conversation, first = RecordedConversation([*messages, choice], tools or None), len(self.replies)
+        else:  # what the client sends again of it stands there already, replies as choices
+            earlier, first, parent.continued = parent.conversation, parent.first, True
+            said = messages[len(earlier.messages_and_choices):]
+            conversation = RecordedConversation([*earlier.messages_and_choices, *said, choice], earlier.tools)
+        self.replies[choice["turn"]] = RecordedReply(conversation, first)
 
-    def conversations(self) -> list[Conversation]:
+    def conversations(self) -> list[RecordedConversation]:
         """All that was said, a conversation for each reply that nobody continued; that of the first call is first."""
         with self.lock:
             last = [reply for reply in self.replies.values() if not reply.continued]
-            return [reply.conversation() for reply in sorted(last, key=lambda reply: reply.first)]
+            return [reply.conversation for reply in sorted(last, key=lambda reply: reply.first)]
 
     def close(self) -> None:
         """From now on the session's address answers no more, and nothing is recorded."""
@@ -114,7 +96,7 @@ SESSION: ContextVar[str] = ContextVar("lowmem_grpo_session", default="")  # its 
 RECORDER: ContextVar[Session | None] = ContextVar("lowmem_grpo_recorder", default=None)
 
 
-class Sessions:
+class OpenSessions:
     """The sessions that are open. Safe between threads."""
 
     def __init__(self, limits: Limits) -> None:
@@ -123,7 +105,6 @@ class Sessions:
         self.lock = threading.Lock()
 
     def add(self, session: Session) -> None:
-        """Raises RuntimeError where too many are open."""
         with self.lock:
             if len(self.open) >= self.limits.sessions:
                 raise RuntimeError(f"{len(self.open)} sessions are open, and no more may be: end each with its rollout "

@@ -1,15 +1,15 @@
-"""Who may use a server: each has a name, an allowance, and a key, of which the server knows a hash only."""
+"""Who may use a server: each has a name, an allowance, and a key, of which a hash is known; `SignIn` to its page."""
 
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from lowmem_grpo.rules import COUNT, Rule, check_ranges
-from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.utils import COUNT, GIB, MIB, Rule, check_ranges
 
 OWNER = "owner"  # who started the server; sees everything
 JOBS = "jobs"  # the right to start programs of the server's machine
@@ -22,6 +22,8 @@ UNITS = {"": 1, "MiB": MIB, "GiB": GIB}
 VALUE = re.compile(r"([0-9]{1,12})(MiB|GiB|)")
 BYTES = ("bodies", "storage")
 FORM = "write requests=4096, bodies=512MiB, storage=50GiB or models=8"
+LASTS = 7 * 24 * 3600.0  # seconds that a browser stays signed in
+MOST_BROWSERS = 1000  # that are signed in at a time; the oldest make room
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Allowance:
         check_ranges(self)
 
     def but(self, words: Iterable[str]) -> "Allowance":
-        """Return this allowance with what words such as `storage=50GiB` say. ValueError names the word that is
-        wrong."""
+        """Return this allowance with words such as `storage=50GiB` applied. ValueError names the word that is wrong."""
         changes: dict[str, int] = {}
         for word in words:
             name, _, value = word.partition("=")
@@ -65,8 +66,7 @@ class User:
 
     name: str
     rights: tuple[str, ...] = ()
-    allowance: Allowance | None = None
-    """What the key file says of it; None where it says nothing."""
+    allowance: Allowance | None = None  # what the key file says of it; None where it says nothing
 
     @property
     def is_owner(self) -> bool:
@@ -113,7 +113,6 @@ def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, s
 
 
 def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
-    """Return a line's user and key."""
     if len(words) < 2:
         raise ValueError(f"{where}: write NAME KEY, and {JOBS} after them for who may start jobs")
     name, key, *more = words
@@ -129,3 +128,44 @@ def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
         return User(name, tuple(rights), usual.but(limits) if limits else None), key
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+class SignIn:
+    """Knows who a browser's cookie stands for. What a browser holds is kept here as its hash only, and in memory: after
+    a restart everybody signs in again."""
+
+    def __init__(self, user_of: Callable[[str], User | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.user_of, self.clock = user_of, clock
+        self.name = f"lowmem-grpo-{secrets.token_hex(4)}"  # cookies of a host are shared by all of its ports
+        self.tickets: dict[bytes, User] = {}
+        self.browsers: dict[bytes, tuple[User, float]] = {}  # and until when that holds
+
+    def link(self, user: User) -> str:
+        """Return the path of an address that signs this user in, once."""
+        ticket = secrets.token_urlsafe(32)
+        self.tickets[hashed(ticket)] = user
+        return f"/page/enter?ticket={ticket}"
+
+    def by_ticket(self, ticket: str) -> str | None:
+        """Return the cookie for who brings a link's ticket; None where it is not one, or was used."""
+        return self.cookie_of(self.tickets.pop(hashed(ticket), None))
+
+    def by_key(self, key: str) -> str | None:
+        return self.cookie_of(self.user_of(key))
+
+    def cookie_of(self, user: User | None) -> str | None:
+        if user is None:
+            return None
+        cookie = secrets.token_urlsafe(32)
+        self.browsers[hashed(cookie)] = user, self.clock() + LASTS
+        while len(self.browsers) > MOST_BROWSERS:
+            del self.browsers[next(iter(self.browsers))]
+        return cookie
+
+    def user(self, cookies: Mapping[str, str]) -> User | None:
+        """Return who a request's cookies stand for; None where nobody."""
+        user, until = self.browsers.get(hashed(cookies.get(self.name, "")), (None, 0.0))
+        return user if self.clock() < until else None
+
+    def leave(self, cookies: Mapping[str, str]) -> None:
+        self.browsers.pop(hashed(cookies.get(self.name, "")), None)

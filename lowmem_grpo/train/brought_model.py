@@ -1,32 +1,34 @@
-"""Models as people bring them to a trainer: one of ours, one of transformers or of PEFT, or a name.
-
-What our loader and `get_peft_model` do is done to each, or it is refused with the line that loads it.
-"""
+"""Models as people bring them to a trainer: ours, one of transformers or PEFT, or a name; each gets what our loader and
+`get_peft_model` do, or is refused with the line that loads it."""
 
 import copy
 import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
-from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, check_plain, with_lora, with_values_to_come
 from lowmem_grpo.loader import FastLanguageModel
-from lowmem_grpo.lora_model import check_plain, plain_lora, with_factors, with_lora
 from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lora_targets import Scope, lora_targets
+from lowmem_grpo.models.lora_targets import Scope, check_targets, lora_targets
 from lowmem_grpo.models.named import find
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
+from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
+from lowmem_grpo.runs.checkpoint_state import ADAPTER
 
 logger = logging.getLogger(__name__)
+Factors = dict[str, tuple[nn.Parameter, nn.Parameter]]  # A and B of each layer, by its path in the base
 CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
@@ -65,27 +67,27 @@ class Brought:
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
         """Return the model with the LoRA that the settings ask for, or with one of the standard shape."""
         if self.peft_config is None:
-            found = FastLanguageModel.get_peft_model(
+            trained = FastLanguageModel.get_peft_model(
                 model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
-            layers = "attention" if has_experts(found.config) else "all linear layers"
-            logger.warning(STANDARD, vars(found.peft_config[found.active_adapter])["r"], layers)
+            layers = "attention" if has_experts(trained.config) else "all linear layers"
+            logger.warning(STANDARD, vars(trained.peft_config[trained.active_adapter])["r"], layers)
         else:
-            found = with_lora(model, on_targets(self.peft_config, model), self.checkpointing, self.settings.seed)
-        vars(model.inner)[TRAINED] = found, copy.deepcopy(self.peft_config)
-        return found
+            trained = with_lora(model, on_targets(self.peft_config, model), self.checkpointing, self.settings.seed)
+        vars(model.inner)[TRAINED] = trained, copy.deepcopy(self.peft_config)
+        return trained
 
     def of_earlier_trainer(self) -> FastPeftModel | None:
-        """Return the model with LoRA that an earlier trainer made of the same object, as where a cell is run twice;
-        None for another object. ValueError where that one had another peft_config."""
+        """Return the LoRA that an earlier trainer put on this model (a cell run twice), or None; ValueError if it
+        differs."""
         base = self.model.inner if isinstance(self.model, BareModel) else self.model
-        found, given = getattr(base, "__dict__", {}).get(TRAINED, (None, None))
-        if found is not None and given != self.peft_config:
+        trained, config = getattr(base, "__dict__", {}).get(TRAINED, (None, None))
+        if trained is not None and config != self.peft_config:
             raise ValueError("the model has the LoRA of an earlier trainer, whose peft_config was another one; load "
                              "the model again")
-        if found is not None:
+        if trained is not None:
             logger.warning("the model has the LoRA of an earlier trainer, and goes on from it; load the model again to "
                            "begin anew")
-        return found
+        return trained
 
     @property
     def checkpointing(self) -> bool | str:
@@ -130,8 +132,7 @@ class Brought:
         return model
 
     def context(self, config: Any) -> int:
-        """Tokens that prompt and completion may have: those of the settings, else 2048, more where the run needs more,
-        and never more than the model has."""
+        """Return the tokens of a sequence: the settings', else 2048 or what the run needs, within the model's."""
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         wanted = getattr(self.settings, "vllm_max_model_length", None) or max(CONTEXT, self.tokens)
         return int(min(longest, wanted))
@@ -166,13 +167,13 @@ def check_base(model: Any) -> None:
                          "device_map={'': 0}")
 
 
-def tokenizer_of(given: Any) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of what was given as `processing_class`: a processor of text and images has one inside."""
-    if given is None or isinstance(given, PreTrainedTokenizerBase):
-        return given
-    inside = getattr(given, "tokenizer", None)
+    if processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase):
+        return processing_class
+    inside = getattr(processing_class, "tokenizer", None)
     if not isinstance(inside, PreTrainedTokenizerBase):
-        raise TypeError(f"processing_class is a {type(given).__name__}; pass a tokenizer of transformers")
+        raise TypeError(f"processing_class is a {type(processing_class).__name__}; pass a tokenizer of transformers")
     return inside
 
 
@@ -193,33 +194,33 @@ def check_vocabulary(model: Any) -> None:
                          "that as the model, and train it")
 
 
-def on_targets(given: LoraConfig, model: BareModel) -> LoraConfig:
+def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
     """Return a copy of the settings that names modules of this model; ValueError for names that it does not have."""
-    config: Any = copy.deepcopy(given)
-    scope = Scope(layers_to_transform=given.layers_to_transform)
+    config: Any = copy.deepcopy(settings)
+    scope = Scope(layers_to_transform=settings.layers_to_transform)
     chosen = lora_targets(model.inner, targets(config.target_modules, model), scope, config.exclude_modules)
     config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
     config.task_type, config.inference_mode = "CAUSAL_LM", False
     return config
 
 
-def targets(given: Any, model: BareModel) -> list[str] | str:
+def targets(modules: Any, model: BareModel) -> list[str] | str:
     """The modules that a LoraConfig names; where it names none, those that PEFT takes for the model's family."""
-    if given is None:
+    if modules is None:
         kind = str(model.inner.config.model_type)
         if kind not in PEFT_TARGETS:
             raise ValueError(f"peft_config names no target_modules, and PEFT has none for {kind!r}; name them, or take "
                              'target_modules="all-linear"')
-        given = PEFT_TARGETS[kind]
-    return given if isinstance(given, str) else sorted(given)
+        modules = PEFT_TARGETS[kind]
+    return modules if isinstance(modules, str) else sorted(modules)
 
 
-def loading_options(given: dict[str, Any]) -> dict[str, Any]:
+def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Options of `from_pretrained` of transformers, as those of ours; ValueError for what has none."""
     names = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "token": "token",
              "quantization_config": "quantization_config"}
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in init_kwargs.items():
         if name in names:
             options[names[name]] = None if value == "auto" else value
         elif name not in NO_EFFECT and value not in (None, False):
@@ -228,11 +229,51 @@ def loading_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def quantization(given: Any) -> dict[str, Any]:
+def quantization(config: Any) -> dict[str, Any]:
     """Options of our loader for a BitsAndBytesConfig; 16 or 32 bits without one. ValueError for another."""
-    if given is None:
+    if config is None:
         return {"load_in_4bit": False}
-    if not isinstance(given, BitsAndBytesConfig) or not given.load_in_4bit or given.bnb_4bit_quant_type != "nf4":
+    if not isinstance(config, BitsAndBytesConfig) or not config.load_in_4bit or config.bnb_4bit_quant_type != "nf4":
         raise ValueError("quantization_config: allowed is transformers.BitsAndBytesConfig(load_in_4bit=True, "
                          "bnb_4bit_quant_type='nf4')")
     return {"load_in_4bit": True}
+
+
+def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
+    """Return the settings and the tensors of a model's only adapter. TypeError or ValueError where it has other
+    adapters, where it trains more than plain LoRA, or where its layers are not as its settings say."""
+    names = list(model.peft_config)
+    if names != [ADAPTER]:
+        raise ValueError(f"the model has the adapters {names}; one is trained, named {ADAPTER!r}: delete the others "
+                         f"(model.delete_adapter), or load it with adapter_name={ADAPTER!r}")
+    config: Any = model.peft_config[ADAPTER]
+    check_plain(config)
+    layers = {name.removeprefix(PREFIX): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    base: Any = model.get_base_model()
+    check_targets(base, list(layers))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if other := next((name for name in trained if ".lora_" not in name), None):
+        raise ValueError(f"the model trains {other} beside its LoRA; only LoRA is trained here: freeze it with "
+                         "requires_grad_(False)")
+    if not trained:
+        logger.warning("the model's adapter was loaded with is_trainable=False; it is trained all the same")
+    for path, layer in layers.items():
+        got, wanted = (layer.r[ADAPTER], layer.scaling[ADAPTER]), (rank_of(config, path), scaling_of(config, path))
+        if layer.merged or got != wanted:
+            raise ValueError(f"{path}: the adapter is merged, or has rank and scale {got} where its settings say "
+                             f"{wanted}; unmerge it (model.unmerge_adapter()), or save it and load it again")
+    return config, {path: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+                    for path, layer in layers.items()}
+
+
+def with_factors(model: BareModel, config: LoraConfig, factors: Factors, checkpointing: bool | str) -> FastPeftModel:
+    """Put the adapter of a model that PEFT made on its base: with the same parameters, unless they have 16 bits, so
+    that the caller's model and optimizer go on with them."""
+    adapted = with_values_to_come(model, copy.deepcopy(config), checkpointing)
+    for path, sides in factors.items():
+        layer: Any = model.inner.get_submodule(path)
+        for factor, held in zip((layer.lora_A, layer.lora_B), sides, strict=True):
+            wide = torch.promote_types(held.dtype, torch.float32)
+            same = held if held.dtype == wide else nn.Parameter(held.detach().to(wide))
+            factor[ADAPTER].weight = same.requires_grad_(True)
+    return adapted

@@ -1,9 +1,6 @@
-"""`Ranks`: the processes of a run, each with the whole model and a card of its own, over torch.distributed.
-
-Each rank samples, scores and trains a share of each step's groups. What was sampled is gathered, so that every rank
-holds the same state and decides the same; gradients are summed. In one process all of this does nothing. The groups of
-processes are our own: vLLM makes the default one, of its own process alone, and destroys it with all that it holds.
-"""
+"""`Ranks`: the processes of a run, each with the whole model and a card, over torch.distributed. Each samples, scores
+and trains a share of a step's groups; all hold the same state, and gradients are summed. The groups of processes are
+our own, since vLLM makes the default one of its own process alone, and destroys it."""
 
 import hashlib
 import json
@@ -31,7 +28,7 @@ from lowmem_grpo.models.card_check import LARGER
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
 from lowmem_grpo.runs.summary import facts
 from lowmem_grpo.train.rendezvous import PATIENCE, Pulse, RankError, find_others
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +36,7 @@ TRANSFER = timedelta(minutes=1)  # for each piece of a transfer
 PAUSE = 0.001  # seconds between two looks
 SLOW, STEPS = 1.5, 3  # times the median of the other ranks, over so many steps in a row
 PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # besides those among the facts
-OWN = ("card", "card_bytes", "processor")  # of each machine, and free to differ
+OWN = ("card", "card_bytes", "processor")  # may differ from machine to machine
 ROWS = 8  # that are compared, from the first to the last
 
 
@@ -132,8 +129,7 @@ class Ranks:
                 parameter.grad.copy_(view.view_as(parameter))
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
-        """Return the group that sums gradients, and where: NCCL's on the cards where each process has one of its own,
-        else Gloo's on the hosts."""
+        """Return the group that sums gradients and its device: NCCL where each process has a card, else Gloo."""
         device = parameters[0].device
         if self.card_group is None:
             cards = self.gather("their cards", card_of(device))
@@ -145,8 +141,7 @@ class Ranks:
         return self.card_group, torch.device("cpu") if self.card_group is self.group else device
 
     def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
-        """Return of a step of so many seconds what each process measured, how long it waited for others and was busy,
-        as metrics ranks/RANK/NAME. Nothing in one process."""
+        """Return what each process measured in a step, how long it waited and was busy, as ranks/RANK/NAME."""
         if self.count == 1:
             return {}
         waited, self.pulse.waited = self.pulse.waited, 0.0
@@ -167,8 +162,7 @@ class Ranks:
                     "tokens; with cards of one kind none waits", rank, seconds / others)
 
     def seed(self, seed: int, step: int) -> None:
-        """Give each process random states of its own for a step, which follow from the seed of the run, the step and
-        the rank, so that a checkpoint need not hold them. One process goes on with those that it has."""
+        """Give each process random states that follow from seed, step and rank, so that no checkpoint holds them."""
         if self.count > 1:
             own = random.Random(f"{seed}-{step}-{self.rank}").getrandbits(31)
             random.seed(own)
@@ -187,7 +181,6 @@ class Ranks:
 
 
 def card_of(device: torch.device) -> str | None:
-    """Return the identity of a card; None for a processor."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -198,13 +191,11 @@ def ranks() -> Ranks:
 
 @cache
 def joined(place: Place) -> Ranks:
-    """Join the processes, once."""
     return Ranks(place, find_others(place) if place.count > 1 else None)
 
 
 def check_settings(config: Any, count: int, samples: bool = True) -> None:
-    """ValueError for settings that need one process, and for a step with fewer prompts than there are ranks, where the
-    trainer takes prompts."""
+    """ValueError for settings that need one process, or a step with fewer prompts than ranks."""
     if count > 1 and (mode := getattr(config, "train_while_sampling", None)):
         raise ValueError(f"train_while_sampling is {mode!r}, and the run has {count} processes: a rank trains other "
                          "groups than it has sampled; leave it out")
@@ -215,8 +206,7 @@ def check_settings(config: Any, count: int, samples: bool = True) -> None:
 
 
 def check_ranks_agree(trainer: Any) -> None:
-    """ValueError where the processes of a run would not do the same, or two of them with different places on a machine
-    are on one card. In one process nothing is looked at."""
+    """ValueError where the processes of a run would not do the same, or share a card that each should have alone."""
     if trainer.ranks.count == 1:
         return
     told = trainer.ranks.gather("what the ranks are", described(trainer))
@@ -252,19 +242,20 @@ def described(trainer: Any) -> dict[str, Any]:
         "the model's config": digest(model.get_base_model().config.to_json_string().encode()),
         "the adapter's weights": digest(*(held.detach().cpu().float().numpy().tobytes()
                                           for held in adapter_tensors(model).values())),
-        "the rows": "a stream" if isinstance(rows, Stream) else digest_of_rows(rows),
+        "the rows": digest_of_rows(rows),
         "the rewards": [] if trainer.scorer is None else trainer.scorer.names,
     }
 
 
 def digest_of_rows(rows: Any) -> str:
-    """Return the number of rows, and a short sum over some of them."""
+    """Return the number of rows, and a short sum over some of them; "a stream" for one."""
+    if isinstance(rows, Stream):
+        return "a stream"
     some = [rows[place] for place in sorted({n * (len(rows) - 1) // (ROWS - 1) for n in range(ROWS)})]
     return f"{len(rows)} ({digest(json.dumps(some, default=str).encode())})"
 
 
 def digest(*parts: bytes) -> str:
-    """Return a short sum over bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 

@@ -5,16 +5,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.data.stream import Stream, rows_of
 from lowmem_grpo.runs.summary import speed
 from lowmem_grpo.train.familiar import Familiar
 
 LONGEST = 100_000  # rows of a stream to evaluate on
 OF_ALL = ("num_tokens", *speed("", 1.0, 1, 1))
 OF_LOSS = ("loss", "policy_loss", "kl", "entropy", "clip_ratio", "cispo_clip_ratio", "vespo", "sampling",
-           "mean_token_accuracy")  # of what the learner measures, what TRL's evaluations have too
+           "mean_token_accuracy")  # what TRL's evaluations have too, among what the learner measures
 
 
 class Evaluator(Familiar):
@@ -22,9 +21,9 @@ class Evaluator(Familiar):
 
     eval_sets: Any = None  # what is evaluated on, in each trainer's own form; a dict of several by name
 
-    def evaluation_rows(self, given: Any, parameter: str = "eval_dataset") -> Any:
+    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return rows to evaluate on, by index. A stream is read to its end; DataError for one that is too long."""
-        rows = rows_of(given, parameter)
+        rows = rows_of(dataset, parameter)
         if not isinstance(rows, Stream):
             return rows
         read = rows.peek(LONGEST + 1)
@@ -32,18 +31,17 @@ class Evaluator(Familiar):
             raise DataError(f"{parameter} is a stream of more than {LONGEST:,} rows; pass list(stream.take(200))")
         return rows_of(read, parameter)
 
-    def evaluation_sets(self, given: Any) -> Any:
-        """Return what was given to evaluate on, in the trainer's own form; of several datasets a dict. ValueError where
-        nothing was given, and the settings ask for evaluations."""
-        if given is None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
-            asked = f'eval_strategy is "{self.args.eval_strategy}"' if self.args.eval_strategy != "no" else (
-                "eval_on_start is True")
+    def evaluation_sets(self, dataset: Any) -> Any:
+        """Return what to evaluate on, in the trainer's own form; ValueError where it lacks and is needed."""
+        if dataset is None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
+            strategy = self.args.eval_strategy
+            asked = f'eval_strategy is "{strategy}"' if strategy != "no" else "eval_on_start is True"
             raise ValueError(f"{asked}, which needs an eval_dataset; pass one")
-        if isinstance(given, Mapping):
-            if not given:
+        if isinstance(dataset, Mapping):
+            if not dataset:
                 raise DataError("eval_dataset is an empty dict; pass rows, or a dict of datasets by name")
-            return {str(name): self.evaluation_rows(part, f"eval_dataset[{name!r}]") for name, part in given.items()}
-        return None if given is None else self.evaluation_rows(given)
+            return {str(name): self.evaluation_rows(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+        return None if dataset is None else self.evaluation_rows(dataset)
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
         """Return metrics on one set of rows, in the trainer's own form; each trainer defines them."""
@@ -52,17 +50,14 @@ class Evaluator(Familiar):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return metrics on the evaluation dataset, or on these rows, under names that begin with the prefix; of a dict
-        of datasets those of each. `ignore_keys` is TRL's, and there are none here."""
+        """Return metrics on the evaluation dataset, or on these rows, under names with the prefix."""
         rows = self.eval_sets if eval_dataset is None else self.evaluation_sets(eval_dataset)
         if rows is None:
             raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
-        if isinstance(rows, dict):
-            found: dict[str, float] = {}
-            for name, part in rows.items():
-                found |= self.evaluate_rows(part, f"{metric_key_prefix}_{name}")
-            return found
-        return self.evaluate_rows(rows, metric_key_prefix)
+        if not isinstance(rows, dict):
+            return self.evaluate_rows(rows, metric_key_prefix)
+        parts = [self.evaluate_rows(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+        return {name: value for metrics in parts for name, value in metrics.items()}
 
     def evaluate_rows(self, rows: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one dataset, logged, with the time that they took."""

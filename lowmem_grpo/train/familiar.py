@@ -1,8 +1,5 @@
-"""What TRL's and transformers' trainers offer beside `train`, under their names: listeners, saving, the hub, figures.
-
-`NOT_HERE` lists what they offer and our trainers do not, with what to use instead; a subclass that defines one of the
-methods in `NEVER_CALLED` is refused.
-"""
+"""What TRL's and transformers' trainers offer beside `train`, under their names. `NOT_HERE` lists what ours do not,
+with what to use instead; a subclass that defines a method of `NEVER_CALLED` is refused."""
 
 import json
 import logging
@@ -18,11 +15,10 @@ from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.train.learner import Learner
 from lowmem_grpo.train.saver import Saver
-from lowmem_grpo.units import time_text
 from lowmem_grpo.unsloth_names import UnsupportedError
+from lowmem_grpo.utils import time_text
 
 logger = logging.getLogger(__name__)
-
 LOOP = "the visible loop is next_groups(), update(groups), evaluate() and save_state()"
 ROWS = "there are no data loaders: trainer.source.take(n) draws the next rows, and trainer.train_dataset has all"
 LOSS = "the loss is computed on packed sequences: trainer.forward_backward(groups) gives its gradient and its metrics"
@@ -33,31 +29,27 @@ ONE = "every process has the whole model on one device"
 PLAY = "the engine samples: say otherwise with rollout_func=, tools= or environment_factory="
 INSIDE = "our loop has no such part; a callback (add_callback) is called at its events, and " + LOOP
 NEVER_CALLED = {
-    **dict.fromkeys((
-        "_build_accelerator_args", "_clip_grad_norm", "_determine_best_metric", "_evaluate", "_finalize_training",
-        "_finish_current_push", "_get_grad_norm", "_get_learning_rate", "_get_num_items_in_batch", "_get_output_dir",
-        "_has_mixed_mesh_grads", "_hp_search_setup", "_init_training_state", "_inner_training_loop",
-        "_issue_warnings_after_load", "_load_best_model", "_load_callback_state", "_load_from_checkpoint",
-        "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate",
-        "_mixed_mesh_grad_norm", "_move_model_to_device", "_prepare_context_parallel_inputs", "_prepare_for_training",
-        "_push_from_checkpoint", "_report_to_hp_search", "_run_epoch", "_save", "_save_checkpoint",
-        "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_send_telemetry",
-        "_sync_replicated_trainable_parameters", "_track_num_input_tokens", "_tune_save_checkpoint",
-        "_update_auto_batch_size", "_validate_args", "_wrap_model",
-    ), INSIDE),
+    **dict.fromkeys(("_build_accelerator_args", "_clip_grad_norm", "_determine_best_metric", "_evaluate",
+                     "_finalize_training", "_finish_current_push", "_get_grad_norm", "_get_learning_rate",
+                     "_get_num_items_in_batch", "_get_output_dir", "_has_mixed_mesh_grads", "_hp_search_setup",
+                     "_init_training_state", "_inner_training_loop", "_issue_warnings_after_load", "_load_best_model",
+                     "_load_callback_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+                     "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_mixed_mesh_grad_norm",
+                     "_move_model_to_device", "_prepare_context_parallel_inputs", "_prepare_for_training",
+                     "_push_from_checkpoint", "_report_to_hp_search", "_run_epoch", "_save", "_save_checkpoint",
+                     "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_send_telemetry",
+                     "_sync_replicated_trainable_parameters", "_track_num_input_tokens", "_tune_save_checkpoint",
+                     "_update_auto_batch_size", "_validate_args", "_wrap_model"), INSIDE),
     **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
                      "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
                      "floating_point_ops", "hyperparameter_search"), LOOP),
-    **dict.fromkeys((
-        "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples", "_get_dataloader",
-        "_get_train_sampler", "_get_eval_sampler", "_get_collator_with_removed_columns", "_prepare_dataset",
-        "_prepare_input", "_prepare_inputs", "_reject_skip_prepare_without_labels", "_remove_unused_columns",
-        "_set_signature_columns_if_needed",
-    ), ROWS),
-    **dict.fromkeys((
-        "compute_loss", "_compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
-        "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights", "_get_per_token_logps_and_entropies",
-    ), LOSS),
+    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
+                     "_get_dataloader", "_get_train_sampler", "_get_eval_sampler", "_get_collator_with_removed_columns",
+                     "_prepare_dataset", "_prepare_input", "_prepare_inputs", "_reject_skip_prepare_without_labels",
+                     "_remove_unused_columns", "_set_signature_columns_if_needed"), ROWS),
+    **dict.fromkeys(("compute_loss", "_compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+                     "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights",
+                     "_get_per_token_logps_and_entropies"), LOSS),
     **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_group",
                      "get_optimizer_cls_and_kwargs", "get_decay_parameter_names"), MADE),
     **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
@@ -98,12 +90,10 @@ class Processes:
         self.is_last_process = ranks.rank == ranks.count - 1
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print in the first process."""
         if self.is_main_process:
             print(*values, **options)
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes are here."""
         self.ranks.meet("wait_for_everyone()")
 
     def unwrap_model(self, model: Any, **_: Any) -> Any:
@@ -152,8 +142,6 @@ class Familiar:
         """Tell the listeners; the loop defines how."""
         raise NotImplementedError
 
-    # Its parts.
-
     processing_class = property(attrgetter("tokenizer"))
     model_wrapped = property(attrgetter("model"))  # nothing is wrapped around it
     optimizer = property(attrgetter("learner.optimizer"))
@@ -163,7 +151,6 @@ class Familiar:
 
     @property
     def train_dataset(self) -> Any:
-        """The rows as they were passed."""
         return self.given_rows
 
     @train_dataset.setter
@@ -181,26 +168,19 @@ class Familiar:
         return self.args.hub_model_id or self.run_dir.resolve().name
 
     def is_world_process_zero(self) -> bool:
-        """Return whether this process leads."""
         return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
-        """Return whether this is the first process of its machine."""
         return self.state.is_local_process_zero
 
     def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each group of the optimizer."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_num_trainable_parameters(self) -> int:
-        """Numbers in the adapter."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_total_train_batch_size(self, *_: Any) -> int:
-        """Rows or completions of one optimizer step."""
         return self.args.completions_per_step
-
-    # Listeners.
 
     def add_callback(self, callback: Any) -> None:
         """A listener, or a class of which one is made."""
@@ -211,8 +191,6 @@ class Familiar:
         return self.callbacks.pop(callback)
 
     remove_callback = pop_callback
-
-    # Saving.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter and the tokenizer to a folder, by default output_dir."""
@@ -234,10 +212,8 @@ class Familiar:
     def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, token: str | None = None,
                     revision: str | None = None, private: bool = True, dataset_name: str | None = None,
                     **card: Any) -> str:
-        """Upload the adapter, the tokenizer and a card to `hub_model_id`; returns the address of the commit.
-
-        The files stay in output_dir/adapter. HubError where the hub refuses. It always waits for the upload.
-        """
+        """Upload the adapter, the tokenizer and a card to `hub_model_id`; returns the address of the commit. The files
+        stay in output_dir/adapter. HubError where the hub refuses. It always waits for the upload."""
         if revision is not None:
             raise ValueError(f"revision is {revision!r}; only the main branch is written, leave it out")
         folder = self.run_dir / "adapter"
@@ -254,11 +230,8 @@ class Familiar:
         except hub.HubError as error:
             logger.error("push_to_hub: %s", error)
 
-    # Figures.
-
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add a line to the history, and tell the listeners. Lines of steps, of evaluations and the last one come
-        through here, so that a subclass may add to them; `start_time` is when the run began, of the lines of steps."""
+        """Add a line to the history, and tell the listeners; a subclass may add to every line here."""
         line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
         self.state.log_history.append(line)
         self.notify("on_log", logs=line)
@@ -269,7 +242,6 @@ class Familiar:
                 if isinstance(value, float) else value for name, value in metrics.items()}
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics under the name of a split."""
         print(f"***** {split} metrics *****")
         for name, value in sorted(self.metrics_format(metrics).items()):
             print(f"  {name} = {value}")

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lowmem_grpo.preflight.how_long import PlannedTime
 from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
+from lowmem_grpo.rollout.collector import Collector, SharedCollector
+from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
@@ -36,10 +39,9 @@ from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.grpo_objective import GRPOObjective
 from lowmem_grpo.train.loop import Trainer
 from lowmem_grpo.train.overlap import OverlappedTraining, check_overlap
-from lowmem_grpo.train.parameters import either, taken_in
+from lowmem_grpo.train.parameters import check_model, either, taken_in
 from lowmem_grpo.train.players import Players
 from lowmem_grpo.train.run_memory import plan_memory
-from lowmem_grpo.train.shared_rollout import collector_of, evaluation_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class GRPOTrainer(Trainer):
     samples = True
 
     def __init__(
-        self, model: Any, reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        self, model: Any = None, reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
         args: Any = None, train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
         reward_processing_classes: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
@@ -66,20 +68,18 @@ class GRPOTrainer(Trainer):
         """TRL's parameters, in its order; `engine`, which is the caller's own; and `parse`, which reads the tool calls
         of a form that is not known here (see `Toolbox`). `tokenizer` is an older name of `processing_class`; `others`
         are refused, or options of the settings."""
+        check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
         players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
         overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
-        self.scorer = RewardScorer(
-            *players.paid(reward_funcs, reward_processing_classes), config.reward_limit, config.score_while_sampling,
-            players.plays, late_columns=rollout_func is not None,
-            override=self._calculate_rewards if overridden else None,
-        )
+        self.scorer = RewardScorer(*players.paid(reward_funcs, reward_processing_classes), config.reward_limit,
+                                   config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
+                                   override=self._calculate_rewards if overridden else None)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         rows = players.rows(train_dataset)
-        super().__init__(
-            model, config, either(processing_class, tokenizer), peft_config, quantization_config, optimizers,
-            (config.max_prompt_length or config.max_completion_length) + config.max_completion_length,
-        )
+        super().__init__(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
+                         optimizers,
+                         (config.max_prompt_length or config.max_completion_length) + config.max_completion_length)
         model, self.said_unrouted = self.model, False
         reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]
         for reward_model in reward_models:
@@ -91,8 +91,8 @@ class GRPOTrainer(Trainer):
         memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first,
                                     reward_models)
         self.planned_time = PlannedTime(peaks.plan, model.config)
-        encoder = PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts)
-        encoder = players.encoder(encoder)
+        encoder = players.encoder(
+            PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts))
         self.turns = players.turns
         pools = DifficultyPools() if config.difficulty_pools else None
         source = source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
@@ -118,53 +118,46 @@ class GRPOTrainer(Trainer):
         if (bound := config.vllm_max_model_length or context) > context:
             raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
                              "tokens; lower it, or load with a larger max_seq_length")
-        context = bound
-        longest = longest_prompt(config.max_prompt_length, config.max_completion_length, context)
+        longest = longest_prompt(config.max_prompt_length, config.max_completion_length, bound)
         return longest, longest + config.max_completion_length
 
-    def first_engine(self, given: Engine | None) -> Engine:
+    def first_engine(self, own: Engine | None) -> Engine:
         """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
         prompts = len(self.ranks.place.share(self.args.prompts_per_generation)) or 1
         self.model.loaded.keeper.expect(prompts * self.args.num_generations)
-        engine = given or self.model.engine(self.policy, self.tokenizer)
+        engine = own or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
-            raise ValueError(
-                f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"'
-            )
+            raise ValueError(f'use_vllm=True, and the engine is {engine.name}: load the model with '
+                             'fast_inference="vllm"')
         share, loaded = self.args.vllm_gpu_memory_utilization, self.model.loaded.keeper.settings.gpu_memory_utilization
         if engine.name == "vllm" and share not in (None, TRLS_SHARE, loaded):
             raise ValueError(f"vllm_gpu_memory_utilization is {share}, and the model was loaded with "
                              f"gpu_memory_utilization={loaded}; set it there, or leave it out")
         return engine
 
-    def sample_with(self, first: Engine, given: bool, encoder: PromptEncoder, plan: MemoryPlan | None) -> None:
-        """Make what this trainer samples and scores with; `given` says that the engine is the caller's own."""
+    def sample_with(self, first: Engine, is_callers: bool, encoder: PromptEncoder, plan: MemoryPlan | None) -> None:
+        """Make what this trainer samples and scores with; `is_callers` says that the engine is the caller's own."""
         config = self.args
-        self.sampler = Sampler(
-            self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first, given, self.player
-        )
+        self.sampler = Sampler(self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first,
+                               is_callers, self.player)
         self.scoring = Scoring(self.scorer, config, self.state, self.clock, config)
-        self.parity = ParityGate(
-            self.policy, config.sampling(None), config.parity_steps, config.parity_bound, state=self.state,
-            stride=config.steps_per_rollout, memory=self.memory.train, mismatch=self.objective.mismatch,
-            clock=self.clock, cache_dtype=getattr(first, "cache_dtype", AUTO),
-            correction=config.vllm_importance_sampling_correction,
-        )
+        self.parity = ParityGate(self.policy, config.sampling(None), config.parity_steps, config.parity_bound,
+                                 state=self.state, stride=config.steps_per_rollout, memory=self.memory.train,
+                                 mismatch=self.objective.mismatch, clock=self.clock,
+                                 cache_dtype=getattr(first, "cache_dtype", AUTO),
+                                 correction=config.vllm_importance_sampling_correction)
         sets = self.eval_sets
-        self.evaluation = evaluation_of(
-            self.ranks, ConcatDataset(sets.values()) if isinstance(sets, dict) else sets,
-            config.sampling(config.seed, n=config.num_generations_eval), config.per_device_eval_batch_size, encoder,
-            self.sampler, self.scoring,
-        )
+        self.evaluation = Evaluation(self.ranks, ConcatDataset(sets.values()) if isinstance(sets, dict) else sets,
+                                     config.sampling(config.seed, n=config.num_generations_eval),
+                                     config.per_device_eval_batch_size, encoder, self.sampler, self.scoring)
         self.overlap: OverlappedTraining | None = None
         if mode := config.train_while_sampling:
             check_overlap(mode, self.policy, first, self.scorer, self.player is not None)
             self.overlap = OverlappedTraining(self.learner, self.scoring, config.max_completion_length, plan,
                                               mode == PARALLEL)
-        self.collector = collector_of(
-            self.ranks, config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring,
-            self.parity, self.overlap,
-        )
+        parts = (config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity,
+                 self.overlap)
+        self.collector = SharedCollector(self.ranks, *parts) if self.ranks.count > 1 else Collector(*parts)
 
     @property
     def engine(self) -> Engine:
@@ -176,8 +169,7 @@ class GRPOTrainer(Trainer):
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[RolloutGroup]:
-        """`params.n` rollouts of each prompt by the current policy, without rewards; `on_group` gets those of each
-        prompt while others are sampled."""
+        """Return `params.n` unscored rollouts of each prompt; `on_group` gets those of each prompt as they finish."""
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
@@ -185,13 +177,12 @@ class GRPOTrainer(Trainer):
         self.sampler.renew()
 
     def begin_scoring(self, prompts: list[Prompt]) -> EarlyScoring:
-        """Return the scorer of these prompts' finished groups while others are sampled; give its `on_group` to
-        `sample`."""
-        return self.scoring.begin(prompts)
+        """Return the scorer of these prompts' groups while others are sampled: give its `on_group` to `sample`."""
+        return self.scoring.start_batch(prompts)
 
     def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
-        return self.collector.score(groups, scoring or self.scoring.begin(groups))
+        return self.collector.score(groups, scoring or self.scoring.start_batch(groups))
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
@@ -209,10 +200,7 @@ class GRPOTrainer(Trainer):
         return self.collector.collect()
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on scored groups: every optimizer step that `num_iterations` and `steps_per_generation` ask for.
-
-        `at_most` bounds their number.
-        """
+        """Train on scored groups: at most `at_most` of the optimizer steps that the settings ask for."""
         if self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted([rollout for group in groups for rollout in group.rollouts])
         overlap = self.overlap
@@ -232,8 +220,6 @@ class GRPOTrainer(Trainer):
         """The groups of each optimizer step that one generation is used for."""
         size = self.args.prompts_per_step
         return [groups[start : start + size] for start in range(0, len(groups), size)]
-
-    # What the loop asks for.
 
     def next_groups(self) -> list[RolloutGroup]:
         return self.rollout()
@@ -256,19 +242,16 @@ class GRPOTrainer(Trainer):
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Rewards, lengths and speed of what was sampled, seconds measured and planned, and memory."""
         updates = self.state.global_step - before
-        planned = self.planned_time.metrics(
-            self.sampled, groups, updates, self.args.num_iterations, self.objective.needed_before(updates)
-        )
-        return {
-            **self.collector.metrics(groups, self.clock.seconds["generate"]), **timing, **planned,
-            "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
-            "policy_version": self.state.policy_version,
-        }
+        planned = self.planned_time.metrics(self.sampled, groups, updates, self.args.num_iterations,
+                                            self.objective.needed_before(updates))
+        return {**self.collector.metrics(groups, self.clock.seconds["generate"]), **timing, **planned,
+                "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
+                "policy_version": self.state.policy_version}
 
-    def evaluation_rows(self, given: Any, parameter: str = "eval_dataset") -> Any:
+    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Rows with prompts; a number asks for so many held-out seeds of an environment."""
-        rows = self.players.evaluation_rows(given if isinstance(given, int) else super().evaluation_rows(
-            given, parameter))
+        rows = self.players.evaluation_rows(dataset if isinstance(dataset, int) else super().evaluation_rows(
+            dataset, parameter))
         check_dataset(rows)
         return rows
 
@@ -277,13 +260,13 @@ class GRPOTrainer(Trainer):
         return self.evaluation.run(rows, self.measure_loss)
 
     def measure_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        found = self.learner.measure(groups)
-        return {name: value for name, value in found.items() if name.partition("/")[0] in OF_LOSS}
+        return {name: value for name, value in self.learner.measure(groups).items()
+                if name.partition("/")[0] in OF_LOSS}
 
     def evaluation_names(self) -> set[str]:
         names = self.scorer.names
-        one = Rollout([0], [0.0], "stop", rewards=dict.fromkeys(names, 0.0), reward=0.0)
-        sure = {*rollout_metrics([RolloutGroup({}, [0], [one])], names), "loss", "entropy"}
+        rollout = Rollout([0], [0.0], "stop", rewards=dict.fromkeys(names, 0.0), reward=0.0)
+        sure = {*rollout_metrics([RolloutGroup({}, [0], [rollout])], names), "loss", "entropy"}
         return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
 
     def may_measure(self, name: str) -> bool:
@@ -291,25 +274,10 @@ class GRPOTrainer(Trainer):
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
                 or any(logs(function) for function in self.scorer.funcs))
 
-    @property
-    def entropy_coef(self) -> float:
-        """The weight of the entropy bonus as it is now."""
-        return self.objective.entropy.coef
-
-    @property
-    def reward_funcs(self) -> list[Any]:
-        """The reward functions, in order."""
-        return list(self.scorer.funcs)
-
-    @property
-    def tools(self) -> list[Callable[..., Any]]:
-        """The functions that the policy may call, those of environments among them."""
-        return self.players.functions
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        """The names of the rewards, in order."""
-        return list(self.scorer.names)
+    entropy_coef = property(attrgetter("objective.entropy.coef"))  # the weight of the entropy bonus as it is now
+    tools = property(attrgetter("players.functions"))  # that the policy may call, those of environments among them
+    reward_funcs = property(lambda self: list(self.scorer.funcs))
+    reward_func_names = property(lambda self: list(self.scorer.names))
 
     @property
     def reward_weights(self) -> torch.Tensor:

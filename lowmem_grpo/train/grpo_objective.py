@@ -23,18 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class GRPOObjective(Objective):
-    """GRPO and its relatives, as the settings of a run say.
-
-    `exact` says that a training pass computes the policy itself. With dropout it does not, so its difference from the
-    sampler does not measure their mismatch; the parity check, which works without dropout, does.
-    """
+    """GRPO and its relatives, as the settings of a run say. `exact` says that a training pass computes the policy
+    itself, as it does without dropout: only then does its difference from the sampler measure their mismatch."""
 
     def __init__(self, config: GRPOConfig, exact: bool = True) -> None:
         self.config, self.exact = config, exact
-        self.entropy = EntropyControl(
-            config.entropy_coef, config.use_adaptive_entropy, config.entropy_coef_min, config.entropy_coef_max,
-            config.entropy_coef_delta, config.entropy_target,
-        )
+        self.entropy = EntropyControl(config.entropy_coef, config.use_adaptive_entropy, config.entropy_coef_min,
+                                      config.entropy_coef_max, config.entropy_coef_delta, config.entropy_target)
         self.mismatch = MismatchWatch()
         self.correct_mismatch = self.stale = False  # in the update in progress
         self.told: set[bool] = set()  # whether of stale rollouts
@@ -49,13 +44,11 @@ class GRPOObjective(Objective):
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
         """Nothing on-policy without a KL term and token masks, because old log-probabilities are the step's own."""
-        wanted = {
-            "old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
-            "entropy": self.config.top_entropy_quantile < 1,
-        }
+        wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
+                  "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
 
-    def begin(self, rollouts: list[Rollout], policy_version: int) -> None:
+    def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """Decide whether to correct tokens: for stale rollouts, and if sampler and trainer were seen to differ."""
         chosen = self.config.vllm_importance_sampling_correction
         self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)
@@ -78,13 +71,11 @@ class GRPOObjective(Objective):
             for rollout, part in zip(rollouts, mask.split([r.num_trained for r in rollouts]), strict=True):
                 rollout.policy_mask = with_context(rollout, part)
         if self.config.kl_in_reward:
-            if self.config.state_weight and any(turn.state is not None for one in rollouts for turn in one.turns):
+            if self.config.state_weight and any(turn.state is not None for r in rollouts for turn in r.turns):
                 name = self.config.advantage_estimator
-                raise ValueError(
-                    f"with advantage_estimator={name!r} and beta {self.config.beta} the KL term is in the reward "
-                    "of each token, which leaves no place for the comparison of turns in the same state; set "
-                    "state_weight=0, or beta=0"
-                )
+                raise ValueError(f"with advantage_estimator={name!r} and beta {self.config.beta} the KL term is in the "
+                                 "reward of each token, which leaves no place for the comparison of turns in the same "
+                                 "state; set state_weight=0, or beta=0")
             if self.config.advantage_estimator == "rloo":
                 take_kl_from_rewards(list(groups), self.config.beta, self.config)
             else:
@@ -93,26 +84,25 @@ class GRPOObjective(Objective):
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """All rollouts but failed episodes, and without truncated ones if those are masked."""
         masked = self.config.mask_truncated_completions
-        return [one for one in rollouts if not (one.failed or (masked and one.finish_reason == "length"))]
+        return [rollout for rollout in rollouts
+                if not (rollout.failed or (masked and rollout.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Rollouts that count and have an advantage; with a KL term or an entropy bonus, all that count."""
-        kept = self.counted(rollouts)
         everything = self.config.beta or self.entropy.enabled
-        return kept if everything else [rollout for rollout in kept if rollout.has_signal]
+        return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
         """`grpo_loss` of the batch. A KL term that is in the reward is not in the loss as well."""
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
-        out = grpo_loss(
-            logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids), settings=settings,
-            old_logprobs=at(batch, batch.old_logprobs), ref_logprobs=at(batch, batch.ref_logprobs),
-            rollout_logprobs=batch.at_trained(batch.rollout_logprobs), entropy=entropy,
-            policy_mask=at(batch, batch.policy_mask), num_sequences_in_step=totals.sequences,
-            num_tokens_in_step=totals.tokens, num_policy_tokens_in_step=totals.policy_tokens,
-            correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy.applied,
-            num_sequences=len(batch.rollouts),
-        )
+        out = grpo_loss(logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids),
+                        settings=settings, old_logprobs=at(batch, batch.old_logprobs),
+                        ref_logprobs=at(batch, batch.ref_logprobs),
+                        rollout_logprobs=batch.at_trained(batch.rollout_logprobs), entropy=entropy,
+                        policy_mask=at(batch, batch.policy_mask), num_sequences_in_step=totals.sequences,
+                        num_tokens_in_step=totals.tokens, num_policy_tokens_in_step=totals.policy_tokens,
+                        correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy.applied,
+                        num_sequences=len(batch.rollouts))
         out.metrics["entropy"] = entropy.detach().mean()
         if self.config.kl_in_reward and batch.ref_logprobs is not None:
             policy = logprobs.detach() if batch.old_logprobs is None else batch.at_trained(batch.old_logprobs)

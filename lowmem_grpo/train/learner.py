@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.losses.objective import Objective, StepTotals, policy_tokens
-from lowmem_grpo.memory.bounds import Bound, RunMemory, Shortage, tried
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
@@ -28,19 +28,17 @@ from lowmem_grpo.train.rewind import Gradients, OptimizerCopy, RandomStates
 from lowmem_grpo.train.sums import PartialGradient, Sums
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
-ROUNDING = 1e-5  # of log-probabilities in float32: nearer ones are the same
+ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
 
 class Learner:
-    """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step.
-
-    If memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. Of several ranks
-    each gets all groups and trains its part of them; the gradients are summed before they are clipped.
-    """
+    """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step. If
+    memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. Of several ranks
+    each trains its part of the groups; the gradients are summed before they are clipped."""
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: Bound | None = None,
+        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: BatchLimit | None = None,
         guard: Guard | None = None, ranks: Ranks | None = None,
     ) -> None:
         self.policy, self.config, self.objective = policy, config, objective
@@ -52,26 +50,24 @@ class Learner:
         self.packer = Packer(policy.device, self.bound)
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
-        self.flags = Flags()  # of the pass in progress
+        self.flags = Flags()  # what the pass in progress met
         self.prepare_again: Callable[[], None] | None = None  # while no step was made since `prepare`
 
     @property
     def limits(self) -> Limits:
-        """The limits of a micro-batch. With a plan, only tokens bound it, and the user may have set their number.
-        Without a plan, `per_device_train_batch_size` bounds the sequences too."""
+        """Return the limits of a micro-batch: tokens alone with a memory plan, also sequences without one."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
         return Limits(tokens, spread=self.bound.spread)
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set `old_logprobs`, `ref_logprobs` or `entropy` of every rollout from the policy as it is now; of several
-        ranks each does its part of the groups, and `tell_fields` the rest."""
+        """Set these fields of this rank's rollouts from the policy as it is now; `tell_fields` brings the others'."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
-        for rollout, *found in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
+        for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
             for field in fields:
-                setattr(rollout, field, found[field == "entropy"])
+                setattr(rollout, field, values[field == "entropy"])
 
     def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
         """Give every rank what the others filled in."""
@@ -79,7 +75,8 @@ class Learner:
             return
         rollouts = members(groups)
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
-        own = {places[id(one)]: [getattr(one, field) for field in fields] for one in members(self.mine(groups))}
+        own = {places[id(member)]: [getattr(member, field) for field in fields]
+               for member in members(self.mine(groups))}
         for filled in self.ranks.gather("recomputed log-probabilities", own):
             for place, values in filled.items():
                 for field, value in zip(fields, values, strict=True):
@@ -93,19 +90,16 @@ class Learner:
     @torch.no_grad()
     def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor, Tensor]]:
         """Each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
-        found: list[tuple[Rollout, Tensor, Tensor]] = []
+        results: list[tuple[Rollout, Tensor, Tensor]] = []
         for batch in batches:
             both = self.policy.logprobs(batch, self.objective.temperature)
             logprobs, entropy = (unpack(values.float().cpu(), batch) for values in both)
-            found += zip(batch.rollouts, logprobs, entropy, strict=True)
-        return found
+            results += zip(batch.rollouts, logprobs, entropy, strict=True)
+        return results
 
     def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
-        """Fill in what this update needs beside the rollouts; on-policy without a KL term that is nothing.
-
-        Rollouts of an older version than `policy_version`, the policy's own, are stale.
-        """
-        self.objective.begin([rollout for group in groups for rollout in group.rollouts], policy_version)
+        """Fill in what this update needs beside rollouts; those of an older version than `policy_version` are stale."""
+        self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
         training, random = self.policy.model.training, RandomStates(self.policy.device)
@@ -138,30 +132,23 @@ class Learner:
                 for group in groups]
 
     def counted_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with only the rollouts whose tokens count."""
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """Return how many tokens that the policy drew count in the loss; those of masked, truncated completions do not.
-        """
-        return sum(rollout.num_trained for group in self.counted_groups(groups) for rollout in group.rollouts)
+        """Return how many tokens that the policy drew count in the loss; masked, truncated completions do not."""
+        return sum(rollout.num_trained for rollout in members(self.counted_groups(groups)))
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
-        """The counts that the step's means are taken over."""
-        counted = [rollout for group in self.counted_groups(groups) for rollout in group.rollouts]
-        tokens = sum(rollout.num_trained for rollout in counted) if num_tokens is None else num_tokens
-        sequences = sum(not rollout.failed for group in groups for rollout in group.rollouts)
-        return StepTotals(sequences, tokens, sum(map(policy_tokens, counted)))
+        tokens = self.num_tokens(groups) if num_tokens is None else num_tokens
+        sequences = sum(not rollout.failed for rollout in members(groups))
+        return StepTotals(sequences, tokens, sum(map(policy_tokens, members(self.counted_groups(groups)))))
 
     def forward_backward(
         self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
     ) -> dict[str, float]:
-        """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens.
-
-        Tokens (unless their number is given) and sequences are counted over all `groups`. So the gradient depends
-        neither on the split into micro-batches nor on whether rollouts without gradient were left out. The gradient of
-        what `begun` holds is there already.
-        """
+        """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens. Tokens
+        (unless their number is given) and sequences are counted over all `groups`, so the gradient depends neither on
+        the split into micro-batches nor on rollouts left out. What `begun` holds is added already."""
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         totals, left = self.totals(groups, num_tokens), self.mine(trained)
         if begun is not None:
@@ -176,7 +163,7 @@ class Learner:
         def again() -> None:
             if self.prepare_again is not None:
                 self.prepare_again()
-                random.take()
+                random.capture()
 
         def work(batches: Iterator[MicroBatch]) -> Sums:
             return self.accumulate(batches, totals, None if begun is None else begun.sums)
@@ -191,9 +178,7 @@ class Learner:
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
-    def accumulate(
-        self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums | None = None
-    ) -> Sums:
+    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums | None = None) -> Sums:
         """Add the gradient of each micro-batch to what was begun; returns what they add up to."""
         self.policy.model.train()
         sums = Sums(self.policy.device) if begun is None else begun.copied()
@@ -217,7 +202,7 @@ class Learner:
         with self.offload:
             logprobs, entropy, best = self.at_head(batch)
         out = self.objective_loss(batch, totals, logprobs, entropy, best)
-        (flags or self.flags).look(batch, logprobs, out.loss)
+        (flags or self.flags).check_batch(batch, logprobs, out.loss)
         return out
 
     def at_head(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,8 +221,7 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return the loss of these groups, as of one step on all of them, and its metrics: without a gradient, without
-        dropout, and without a trace in the run."""
+        """Return the loss of these groups and its metrics, without gradient, dropout, or a trace in the run."""
         training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
         self.policy.model.eval()
         try:
@@ -266,11 +250,8 @@ class Learner:
         return Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)
 
     def optim_step(self) -> dict[str, float]:
-        """Sum the ranks' gradients, clip them, step and clear them. A step without gradient, or with NaN or infinity,
-        is skipped.
-
-        Raises NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values.
-        """
+        """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
+        NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values."""
         self.ranks.sum_gradients(self.policy.trainable)
         named = self.policy.model.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
@@ -302,17 +283,16 @@ class Learner:
         second time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that
         allocates nothing cannot run out of memory, so it needs no copy."""
         what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
-        if not self.before.take(parameters):
+        if not self.before.copy_state(parameters):
             step()
             return
-        failed = tried(step, self.policy.device, self.before.restore)
-        if isinstance(failed, Shortage):
+        failed = catch_oom(step, self.policy.device, self.before.restore)
+        if isinstance(failed, OutOfMemory):
             self.bound.note(what, failed, "the caches are emptied, and it is made once more")
-            failed = tried(step, self.policy.device, self.before.restore)
-        if isinstance(failed, Shortage):
-            self.bound.end(what, failed)
+            failed = catch_oom(step, self.policy.device, self.before.restore)
+        if isinstance(failed, OutOfMemory):
+            self.bound.raise_exhausted(what, failed)
 
 
 def members(groups: list[RolloutGroup]) -> list[Rollout]:
-    """The rollouts of all groups, in order."""
     return [rollout for group in groups for rollout in group.rollouts]

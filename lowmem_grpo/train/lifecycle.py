@@ -36,8 +36,8 @@ class Lifecycle(Evaluator):
     began = ""  # when this trainer began the run in its folder
     stops = False  # whether all ranks have agreed to stop
     began_here = False  # whether this call of `train` has begun or resumed it
-    losses: list[float]  # of the steps of this call, which were made on so many samples
-    samples_seen: int
+    losses: list[float]  # one for each step of this call
+    samples_seen: int  # in these steps
     summary: dict[str, Any]  # the last line of the log
 
     def save_state(self) -> Path:
@@ -48,57 +48,52 @@ class Lifecycle(Evaluator):
         """The adapter has other weights than before; a trainer that samples tells its engine."""
         raise NotImplementedError
 
-    def begin(self, resume: bool | str | None) -> None:
+    def start_run(self, resume: bool | str | None) -> None:
         """A fresh run directory, or the state of a checkpoint."""
         torch.manual_seed(self.args.seed)
         self.control.should_training_stop = False  # what stopped an earlier `train`
-        known, goes_on = self.ranks.first("how the run begins", self.found)
+        known, goes_on = self.ranks.first("how the run begins", self.known_run)
         if not resume and goes_on:
             logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
                            "a new run, make a new trainer)", self.run_dir)
             resume = True
-        found = bool(resume) and self.resumed(resume or False)
-        if not found and self.began:
+        resumed = bool(resume) and self.resumed(resume or False)
+        if not resumed and self.began:
             self.saver.begin_again()
             logger.warning("a new run begins, with the weights as the run before has left them")
         if not resume:
             self.make_room()
-        elif not found:
+        elif not resumed:
             logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
             self.records.rewind(0)
-        if found or self.began:
+        if resumed or self.began:
             self.weights_changed()
         self.began = str(known.get("began") if resume and known.get("began") else datetime.now().astimezone())
         self.began_here = True
         self.records.summary(self.describe("running") | {"began": self.began, "error": None})
 
     def resumed(self, wanted: bool | str) -> bool:
-        """Return whether the run goes on from a checkpoint; the first process finds it, and the others read the same
-        one."""
+        """Return whether the run goes on from a checkpoint: the first process finds it, and the others read it."""
         folder = self.ranks.first("the checkpoint", lambda: self.saver.resume(wanted))
         if folder is not None and not self.records.writes:
             self.saver.load(folder)
         return folder is not None
 
-    def found(self) -> tuple[dict[str, Any], bool]:
-        """Return the content of the folder's summary, and whether it is of this trainer's own run, which can go on."""
+    def known_run(self) -> tuple[dict[str, Any], bool]:
+        """Return the folder's summary, and whether it is of this trainer's own run, which stopped and can go on."""
         known = self.records.known()
-        return known, self.stopped(known)
-
-    def stopped(self, known: dict[str, Any]) -> bool:
-        """Return whether the run in the folder is this trainer's, has not come to its end, and can go on."""
         mine = bool(self.began) and known.get("began") == self.began
-        return mine and self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
+        stopped = self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
+        return known, mine and stopped
 
     def make_room(self) -> None:
         """Move an earlier run out of the way, and say where to."""
-        if earlier := self.records.begin():
+        if earlier := self.records.start_run():
             logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
                            "begins%s", self.run_dir, earlier, TRAINED if self.policy.is_trained() else "")
 
     def agree(self) -> None:
-        """Do in all ranks what a signal or a listener asks of one. A signal that comes meanwhile waits for the next
-        call."""
+        """Do in all ranks what a signal or a listener asks of one; later signals wait for the next call."""
         asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
         signals = [got for got, _ in asked if got is not None]
         if signals:
@@ -109,10 +104,8 @@ class Lifecycle(Evaluator):
 
     def should_stop(self) -> bool:
         """Return whether the run ends before the next step. Of several ranks all say the same."""
-        return self.stops if self.ranks.count > 1 else self.should_stop_here()
-
-    def should_stop_here(self) -> bool:
-        return self.interrupt.requested or self.control.should_training_stop
+        here = self.interrupt.requested or self.control.should_training_stop
+        return self.stops if self.ranks.count > 1 else here
 
     def summarize(self, seconds: float) -> None:
         """Log the figures of the run, which took so many seconds, as the last line of the history."""
@@ -138,8 +131,7 @@ class Lifecycle(Evaluator):
         self.ranks.meet("the end of the run")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json and write the report anew. A report that cannot be written does not fail a run. Of
-        several processes the first one does so."""
+        """Add to summary.json and write the report anew, in the first process. A failed report fails no run."""
         if not self.records.writes:
             return
         self.records.summary(summary)
@@ -150,13 +142,10 @@ class Lifecycle(Evaluator):
 
     def describe(self, status: str) -> dict[str, Any]:
         """The run in plain values, for summary.json."""
-        return {
-            "status": status, "model": self.model.loaded.name, "seed": self.args.seed, "steps": self.state.global_step,
-            "train_seconds": self.state.elapsed, "skipped_rows": dict(self.source.skipped),
-            "best_checkpoint": self.state.best_model_checkpoint,
-            "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(),
-            **self.told,
-        }
+        return {"status": status, "model": self.model.loaded.name, "seed": self.args.seed,
+                "steps": self.state.global_step, "train_seconds": self.state.elapsed,
+                "skipped_rows": dict(self.source.skipped), "best_checkpoint": self.state.best_model_checkpoint,
+                "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(), **self.told}
 
     @contextmanager
     def failure_recorded(self) -> Iterator[None]:

@@ -1,14 +1,11 @@
-"""The loop of every trainer: its parts, one step after another, records, checkpoints and listeners. lifecycle.py begins
-and ends a run.
-
-A trainer is a subclass of `Trainer`. Its constructor calls `learn`, with its rows and what it minimises, and then
-`write`. `next_groups` gives the groups of the next update, and `measured` what it logs beside what every trainer logs.
-"""
+"""The loop of every trainer: its parts, one step after another, records, checkpoints and listeners. A subclass calls
+`learn` (its rows, what it minimises) and then `write`; `next_groups` gives the groups of an update, and `measured` what
+it logs."""
 
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +18,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
 from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.offload.activations import drop_nothing, enable_checkpointing
@@ -56,7 +53,7 @@ class Trainer(Lifecycle):
     """Trains the adapter of a model: groups, an update on them, and their line in the records, step after step."""
 
     view_class: type[LiveView] = LiveView
-    scorer: RewardScorer | None = None  # of a trainer with rewards
+    scorer: RewardScorer | None = None  # None without rewards
     samples = False  # whether the trainer's groups are sampled, or its rows hold the answers
     takes_prompts = True  # whether a step takes prompts from its rows
 
@@ -64,8 +61,7 @@ class Trainer(Lifecycle):
         self, model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
         quantization_config: Any = None, optimizers: Any = (None, None), tokens: int = 0,
     ) -> None:
-        """`model` is one of ours, one of transformers or a name, the last two with a `peft_config`. `tokens` are those
-        that prompt and completion need by the settings."""
+        """`model` is ours, one of transformers or a name; `tokens` are those that prompt and completion need."""
         self.tokenizer = tokenizer_of(processing_class)
         self.args, self.optimizers, self.ranks = args, optimizers, ranks()
         self.losses, self.samples_seen, self.began_at = [], 0, time.time()
@@ -108,27 +104,24 @@ class Trainer(Lifecycle):
         optimizer, scheduler = own_or_made(self.optimizers, self.policy.trainable, self.args, self.state.max_steps)
         fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
         offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
-        return Learner(
-            self.policy, self.args, self.objective, optimizer, scheduler, offload=offload, fp16=fp16,
-            bound=self.memory.train, guard=Guard(self.args.nonfinite_steps, self.state, self.records),
-            ranks=self.ranks,
-        )
+        return Learner(self.policy, self.args, self.objective, optimizer, scheduler, offload=offload, fp16=fp16,
+                       bound=self.memory.train, guard=Guard(self.args.nonfinite_steps, self.state, self.records),
+                       ranks=self.ranks)
 
     def write(
         self, callbacks: list[Any] | None, alarms: Alarms | None = None, replay: ReplayBuffer | None = None,
     ) -> None:
         """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
-        self.view = None if self.args.disable_tqdm or not self.ranks.leads else self.view_class()
-        views, say = ([self.view], self.view.say) if self.view else ([], None)
-        own = [FirstSteps(self.records, say, self.scorer)] if self.ranks.leads else []
-        own += make_sinks(list(self.args.report_to)) if self.ranks.leads else []
-        self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         leads = self.ranks.leads
+        self.view = None if self.args.disable_tqdm or not leads else self.view_class()
+        views, say = ([self.view], self.view.say) if self.view else ([], None)
+        own = [FirstSteps(self.records, say, self.scorer), *make_sinks(list(self.args.report_to))] if leads else []
+        if not isinstance(callbacks, Iterable | None):
+            raise TypeError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks")
+        self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args, alarms if leads else None, leads)
-        self.saver = Saver(
-            self.records, self.args, self.model, self.learner, self.source, self.state, self.memory, replay,
-            self.scorer.names if self.scorer else [],
-        )
+        self.saver = Saver(self.records, self.args, self.model, self.learner, self.source, self.state, self.memory,
+                           replay, self.scorer.names if self.scorer else [])
         self.check_best_metric()
         self.notify("on_init_end")
 
@@ -152,7 +145,6 @@ class Trainer(Lifecycle):
 
     @property
     def sampled(self) -> list[RolloutGroup]:
-        """The groups sampled for the last update."""
         return []
 
     # The verbs; each can be used by itself.
@@ -213,7 +205,7 @@ class Trainer(Lifecycle):
     def running(self, resume: bool | str | None) -> Iterator[None]:
         """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
         with owned(self.run_dir) if self.records.writes else nullcontext(), self.failure_recorded():
-            self.begin(resume)
+            self.start_run(resume)
             started, self.began_at, self.losses, self.samples_seen = time.monotonic(), time.time(), [], 0
             self.notify("on_train_begin")
             self.notify("on_epoch_begin")
@@ -229,13 +221,11 @@ class Trainer(Lifecycle):
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are made."""
         return self.state.global_step >= self.state.max_steps
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, Ctrl-C, SIGTERM and SIGHUP end the run after its step. An engine that sampled with this model before,
-        and that this trainer does not use, frees its cache, and learns afterwards that the weights are others."""
+        """Inside, signals end the run after its step, and an engine that this trainer does not use has no cache."""
         engine = None if self.samples else self.model.loaded.keeper.kept
         if engine is not None:
             engine.sleep()
@@ -303,10 +293,8 @@ class Trainer(Lifecycle):
 
     def notify(self, event: str, **details: Any) -> None:
         """Tell the listeners, with what transformers' Trainer tells them."""
-        self.callbacks(
-            event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
-            optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details,
-        )
+        self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
+                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details)
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
         """Write one step's metrics and completions, and tell the listeners."""
@@ -315,11 +303,9 @@ class Trainer(Lifecycle):
         self.state.elapsed += timing["step_time"]
         self.losses += [metrics.get("loss", math.nan)] * (self.state.global_step - before)
         self.samples_seen += sum(len(group.rollouts) for group in groups) * getattr(self.args, "num_iterations", 1)
-        line = {
-            "step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed,
-            **metrics, **self.measured(before, groups, timing), **memory,
-            **self.peaks.metrics(), **self.ranks.metrics(timing["step_time"], seconds | memory),
-        }
+        line = {"step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed, **metrics,
+                **self.measured(before, groups, timing), **memory, **self.peaks.metrics(),
+                **self.ranks.metrics(timing["step_time"], seconds | memory)}
         self.log_line(self.journal.write(before, line, groups if self.samples else []))
 
     def log_line(self, line: dict[str, Any] | None) -> None:

@@ -1,9 +1,6 @@
-"""The guard against NaN and infinity in rewards, log-probabilities and gradients.
-
-A step that meets such a value is skipped: the adapter and the optimizer stay as they are, bit for bit, while the
-schedule and the count of steps go on. The step is counted, and its bad rollouts are written to `nonfinite.jsonl`. The
-run stops after `nonfinite_steps` skipped steps in a row.
-"""
+"""The guard against NaN and infinity in rewards, log-probabilities and gradients: a step that meets one is skipped
+(adapter and optimizer stay, bit for bit), counted, and written to `nonfinite.jsonl`; the run stops after
+`nonfinite_steps` such steps in a row."""
 
 import logging
 import math
@@ -20,7 +17,6 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-
 WRITTEN = 16  # at most so many rollouts of a step; one more line says how many were left out
 NAMED = 5  # parameters whose gradients are not finite
 FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
@@ -60,9 +56,8 @@ class Flags:
         self.known: list[tuple[Rollout, list[str]]] = []  # bad ones that are read already
 
     @torch.no_grad()
-    def look(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
-        """Look at a micro-batch, the policy's log-probabilities (N,) and the loss. If nothing else explains a loss
-        that is not finite, it is blamed on all rollouts of the micro-batch."""
+    def check_batch(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
+        """Look at log-probabilities (N,) and the loss, which blames all rollouts where nothing else explains it."""
         fields, none = [getattr(batch, name) for name in FIELDS], torch.zeros_like(logprobs)
         rows = [logprobs, *(none if values is None else batch.at_trained(values) for values in fields)]
         wrong = torch.stack([values.isfinite().logical_not() for values in rows])
@@ -82,46 +77,38 @@ class Flags:
 
 
 class Guard:
-    """Collects the bad rollouts of a step. When the step ends, it counts them, writes them down, or stops the run.
-
-    With fp16, gradients overflow until the scale of the loss is small enough, which is normal at the start of a run.
-    While the scale is above 1, a step that was skipped only for its gradients is neither counted nor written here;
-    `optimizer/skipped` shows it.
-
-    Lines are only added to the file, so a step that a resumed run makes again may be in it twice.
-    """
+    """Collects the bad rollouts of a step, and counts them, writes them down, or stops the run when it ends. With fp16,
+    while the scale of the loss is above 1, a step that is skipped only for its gradients is normal: neither counted nor
+    written (`optimizer/skipped` shows it). A resumed run may write a step twice."""
 
     def __init__(self, limit: int, state: TrainerState, records: RunRecords | None = None) -> None:
         """The run stops after `limit` skipped steps in a row. Without `records` nothing is written."""
         self.limit, self.state, self.records = limit, state, records
-        self.bad: list[BadRollout] = []  # of the step in progress
+        self.bad: list[BadRollout] = []  # in the step in progress
         self.groups: list[RolloutGroup] = []  # trained on in the step in progress
-        self.causes: list[str] = []  # of the steps skipped in a row
+        self.causes: list[str] = []  # why steps were skipped in a row
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
         """Return whether a reward of these groups was NaN or infinite; the step then needs no pass over them."""
-        found = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
+        bad = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
                  for group in groups for rollout in group.rollouts if rollout.invalid_rewards]
-        self.bad += found
-        return bool(found)
+        self.bad += bad
+        return bool(bad)
 
     def passed(self, groups: list[RolloutGroup], flags: Flags) -> bool:
         """Note what a pass over these groups met; returns whether there was NaN or infinity."""
         self.groups += groups
         home = {id(rollout): group for group in groups for rollout in group.rollouts}
-        found = [BadRollout(home[id(rollout)], rollout, what) for rollout, what in flags.read()]
-        self.bad += found
-        return bool(found)
+        bad = [BadRollout(home[id(rollout)], rollout, what) for rollout, what in flags.read()]
+        self.bad += bad
+        return bool(bad)
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
         """Judge a finished step, in which the gradients of these parameters were not finite; returns its metrics.
-
-        `handled` says that the scale of the loss was lowered for it. Raises NonFiniteError if this was one skipped
-        step too many.
-        """
+        `handled`: the loss scale was lowered for it. NonFiniteError if this was one skipped step too many."""
         bad, groups = self.bad, self.groups
         self.bad, self.groups = [], []
-        causes = sorted({what for one in bad for what in one.what})
+        causes = sorted({what for entry in bad for what in entry.what})
         if parameters and not causes and not handled:
             causes = ["gradient"]
             bad = [BadRollout(group, rollout, causes) for group in groups for rollout in group.rollouts]
@@ -132,7 +119,6 @@ class Guard:
         return {"nonfinite/rollouts": float(len(bad)), "nonfinite/steps": float(self.state.nonfinite_steps)}
 
     def over(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """The metrics of several optimizer steps together."""
         rollouts = sum(step["nonfinite/rollouts"] for step in steps)
         return {"nonfinite/rollouts": rollouts, "nonfinite/steps": float(self.state.nonfinite_steps)}
 
@@ -142,11 +128,9 @@ class Guard:
         self.causes += [cause for cause in causes if cause not in self.causes]
         if self.state.nonfinite_in_a_row + 1 >= self.limit:
             said, self.causes, self.state.nonfinite_in_a_row = self.causes, [], 0
-            raise NonFiniteError(
-                f"NaN or infinity in {self.limit} steps in a row, the last of them step {step}: {', '.join(said)}; "
-                f"{where}. Nothing was trained on them. Look at {advice(said)}. After {self.limit} such steps "
-                "(nonfinite_steps) a run stops"
-            )
+            raise NonFiniteError(f"NaN or infinity in {self.limit} steps in a row, the last of them step {step}: "
+                                 f"{', '.join(said)}; {where}. Nothing was trained on them. Look at {advice(said)}. "
+                                 f"After {self.limit} such steps (nonfinite_steps) a run stops")
         self.state.nonfinite_in_a_row += 1
         self.state.nonfinite_steps += 1
         logger.warning(
@@ -168,31 +152,26 @@ class Guard:
 
 
 def advice(causes: Iterable[str]) -> str:
-    """Return what to look at for these causes."""
     return "; ".join(dict.fromkeys(ADVICE[cause.partition(" ")[0]] for cause in causes))
 
 
 def lines(step: int, bad: list[BadRollout], parameters: list[str]) -> Iterator[dict[str, Any]]:
     """The records of a step: its first WRITTEN rollouts, and how many more there are."""
-    for one in bad[:WRITTEN]:
-        group, rollout = one.group, one.rollout
-        yield {
-            "step": step, "what": ", ".join(one.what), "prompt": prompt_text(group.row.get("prompt")),
-            "completion": rollout.text, "prompt_ids": group.prompt_ids, "completion_ids": rollout.completion_ids,
-            "rewards": {name: spelled(value) for name, value in (rollout.rewards | rollout.invalid_rewards).items()},
-            "reward": spelled(rollout.reward), "advantage": spelled(rollout.advantage),
-            **({"parameters": parameters[:NAMED]} if "gradient" in one.what else {}),
-        }
+    for entry in bad[:WRITTEN]:
+        group, rollout = entry.group, entry.rollout
+        yield {"step": step, "what": ", ".join(entry.what), "prompt": prompt_text(group.row.get("prompt")),
+               "completion": rollout.text, "prompt_ids": group.prompt_ids, "completion_ids": rollout.completion_ids,
+               "rewards": {name: spelled(value) for name, value in (rollout.rewards | rollout.invalid_rewards).items()},
+               "reward": spelled(rollout.reward), "advantage": spelled(rollout.advantage),
+               **({"parameters": parameters[:NAMED]} if "gradient" in entry.what else {})}
     if len(bad) > WRITTEN:
         yield {"step": step, "what": "rollouts that are not listed", "left_out": len(bad) - WRITTEN}
 
 
 def spelled(value: float | None) -> float | str | None:
-    """A number that JSON can hold, or the word for it: nan, inf, -inf."""
     return value if value is None or math.isfinite(value) else str(float(value))
 
 
 def broken_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
-    """The names of those whose gradient holds NaN or infinity; all names if only their norm overflowed."""
-    found = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
-    return found or list(parameters)
+    broken = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+    return broken or list(parameters)

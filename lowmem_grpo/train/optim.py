@@ -17,20 +17,19 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 
 
 def own_or_made(
-    given: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
+    optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The (optimizer, schedule) that the user made, each None where the settings say what to make.
-
-    TypeError for anything else; ValueError where they have nothing to do with the adapter or with each other.
+    """Return the (optimizer, schedule) that the user made or the settings ask for; TypeError or ValueError for others.
     """
-    if given is None:
-        given = (None, None)
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise TypeError(f"optimizers is a {type(given).__name__}; it must be a pair, (optimizer, schedule or None)")
-    optimizer, scheduler = given
-    for one, kind in ((optimizer, torch.optim.Optimizer), (scheduler, LRScheduler)):
-        if one is not None and not isinstance(one, kind):
-            raise TypeError(f"optimizers holds a {type(one).__name__}; needed is a torch {kind.__name__}, or None")
+    if optimizers is None:
+        optimizers = (None, None)
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise TypeError(f"optimizers is a {type(optimizers).__name__}; it must be a pair, (optimizer, schedule or "
+                        "None)")
+    optimizer, scheduler = optimizers
+    for part, kind in ((optimizer, torch.optim.Optimizer), (scheduler, LRScheduler)):
+        if part is not None and not isinstance(part, kind):
+            raise TypeError(f"optimizers holds a {type(part).__name__}; needed is a torch {kind.__name__}, or None")
     if optimizer is None and scheduler is not None:
         raise ValueError("optimizers is (None, schedule); a schedule needs its optimizer: (optimizer, schedule)")
     if scheduler is not None and scheduler.optimizer is not optimizer:
@@ -46,10 +45,8 @@ def own_or_made(
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:
     """AdamW in 32 bit, or with 8-bit (and paged) states through bitsandbytes."""
-    settings: dict[str, Any] = {
-        "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon,
-        "weight_decay": config.weight_decay,
-    }
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2),
+                                "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
     if config.optim == "adamw_torch":
         return torch.optim.AdamW(parameters, **settings)
     if config.optim == "adamw_torch_fused":
@@ -61,9 +58,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether a step takes memory even after all states exist. torch's fused AdamW works in place, its other
-    forms make temporaries of the parameters' size. bitsandbytes works in place on a card, with torch's operations on
-    the CPU."""
+    """Return whether a step takes memory though all states exist: torch's unfused AdamW, bitsandbytes on the CPU."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
@@ -75,7 +70,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
     warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
         raise ValueError('lr_scheduler_type is "constant", which has no warm-up; use "constant_with_warmup"')
-    options = config.lr_scheduler_kwargs or {}
+    options: Any = config.lr_scheduler_kwargs or {}
     if options and config.lr_scheduler_type in WITHOUT_OPTIONS:
         raise ValueError(f"lr_scheduler_kwargs is {options}, and lr_scheduler_type {config.lr_scheduler_type!r} takes "
                          "none; leave it out, or choose another schedule")
@@ -87,16 +82,13 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
-    """(the norm of all gradients, on their device; that norm and the norm of each group, for the log).
-
-    A group is one adapted projection in all layers (`grad_norm/q_proj`); parameters that are no adapter's are "other".
-    All norms are read from the device at once.
-    """
+    """Return (the norm of all gradients, on their device; that norm and those of the groups, for the log). A group is
+    one adapted projection in all layers (`grad_norm/q_proj`); all norms are read from the device at once."""
     groups: dict[str, list[Tensor]] = {"other": []}
     for name, parameter in parameters.items():
-        found = PROJECTION.search(name)
+        match = PROJECTION.search(name)
         if parameter.grad is not None:
-            groups.setdefault(found[1] if found else "other", []).append(parameter.grad)
+            groups.setdefault(match[1] if match else "other", []).append(parameter.grad)
     norms = {name: torch.nn.utils.get_total_norm(gradients) for name, gradients in groups.items() if gradients}
     total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
     logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}

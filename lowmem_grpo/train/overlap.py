@@ -1,11 +1,7 @@
-"""Groups that are complete are trained while the last sequences of their step are still sampled.
-
-The policy stays as it is until all groups are sampled and the optimizer steps, so nothing is off-policy: the gradient
-of a step is a sum over its groups, whatever their order. What it has to be divided by may only be known in the end; it
-is linear, so it is multiplied then. If anything that the gradient depends on turns out otherwise (a correction that
-begins in this step, a reward that is no number), or if it fails, what was added is dropped, and the step is made of the
-completions as without this.
-"""
+"""Groups that are complete are trained while the last sequences of their step are still sampled. The policy stays as it
+is until the step, so nothing is off-policy: the gradient is a sum over groups, and linear in what it is divided by,
+which may only be known in the end. If anything that it depends on turns out otherwise, or fails, what was added is
+dropped, and the step is made as without this."""
 
 import logging
 import time
@@ -20,7 +16,7 @@ from lowmem_grpo.config.strategies import LATE, MEND, PARALLEL
 from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import MEANWHILE, ON_GROUP, Engine, capabilities_of
 from lowmem_grpo.losses.objective import StepTotals
-from lowmem_grpo.memory.bounds import free
+from lowmem_grpo.memory.oom import free
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
@@ -33,7 +29,6 @@ from lowmem_grpo.train.sums import PartialGradient, Sums, facts_of
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-
 TAIL = 0.5  # in turn with decoding, micro-batches are trained once fewer than this share of the sequences are left
 STEPS = 8  # token steps between two micro-batches
 
@@ -54,8 +49,6 @@ class OverlappedTraining:
         self.batches: deque[MicroBatch] = deque()  # to be trained
         self.jobs: list[tuple[MicroBatch, Future[None]]] = []  # given to the worker
         self.dropped = self.said_full = False  # what was begun in this step; that memory has no room
-
-    # While sampling
 
     def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
         """Take note that the sampling of these prompts begins; `calls` score them."""
@@ -98,8 +91,7 @@ class OverlappedTraining:
             self.collect_jobs(wait=True)
 
     def has_room(self) -> bool:
-        """Return whether a micro-batch fits beside the cache without more memory than the larger phase is planned to
-        take."""
+        """Return whether a micro-batch fits beside the cache, within what the larger phase is planned to take."""
         device = self.policy.device
         if device.type != "cuda" or self.plan is None:
             return True
@@ -130,7 +122,7 @@ class OverlappedTraining:
     def nothing_yet(self, count: int) -> PartialGradient:
         """Return nothing of a gradient, of prompts with `count` completions each; the number of tokens is guessed."""
         objective = self.learner.objective
-        objective.begin([], self.state.policy_version)
+        objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # those of other passes are not this step's
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
         return PartialGradient(StepTotals(sequences, tokens, tokens), Sums(self.policy.device), objective.conditions)
@@ -170,12 +162,9 @@ class OverlappedTraining:
         self.clock.train_hidden = (self.clock.train_hidden or 0.0) + time.perf_counter() - began
 
     def add(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch."""
         assert self.partial is not None
         with torch.enable_grad():
             self.learner.add(batch.to(self.policy.device), self.partial.totals, self.partial.sums)
-
-    # Where it fails
 
     def collect_jobs(self, wait: bool) -> None:
         """Forget the jobs that have ended, or wait for all that began; raises what one of them has met."""
@@ -207,13 +196,10 @@ class OverlappedTraining:
             self.learner.optimizer.zero_grad(set_to_none=True)
         self.dropped, self.partial = True, None
 
-    # Afterwards
-
     @contextmanager
     def gradient(self, groups: list[RolloutGroup]) -> Iterator[PartialGradient | None]:
-        """Return the gradient of an update on these groups, the step's, with its last micro-batches; None where nothing
-        was trained, or where it does not hold any more. Inside the update is made; an error there leaves no gradient
-        behind."""
+        """Inside, the update is made with the gradient that was begun; None where nothing was trained, or where it does
+        not hold any more. An error inside leaves no gradient behind."""
         try:
             self.finish(groups)
             yield self.partial
@@ -227,7 +213,7 @@ class OverlappedTraining:
         if self.partial is None:
             return
         objective = self.learner.objective
-        objective.begin([rollout for group in groups for rollout in group.rollouts], self.state.policy_version)
+        objective.start_update([rollout for group in groups for rollout in group.rollouts], self.state.policy_version)
         if not self.partial.agrees(groups, objective.conditions):
             logger.info("what was trained while sampling is dropped: the step's rewards or corrections are others")
             return self.drop()
@@ -245,8 +231,7 @@ class OverlappedTraining:
 
 
 def check_overlap(mode: bool | str, policy: Policy, engine: Engine, scorer: RewardScorer, plays: bool) -> None:
-    """Raise ValueError where groups cannot be trained while others are sampled; `plays` says that completions are
-    episodes."""
+    """Raise ValueError where groups cannot be trained while others are sampled; `plays`: they are episodes."""
     late = [name for name in scorer.names if name not in scorer.early]
     beside = mode == PARALLEL
     own = beside and engine.name != "vllm"

@@ -1,16 +1,13 @@
-"""Parameters that trainers of TRL and transformers have and ours do not, each with its fate.
+"""Parameters that trainers of TRL and transformers have and ours do not: an option of the settings goes there, what
+asks for nothing is accepted, and the rest is refused with what to do."""
 
-An option of the settings, which older versions of TRL took in the constructor, goes there. Everything else may be given
-as None, or as what asks for nothing, and is otherwise refused with what to do.
-"""
-
-import difflib
 import inspect
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from lowmem_grpo.config.from_trl import is_settings
 from lowmem_grpo.config.shared import TrainSettings, field_names
+from lowmem_grpo.config.unsupported import suggestion
 
 MEASURED = ("SFTTrainer takes it; of sampled completions compute your own from model.fast_generate(...), in a "
             "callback's on_evaluate")
@@ -36,29 +33,24 @@ TRLS_ORDER = ("args", "data_collator", "train_dataset", "eval_dataset", "process
 Settings = TypeVar("Settings", bound=TrainSettings)
 
 
-def taken_in(given: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """The settings with what was given beside a trainer's own parameters.
-
-    ValueError for what is not supported, TypeError for a name that nobody knows.
+def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
+    """Return the settings with what was given beside a trainer's own parameters; ValueError or TypeError for the rest.
     """
     kind = type(settings)
     options = {}
-    for name, value in given.items():
+    for name, value in others.items():
         if name in REFUSED:
             refuse(name, value, trainer)
         elif name in field_names(kind) or name in kind.unsupported or name in kind.renamed:
             options[kind.renamed.get(name, name)] = value
         else:
             known = [*inspect.signature(trainer).parameters, *REFUSED, *field_names(kind)]
-            close = difflib.get_close_matches(name, known, n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise TypeError(f"{trainer.__name__} has no parameter {name!r}{hint}")
+            raise TypeError(f"{trainer.__name__} has no parameter {name!r}{suggestion(name, known)}")
     return replace(settings, **options) if options else settings
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """The named parameters of SFTTrainer with those that were given without a name: in TRL's order if settings, or
-    nothing, come first there, else in ours."""
+    """Return SFTTrainer's named parameters with those without a name, in TRL's order if settings come first there."""
     order = TRLS_ORDER if placed and (placed[0] is None or is_settings(placed[0])) else OUR_ORDER
     if len(placed) > len(order):
         raise TypeError(f"SFTTrainer got {len(placed) + 1} parameters without names; name those after {order[-1]}")
@@ -82,6 +74,13 @@ def only_pads(collator: Any) -> bool:
     kind = collator if inspect.isfunction(collator) else type(collator)
     return (kind.__module__.partition(".")[0] in ("transformers", "trl") and kind.__name__ in PADDING
             and not getattr(collator, "mlm", False))
+
+
+def check_model(model: Any, trainer: type) -> None:
+    """TypeError for a trainer that was given no model."""
+    if model is None:
+        raise TypeError(f"{trainer.__name__} needs model: what FastLanguageModel.get_peft_model returned, a model of "
+                        'transformers or of PEFT, or a name, such as "Qwen/Qwen2.5-1.5B-Instruct" or "tiny"')
 
 
 def either(processing_class: Any, tokenizer: Any) -> Any:

@@ -28,16 +28,13 @@ class Play:
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
     """As `environment_factory` of the trainer."""
     tools: Sequence[Callable[..., Any]] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of GRPOConfig, such as max_turns."""
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of GRPOConfig, such as max_turns
 
     def answers(
         self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
         adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
     ) -> Answers:
-        """`rollout.assessment.answer` for episodes: `params.n` of each row, which `params.max_tokens` bounds.
-
-        `settings` win over the own ones."""
+        """Answer in episodes as `assessment.answer` does; `settings` win over the own ones."""
         groups: list[RolloutGroup] = []
         player = self.player(model, params, settings or {})
         with adapter_for(model.inner, as_request(adapter)):
@@ -48,19 +45,17 @@ class Play:
                            for prompt, rollouts in zip(prompts, played, strict=True)]
         verdicts, metrics = judge_episodes(functions, groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return Answers(
-            in_rows([told(rollout.turns) for rollout in rollouts], params.n),
-            in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
-            sum(rollout.num_trained for rollout in rollouts),
-            sum(rollout.finish_reason == "length" for rollout in rollouts), metrics, episode_metrics(rollouts),
-        )
+        return Answers(in_rows([as_text(rollout.turns) for rollout in rollouts], params.n),
+                       in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
+                       sum(rollout.num_trained for rollout in rollouts),
+                       sum(rollout.finish_reason == "length" for rollout in rollouts), metrics,
+                       episode_metrics(rollouts))
 
     def episode(
         self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
         ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
     ) -> tuple[Rollout, bool | None]:
-        """One episode, told turn by turn, and whether it was a success. With `ask` a person plays it, who writes a call
-        of a tool as Python: `name(key=value)`."""
+        """Return one episode, told turn by turn, and whether it was a success; with `ask` a person plays it."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
         engine = Watched(Person(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
             else Watched(model.engine(), tell, "model")
@@ -93,7 +88,7 @@ def typed_calls(text: str) -> list[ToolCall]:
     return [call for line in lines if TYPED.fullmatch(line) for call in python_calls(line, {})]
 
 
-def told(turns: list[Turn]) -> str:
+def as_text(turns: list[Turn]) -> str:
     """An episode as people read it: what the policy said, and what it was told."""
     lines = [(turn.text, [reply.get("content", "") for reply in turn.replies]) for turn in turns]
     return "\n".join(line for said, replies in lines for line in (f"> {said}", *replies))

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import DataError, PromptEncoder
-from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.environments.episode import Bounds
+from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
 from lowmem_grpo.environments.protocol import Factories, short, tools_of
 from lowmem_grpo.environments.reward import EnvironmentReward
@@ -45,25 +44,23 @@ class Players:
 
     @property
     def functions(self) -> list[Function]:
-        """The functions that the policy may call: the tools, and the methods of environments that are tools."""
         samples = [] if self.factories is None else self.factories.samples.values()
         return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
 
     def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
-        """The reward functions and their weights, that of the environments among them, with weight 1 as in TRL.
-        `processing_classes` are the tokenizers of the reward models among them."""
+        """Return the reward functions and their weights, environments (weight 1, as in TRL) among them."""
         if reward_funcs is None and self.factories is None:
             raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
                              "model, or a list of these")
-        given = [] if reward_funcs is None else reward_funcs
-        functions = list(given) if isinstance(given, (list, tuple)) else [given]
+        rewards = [] if reward_funcs is None else reward_funcs
+        functions = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
         init = loading_options(self.config.model_init_kwargs or {})
         functions = with_models(functions, processing_classes, init, self.config.chat_template_kwargs)
         weights = self.config.reward_weights
         if self.factories is not None:
             own = [EnvironmentReward(kind) for kind in self.factories.paying]
             if not functions and not own:
-                names = ", ".join(sorted({type(one).__name__ for one in self.factories.samples.values()}))
+                names = ", ".join(sorted({type(sample).__name__ for sample in self.factories.samples.values()}))
                 raise ValueError(f"reward_funcs is empty, and {names} has neither step nor get_reward: nothing pays")
             functions = [*functions, *own]
             weights = None if weights is None else [*weights, *[1.0] * len(own)]
@@ -82,23 +79,20 @@ class Players:
             raise ValueError("there is no train_dataset, so nothing says how long to train; set max_steps")
         return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)
 
-    def evaluation_rows(self, given: Any) -> Any:
+    def evaluation_rows(self, dataset: Any) -> Any:
         """Rows to evaluate on; a number asks for so many held-out seeds."""
-        if self.factories is None or given is None:
-            return given
-        if isinstance(given, int):
-            return seeded_rows(given, self.config.seed, held_out=True)
-        return with_prompts(rows_of(given, "eval_dataset"))
+        if self.factories is None or dataset is None:
+            return dataset
+        if isinstance(dataset, int):
+            return seeded_rows(dataset, self.config.seed, held_out=True)
+        return with_prompts(rows_of(dataset, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of rows to prompts; the chat template is tried with the tools, and refused where it has
-        none."""
+        """Return the encoder of rows to prompts; a chat template without the tools that are given is refused."""
         if not self.plays:
             return inner
-        template = self.config.chat_template_kwargs or {}
-        self.kits = Kits(
-            inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens, template, self.parse
-        )
+        self.kits = Kits(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
+                         self.config.chat_template_kwargs or {}, self.parse)
         return EpisodeEncoder(inner, self.kits)
 
     @property
@@ -107,7 +101,8 @@ class Players:
         if self.kits is None:
             return None
         samples = [] if self.factories is None else list(self.factories.samples.values())
-        return Turns(self.kits.schemas, any(callable(getattr(one, "step", None)) for one in samples), bool(samples))
+        replies = any(callable(getattr(sample, "step", None)) for sample in samples)
+        return Turns(self.kits.schemas, replies, bool(samples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
         """Return a player with the trainer's engine; None where an engine's completion is the whole answer."""
@@ -116,22 +111,19 @@ class Players:
         if self.kits is None:
             return None
         config = self.config
-        bounds = Bounds(
-            config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
-            config.environment_timeout, config.episode_timeout, config.history == "append",
-        )
+        bounds = EpisodeBounds(config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
+                        config.environment_timeout, config.episode_timeout, config.history == "append")
         return Episodes(self.kits, bounds, lambda: trainer is not None and trainer.interrupt.requested)
 
 
 def tool_list(tools: Any) -> Sequence[Function]:
-    """The functions passed as `tools`; TypeError for anything else."""
     if tools is None:
         return []
-    found = list(tools) if isinstance(tools, (list, tuple)) else [tools]
-    for one in found:
-        if not callable(one):
-            raise TypeError(f"tools holds {short(one)}; each tool is a function with type hints and a docstring")
-    return found
+    functions = list(tools) if isinstance(tools, (list, tuple)) else [tools]
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"tools holds {short(function)}; each tool is a function with type hints and a docstring")
+    return functions
 
 
 def with_prompts(rows: Any) -> Any:

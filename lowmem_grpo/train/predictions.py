@@ -1,9 +1,6 @@
-"""`compute_metrics` of transformers' Trainer: metrics of an evaluation, from the logits of all its rows.
-
-These are the only logits that a trainer ever holds whole, since the user's function reads them: (T, V) numbers of a row
-on the model's device, and those of all rows on the host. `preprocess_logits_for_metrics` makes fewer of a row's, such
-as the most likely ids, before they go to the host.
-"""
+"""`compute_metrics` of transformers' Trainer: metrics of an evaluation, from the logits of all its rows, the only
+logits that a trainer holds whole ((T, V) of a row on the device, all rows on the host). `preprocess_logits_for_metrics`
+makes fewer of them before."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,57 +25,50 @@ class Predictions:
 
     def metrics(self, model: Any, groups: Iterable[RolloutGroup], prefix: str = "eval_") -> dict[str, float]:
         """Return what the function makes of the model's predictions for these rows, under names without the prefix.
-
-        Predictions are (N, T, ...) and labels (N, T) as transformers has them: not shifted, and -100 behind shorter
-        rows and at tokens that are not trained.
-        """
+        Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
         training, predictions, labels = model.training, None, None
         model.eval()
         try:
-            for ids, row_labels in (ids_and_labels(*pair) for pair in rows_of(groups)):
+            pairs = ((group, rollout) for group in groups for rollout in group.rollouts)
+            for ids, row_labels in (ids_and_labels(*pair) for pair in pairs):
                 row = torch.tensor([row_labels], device=model.device)
-                found = self.predicted(model, torch.tensor([ids], device=model.device), row)
-                predictions = found if predictions is None else nested_concat(predictions, found, UNTRAINED)
+                logits = self.predicted(model, torch.tensor([ids], device=model.device), row)
+                predictions = logits if predictions is None else nested_concat(predictions, logits, UNTRAINED)
                 labels = row.cpu() if labels is None else nested_concat(labels, row.cpu(), UNTRAINED)
         finally:
             model.train(training)
-        given = self.compute(EvalPrediction(predictions=nested_numpify(predictions), label_ids=numpy.asarray(labels)))
-        return {name.removeprefix(prefix): value for name, value in numbers_of(given).items()}
+        whole = EvalPrediction(predictions=nested_numpify(predictions), label_ids=numpy.asarray(labels))
+        return {name.removeprefix(prefix): value for name, value in numbers_of(self.compute(whole)).items()}
 
     @torch.no_grad()
     def predicted(self, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         """Return the logits (1, T, V) of a row's ids (1, T), or what is made of them, on the host."""
         logits = model(input_ids=ids).logits
-        found = logits if self.preprocess is None else self.preprocess(logits, labels)
-        return move_to_host(nested_detach(found))
+        outputs = logits if self.preprocess is None else self.preprocess(logits, labels)
+        return move_to_host(nested_detach(outputs))
 
 
-def numbers_of(given: Any) -> dict[str, float]:
+def numbers_of(metrics: Any) -> dict[str, float]:
     """Return what compute_metrics returned; TypeError, with what it is, for anything but numbers by name."""
     wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{wanted}; it returned {given!r:.80}")
-    found: dict[str, float] = {}
-    for name, value in given.items():
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"{wanted}; it returned {metrics!r:.80}")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
         try:
             if isinstance(value, (str, bytes)):
                 raise TypeError("text is no number")
-            found[str(name)] = float(value)
+            numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
-    return found
+    return numbers
 
 
-def move_to_host(found: Any) -> Any:
+def move_to_host(tensors: Any) -> Any:
     """Return tensors, in tuples or lists too, on the host, in float32 where numpy has no such dtype."""
-    if isinstance(found, (tuple, list)):
-        return type(found)(move_to_host(part) for part in found)
-    return found.float().cpu() if found.dtype == torch.bfloat16 else found.cpu()
-
-
-def rows_of(groups: Iterable[RolloutGroup]) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return each row as its group and its one completion."""
-    return [(group, rollout) for group in groups for rollout in group.rollouts]
+    if isinstance(tensors, (tuple, list)):
+        return type(tensors)(move_to_host(part) for part in tensors)
+    return tensors.float().cpu() if tensors.dtype == torch.bfloat16 else tensors.cpu()
 
 
 def ids_and_labels(group: RolloutGroup, rollout: Rollout) -> tuple[list[int], list[int]]:

@@ -1,9 +1,6 @@
-"""How the ranks of a run find each other, and `Pulse`: where they wait for each other and see which of them is gone.
-
-torch names a rank that is late (`monitored_barrier`, the timeouts of a group), but cannot tell one that samples for ten
-minutes from one that is stopped, and only rank 0 learns the name. Its store cannot be asked either: a call to a store
-whose process is stopped never returns.
-"""
+"""How the ranks of a run find each other, and `Pulse`: where they wait, and see which of them is gone. torch cannot
+tell a rank that samples for ten minutes from one that is stopped, and a call to a store whose process is stopped never
+returns."""
 
 import atexit
 import json
@@ -29,13 +26,11 @@ GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process of the run has failed or is lost, or does something else than this one; the message says which
-    and what."""
+    """Another process of the run has failed, is lost, or does something else; the message says which and what."""
 
 
 class Word(NamedTuple):
-    """The position of a rank: the number of its meetings, the name of the last one, the bytes it brings, why it fails.
-    """
+    """The position of a rank: number and name of its last meeting, the bytes it brings, why it fails."""
 
     number: int = 0
     what: str = ""
@@ -116,8 +111,7 @@ class Pulse:
                 f"its machine cannot be reached. {GOOD}")
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all have come to the same point, which `what` names; returns the size that each one tells.
-        RankError if a rank fails, is lost, or has come to another point."""
+        """Wait until all have come to `what`; returns the size that each tells. RankError where one has not."""
         began = time.monotonic()
         with self.news:
             self.check()
@@ -136,7 +130,6 @@ class Pulse:
             return [word.size for word in self.words]
 
     def check(self) -> None:
-        """RankError where a rank has failed or is lost."""
         if self.broken or not self.thread.is_alive():
             raise RankError(self.broken or "the ranks have parted already")
 
@@ -164,7 +157,6 @@ def packed(word: Word) -> Tensor:
 
 
 def until_then(moment: float) -> timedelta:
-    """Return the time until a moment, at least a little."""
     return timedelta(seconds=max(moment - time.monotonic(), 0.1))
 
 
@@ -178,8 +170,7 @@ def noted(lost: dict[int, str], rank: int) -> Iterator[None]:
 
 
 def find_others(place: Place) -> Any:
-    """Return torch's store, at the address that the launcher gave, once all processes of this start have come.
-    RankError where that fails."""
+    """Return torch's store once all processes of this start have come; RankError where they do not."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=START))
         store.set_timeout(START)

@@ -33,8 +33,8 @@ def train_on_responses_only(
                          "function over a whole dataset. Leave it out")
     text = tokenizer or trainer.tokenizer
     if instruction_part is None or response_part is None:
-        found = parts_of(text)
-        instruction_part, response_part = instruction_part or found[0], response_part or found[1]
+        parts = parts_of(text)
+        instruction_part, response_part = instruction_part or parts[0], response_part or parts[1]
     wrap = partial(ResponsesOnly, instruction=instruction_part, response=response_part, last_only=last_response_only)
     source: Any = trainer.source
     packs = isinstance(source.encoder, PackEncoder)
@@ -60,23 +60,23 @@ class ResponsesOnly:
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         """The example, or the reason for leaving the row out."""
-        found = self.inner.encode(row)
-        if not isinstance(found, Examples):
-            return found if isinstance(found, str) else self.answers_of(found)
-        kept = [self.answers_of(part) for part in found.parts]
+        example = self.inner.encode(row)
+        if not isinstance(example, Examples):
+            return example if isinstance(example, str) else self.answers_of(example)
+        kept = [self.answers_of(part) for part in example.parts]
         parts = [part for part in kept if isinstance(part, Example)]
         return Examples(row, [], "", parts=parts) if parts else str(kept[0])
 
-    def answers_of(self, found: Example) -> Example | str:
+    def answers_of(self, example: Example) -> Example | str:
         """Return an example of which only the answers are trained, or why it has none."""
-        ids = found.input_ids
+        ids = example.input_ids
         trained = self.mask(ids)
         if trained is None:
             return "its tokens are not those of its text, so the answers in it cannot be found"
-        both = [one and label != IGNORED for one, label in zip(trained, found.labels, strict=True)]
+        both = [is_answer and label != IGNORED for is_answer, label in zip(trained, example.labels, strict=True)]
         if not any(both):
             return f"no answer after {self.response!r}"
-        kept: Example | str = self.inner.example(found.row, found.text, ids, both, "text")
+        kept: Example | str = self.inner.example(example.row, example.text, ids, both, "text")
         return kept
 
     def mask(self, ids: list[int]) -> list[bool] | None:
@@ -96,14 +96,14 @@ class ResponsesOnly:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """(first, end) of the answers, as characters."""
-        found, at = [], text.find(self.response)
+        answers, at = [], text.find(self.response)
         while at >= 0:
             begin = at + len(self.response)
             end = text.find(self.instruction, begin)
             end = len(text) if end < 0 else end
-            found.append((begin, end))
+            answers.append((begin, end))
             at = text.find(self.response, end)
-        return found[-1:] if self.last_only else found
+        return answers[-1:] if self.last_only else answers
 
 
 def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
@@ -120,8 +120,7 @@ def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
 
 
 def parts_of(tokenizer: Any) -> tuple[str, str]:
-    """Return what a chat template writes before a user's message, and before an answer. ValueError where it cannot be
-    told."""
+    """Return what a chat template writes before a user's message and before an answer, or raise ValueError."""
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER},
             {"role": "user", "content": NEXT}]
     try:

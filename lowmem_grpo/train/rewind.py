@@ -15,10 +15,9 @@ class RandomStates:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.take()
+        self.capture()
 
-    def take(self) -> None:
-        """Keep the states as they are now."""
+    def capture(self) -> None:
         self.cpu = torch.get_rng_state()
         self.card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
@@ -33,7 +32,7 @@ class Gradients:
     adds to them in place. At the start of a step there are none, and nothing is copied."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.held = [(p, p.grad, None if p.grad is None else on_host(p.grad)) for p in parameters]
+        self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]
 
     def restore(self) -> None:
         """The same tensors with the same values; what had no gradient has none."""
@@ -55,7 +54,7 @@ class OptimizerCopy:
         self.states: list[tuple[nn.Parameter, dict[str, Any]]] = []
 
     @torch.no_grad()
-    def take(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def copy_state(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Keep everything as it is now. Returns False, and keeps nothing, if the next step allocates nothing."""
         if not self.each_step and all(self.optimizer.state.get(parameter) for parameter in parameters):
             self.buffer, self.copied, self.states = self.buffer.new_empty(0), [], []
@@ -93,14 +92,7 @@ class OptimizerCopy:
 
 
 def wait_for_paged(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Wait for the kernels that use paged states, which both the host and the card can reach, before the host uses
-    them. On WSL the system ends a process that does not wait."""
+    """Wait for kernels that use paged states before the host does: WSL ends a process that does not wait."""
     if any(getattr(tensor, "is_paged", False) for tensor in tensors):
         for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
             torch.cuda.synchronize(device)
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
-    copy: Any = tensor.to("cpu", copy=True)
-    return copy

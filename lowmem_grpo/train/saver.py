@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, PromptSource
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import RecordError, RunRecords
@@ -40,18 +40,16 @@ class Saver:
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
 
     def save(self) -> Path:
-        """Write a checkpoint, if this process writes, then delete the oldest ones beyond `save_total_limit`, but never
-        the best."""
+        """Write a checkpoint, if this process writes, and delete the oldest beyond `save_total_limit`, but the best."""
         self.records.flush()
         folder = self.run_dir / f"checkpoint-{self.state.global_step}"
         self.note_best(folder)
         self.saved = self.state.global_step
         if not self.records.writes:
             return folder
-        folder = checkpoint.save_checkpoint(
-            self.run_dir, self.state.global_step, self.model, self.learner.optimizer, self.learner.scheduler,
-            self.snapshot(), self.learner.policy.reference_adapter,
-        )
+        folder = checkpoint.save_checkpoint(self.run_dir, self.state.global_step, self.model, self.learner.optimizer,
+                                            self.learner.scheduler, self.snapshot(),
+                                            self.learner.policy.reference_adapter)
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
         try:
             checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
@@ -61,7 +59,7 @@ class Saver:
 
     def mark(self) -> None:
         """Remember where a step begins: the prompts drawn, groups kept, tokens seen and random states."""
-        self.random.take()
+        self.random.capture()
         self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
         self.measured = self.learner.objective.state()
 
@@ -73,8 +71,7 @@ class Saver:
         self.learner.objective.restore(self.measured)
 
     def note_evaluated(self, metrics: dict[str, Any]) -> None:
-        """Remember the step of the best evaluation, where the settings name its metric; ValueError where this one has
-        no value of it."""
+        """Remember the step of the best evaluation; ValueError where this one has no value of the metric."""
         name, state = self.config.best_metric, self.state
         if name is None:
             return
@@ -95,8 +92,7 @@ class Saver:
         return True
 
     def note_best(self, folder: Path) -> None:
-        """Remember the checkpoint of the best evaluation, or else of the highest mean reward over its last
-        `save_steps` steps, or its epoch."""
+        """Remember the checkpoint of the best evaluation, or of the highest mean reward since the last save."""
         if self.config.best_metric is not None:
             if self.state.best_global_step == self.state.global_step:
                 self.state.best_model_checkpoint = str(folder)
@@ -151,19 +147,15 @@ class Saver:
             logger.warning("%s; the others are lost, and the run goes on without them", missing)
 
     def snapshot(self) -> dict[str, Any]:
-        """The loop's own state, as JSON."""
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
-        return {
-            "trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
-            "config": self.config.to_dict(), "memory": self.memory.state(),
-            "objective": self.learner.objective.state(), "replay": self.replay.state(),
-            "records": dict(self.records.lines), "threads": torch.get_num_threads(),
-            "keeps_reference": self.learner.policy.reference_adapter is not None,
-        }
+        return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
+                "config": self.config.to_dict(), "memory": self.memory.state(),
+                "objective": self.learner.objective.state(), "replay": self.replay.state(),
+                "records": dict(self.records.lines), "threads": torch.get_num_threads(),
+                "keeps_reference": self.learner.policy.reference_adapter is not None}
 
     def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Compare with what the saved run compared with, unless that had no KL term. In older checkpoints it is the
-        base model."""
+        """Restore what the saved run compared with, unless that had no KL term; older checkpoints: the base model."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
             policy.reference_adapter = checkpoint.load_reference(folder, self.model)

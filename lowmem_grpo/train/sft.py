@@ -12,6 +12,7 @@ which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from lowmem_grpo.data.tokenised import tokenised
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.train.evaluator import OF_LOSS
 from lowmem_grpo.train.loop import Trainer
-from lowmem_grpo.train.parameters import either, taken_in, with_names
+from lowmem_grpo.train.parameters import check_model, either, taken_in, with_names
 from lowmem_grpo.train.predictions import Predictions
 from lowmem_grpo.train.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -35,16 +36,16 @@ from lowmem_grpo.unsloth_names import UnsupportedError
 from lowmem_grpo.views.live import SFTView
 
 MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
-            "nonfinite/steps", "micro_batches")  # of a step, by the learner
+            "nonfinite/steps", "micro_batches")  # what the learner measures in a step
 
 
 class SFTObjective(Objective):
     """The loss of every trained token, averaged over the step."""
 
+    counts_hits = True
+
     def __init__(self, loss_type: str = "nll") -> None:
         self.loss_type = loss_type
-
-    counts_hits = True
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
         loss = token_losses(logprobs, self.loss_type).sum() / totals.tokens
@@ -57,6 +58,19 @@ def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
     return -logprobs * logprobs.detach().exp() if loss_type == "dft" else -logprobs
 
 
+def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
+    """Give the tokenizer the chat template and the end token of the settings, as TRL does; ValueError for a token that
+    it does not have."""
+    if settings.chat_template_path is not None:
+        tokenizer.chat_template = Path(settings.chat_template_path).read_text(encoding="utf-8")
+    if settings.eos_token is None:
+        return
+    if settings.eos_token not in tokenizer.get_vocab():
+        raise ValueError(f"eos_token is {settings.eos_token!r}, which is no token of the tokenizer; take one of its "
+                         f"own, such as {tokenizer.eos_token!r}")
+    tokenizer.eos_token = settings.eos_token
+
+
 class SFTTrainer(Trainer):
     """Fine-tuning with TRL's constructor; `train()` loops over `step()`, records, saves checkpoints and the adapter.
 
@@ -67,8 +81,9 @@ class SFTTrainer(Trainer):
     view_class = SFTView
 
     def __init__(
-        self, model: Any, *placed: Any, train_dataset: Any = None, args: Any = None, processing_class: Any = None,
-        eval_dataset: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
+        self, model: Any = None, *placed: Any, train_dataset: Any = None, args: Any = None,
+        processing_class: Any = None, eval_dataset: Any = None, callbacks: list[Any] | None = None,
+        optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, formatting_func: Callable[..., Any] | None = None,
         tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
@@ -80,10 +95,12 @@ class SFTTrainer(Trainer):
             placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
             eval_dataset=eval_dataset, data_collator=data_collator,
         )
+        check_model(model, type(self))
         tokenizer = either(processing_class, tokenizer)
         config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
+        set_chat(self.tokenizer, config)
         longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
         self.shown: dict[str, Any] = {}  # datasets as they are trained
         if preprocess_logits_for_metrics is not None and compute_metrics is None:
@@ -110,18 +127,17 @@ class SFTTrainer(Trainer):
     @property
     def eval_dataset(self) -> Any:
         """The evaluation rows as `train_dataset` shows its own; of several datasets a dict."""
-        given = self.given_eval_rows
-        several = given if isinstance(given, Mapping) else {"eval": given}
-        shown = {name: None if rows is None else self.tokenised(
-            f"eval {name}", rows, partial(self.shapes.read, rows, "eval_dataset")
-        ) for name, rows in several.items()}
-        return shown if several is given else shown["eval"]
+        dataset = self.given_eval_rows
+        several = dataset if isinstance(dataset, Mapping) else {"eval": dataset}
+        shown = {name: self.tokenised(f"eval {name}", rows, partial(self.shapes.read, rows, "eval_dataset"))
+                 for name, rows in several.items()}
+        return shown if several is dataset else shown["eval"]
 
-    def tokenised(self, name: str, given: Any, read: Callable[[], tuple[Any, Any]]) -> Any:
-        """Return the dataset of given rows as they are trained, which is made once."""
-        if name not in self.shown:
-            self.shown[name] = tokenised(given, *read())
-        return self.shown[name]
+    def tokenised(self, name: str, rows: Any, read: Callable[[], tuple[Any, Any]]) -> Any:
+        """Return the dataset of given rows as they are trained, which is made once; None for no rows."""
+        if name not in self.shown and rows is not None:
+            self.shown[name] = tokenised(rows, *read())
+        return self.shown.get(name)
 
     def train_only(self, wrap: Callable[[Any], Any]) -> None:
         """Let `wrap` make another encoder of each dataset's own; datasets already read are read anew."""
@@ -142,15 +158,9 @@ class SFTTrainer(Trainer):
                              "load with a larger max_seq_length")
         return self.args.max_length or context
 
-    @property
-    def eval_groups(self) -> list[RolloutGroup]:
-        """The rows of all evaluation datasets."""
-        sets = self.eval_sets.values() if isinstance(self.eval_sets, dict) else [self.eval_sets or []]
-        return [group for groups in sets for group in groups]
-
-    def evaluation_rows(self, given: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
+    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
         """Every usable row of an evaluation dataset; DataError where there is none."""
-        rows, encoder = self.shapes.read(super().evaluation_rows(given, parameter), parameter)
+        rows, encoder = self.shapes.read(super().evaluation_rows(dataset, parameter), parameter)
         source = PromptSource(rows, encoder, self.args.seed, shuffle=False)
         encoded = [encoder.encode(rows[index]) for index in range(len(rows))]
         for index, reason in enumerate(encoded):
@@ -167,30 +177,27 @@ class SFTTrainer(Trainer):
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """One optimizer step on these rows; returns its metrics."""
-        found = super().update(groups)
+        metrics = super().update(groups)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         self.state.epoch = self.source.epoch
         self.state.num_tokens += completions + sum(len(group.prompt_ids) for group in groups)
-        return {name: found[name] for name in MEASURED if name in found} | {"completions/tokens": completions}
+        return {name: metrics[name] for name in MEASURED if name in metrics} | {"completions/tokens": completions}
 
     def step(self) -> dict[str, float]:
-        """One optimizer step on the next rows; returns its metrics."""
         return self.update(self.next_groups())
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Speed, tokens so far, rows that were left out, and how often memory ran out."""
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
-        return {
-            "step_time": timing["step_time"], "tokens_per_second": completions / timing["step_time"],
-            "memory/oom_train": self.memory.train.failures, "num_tokens": self.state.num_tokens,
-            "data/skipped_rows": sum(self.source.skipped.values()),
-        }
+        return {"step_time": timing["step_time"], "tokens_per_second": completions / timing["step_time"],
+                "memory/oom_train": self.memory.train.failures, "num_tokens": self.state.num_tokens,
+                "data/skipped_rows": sum(self.source.skipped.values())}
 
     def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
         """Loss, entropy and accuracy of each trained token of these rows, dropout off."""
-        found = self.learner.measure(rows)
+        metrics = self.learner.measure(rows)
         own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
-        return {name: found[name] for name in OF_LOSS if name in found} | own
+        return {name: metrics[name] for name in OF_LOSS if name in metrics} | own
 
     def may_measure(self, name: str) -> bool:
         """Return whether an evaluation may have a metric of this name: any, where the user computes some."""
@@ -204,12 +211,11 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Each example, also of those that are one row, as a prompt with one completion, as packing and learner take them.
-    """
+    """Return each row of the examples as a prompt with one completion, as packing and learner take them."""
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
             trained=example.trained,
         )])
-        for one in examples for example in each_of(one)
+        for item in examples for example in each_of(item)
     ]

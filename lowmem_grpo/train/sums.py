@@ -41,31 +41,25 @@ class Sums:
     def sent(self, rollouts: list[Rollout]) -> dict[str, Any]:
         """Return what `together` needs of one rank, on the host; bad rollouts by their places in all `rollouts`."""
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
-        return {
-            "totals": {name: total.cpu() for name, total in self.totals.items()}, "count": self.count,
-            "sums": {name: value.cpu() for name, value in self.reducer.sums.items()}, "weights": self.reducer.weights,
-            "samples": {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()},
-            "bad": [(places[id(rollout)], what) for rollout, what in self.flags.read()],
-        }
+        return {"totals": {name: total.cpu() for name, total in self.totals.items()}, "count": self.count,
+                "sums": {name: value.cpu() for name, value in self.reducer.sums.items()},
+                "weights": self.reducer.weights,
+                "samples": {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()},
+                "bad": [(places[id(rollout)], what) for rollout, what in self.flags.read()]}
 
     @classmethod
     def together(cls, sent: list[dict[str, Any]], rollouts: list[Rollout]) -> "Sums":
         """The sums of all ranks, which are the same in each of them."""
         made = cls(torch.device("cpu"))
-        for one in sent:
-            for name, total in one["totals"].items():
+        for part in sent:
+            for name, total in part["totals"].items():
                 made.totals[name] = made.totals.get(name, torch.zeros(())) + total
-            made.reducer.join(one["sums"], one["weights"], one["samples"])
-            made.flags.known += [(rollouts[place], what) for place, what in one["bad"]]
-            made.count += one["count"]
+            made.reducer.join(part["sums"], part["weights"], part["samples"])
+            made.flags.known += [(rollouts[place], what) for place, what in part["bad"]]
+            made.count += part["count"]
         return made
 
-    def scale(self, factor: float) -> None:
-        """The loss is divided by another total: multiply what is there."""
-        self.totals = {name: total * factor for name, total in self.totals.items()}
-
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """The metrics of the whole step, with its losses and the number of micro-batches."""
         losses = {name: total.item() for name, total in self.totals.items()}
         return objective.measured(self.reducer) | losses | {"micro_batches": float(self.count)}
 
@@ -82,7 +76,6 @@ class PartialGradient:
 
     @property
     def rollouts(self) -> set[int]:
-        """The ids of all rollouts of the groups."""
         return {each for facts in self.groups.values() for each, *_ in facts}
 
     def holds(self, group: RolloutGroup) -> bool:
@@ -99,7 +92,7 @@ class PartialGradient:
         """Divide the loss and the gradient by the totals of the whole step, in which both are linear."""
         factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
         if factor != 1.0:
-            self.sums.scale(factor)
+            self.sums.totals = {name: total * factor for name, total in self.sums.totals.items()}
             for gradient in (p.grad for p in parameters if p.grad is not None):
                 gradient.mul_(factor)
 

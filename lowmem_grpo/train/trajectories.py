@@ -62,12 +62,12 @@ class TrajectoryView(LiveView):
         return "  ".join([head, *middle, left] if known else [head.partition("/")[0], *middle])
 
 
-def given(completions: list[Any], **_: Any) -> list[None]:
+def own_reward(completions: list[Any], **_: Any) -> list[None]:
     """The caller's reward, which comes with the rollouts and is never asked for."""
     return [None] * len(completions)
 
 
-given.__name__ = REWARD
+own_reward.__name__ = REWARD
 
 
 class TrajectoryTrainer(GRPOTrainer):
@@ -87,9 +87,9 @@ class TrajectoryTrainer(GRPOTrainer):
         config = settings_of(args, GRPOConfig)
         check(config)
         self.given: list[RolloutGroup] = []
-        self.own: list[RolloutGroup] = []  # of these, what was sampled in this process
+        self.own: list[RolloutGroup] = []  # those among them that were sampled in this process
         self.extra: dict[str, float] = {}
-        super().__init__(model, [given], config, TASKS, processing_class=processing_class, callbacks=callbacks,
+        super().__init__(model, [own_reward], config, TASKS, processing_class=processing_class, callbacks=callbacks,
                          optimizers=optimizers)
         self.turns = Turns(replies=True, begins=True)
         self.open_end = config.max_steps < 1
@@ -100,21 +100,16 @@ class TrajectoryTrainer(GRPOTrainer):
         """The model's context bounds what the caller may sample, and nothing else does."""
         return context - 1, context
 
-    # The run
-
     @contextmanager
     def running(self, resume: bool | str | None = None) -> Iterator[None]:
-        """Inside, `step` can be called. None goes on from the newest checkpoint in output_dir, if there is one.
-
-        A new run begins with a checkpoint of step 0. Afterwards the run has ended: `finished`, or `failed` where an
-        error left the block.
-        """
+        """Inside, `step` can be called. None goes on from the newest checkpoint in output_dir, if there is one; a new
+        run begins with a checkpoint of step 0. Afterwards the run is `finished`, or `failed` after an error."""
         with self.ranks.together():
             self.check_before()
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
-            found = kept if resume is None else resume
-            with super().running(found):
-                if not found:
+            goes_on = kept if resume is None else resume
+            with super().running(goes_on):
+                if not goes_on:
                     self.save_state()
                 self.ended = time.perf_counter()
                 yield
@@ -122,12 +117,9 @@ class TrajectoryTrainer(GRPOTrainer):
     def step(
         self, groups: list[RolloutGroup], metrics: Mapping[str, float] | None = None, **changes: Any
     ) -> dict[str, Any]:
-        """One update on these groups, whose rollouts have their `reward`; returns the line that was logged.
-
-        `metrics` go into that line as they are, those of the first rank. `changes` are settings for this step only, of
-        PER_STEP, the same in all ranks. ValueError for other settings, for no groups, and where all `max_steps` are
-        made.
-        """
+        """One update on these groups, whose rollouts have their `reward`; returns the line that was logged. `metrics`
+        go into that line as they are, those of the first rank. `changes` are settings for this step only, of PER_STEP,
+        the same in all ranks. ValueError for other settings, for no groups, and where all `max_steps` are made."""
         together = self.of_all(groups, changes)
         if not together or not all(group.rollouts for group in together):
             raise ValueError("there is nothing to train on: a step needs groups, each with its rollouts")
@@ -174,8 +166,7 @@ class TrajectoryTrainer(GRPOTrainer):
             name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
 
     def note(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Write a line of the caller's own into the records of a step, by default the last one, and tell the
-        listeners."""
+        """Write the caller's own line into the records of a step, by default the last, and tell the listeners."""
         line = {"step": self.state.global_step if step is None else step, **values}
         self.records.metrics(line)
         self.log(line)
@@ -190,8 +181,6 @@ class TrajectoryTrainer(GRPOTrainer):
             for group, factor in zip(optimizer.param_groups, factors(scheduler), strict=True):
                 group["initial_lr"], group["lr"] = config.learning_rate, config.learning_rate * factor
 
-    # What the loop asks for
-
     def next_groups(self) -> list[RolloutGroup]:
         """The given groups, scored and checked; the time since the last step was the caller's sampling."""
         began, now = min(self.ended, self.clock.started), time.perf_counter()
@@ -204,22 +193,21 @@ class TrajectoryTrainer(GRPOTrainer):
         return self.given
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return what the policy drew as it is now, at its own temperature: the trainer computes the same for nothing
-        else."""
+        """Return what the policy as it is now drew at its own temperature: only for this can the trainer agree."""
         version = self.state.policy_version
-        return [replace(group, rollouts=[one for one in group.rollouts if of_now(one, version)]) for group in groups]
+        return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
+            turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
 
     def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """One optimizer step, whatever the number of groups."""
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Also how old the policy was that drew the rollouts, and what the caller measured."""
-        made = self.state.global_step - before
-        ages = [self.state.policy_version - made - one.policy_version for group in groups for one in group.rollouts]
-        found = {name: value for name, value in super().measured(before, groups, timing).items()
+        version = self.state.policy_version - (self.state.global_step - before)
+        ages = [version - rollout.policy_version for group in groups for rollout in group.rollouts]
+        metrics = {name: value for name, value in super().measured(before, groups, timing).items()
                  if not name.startswith(f"rewards/{REWARD}/")}  # the one reward is `reward`
-        return {**found, "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
+        return {**metrics, "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
 
     def describe(self, status: str) -> dict[str, Any]:
         return super().describe(status) | {"method": "trajectories"}
@@ -249,12 +237,6 @@ def pay(rollout: Rollout) -> None:
     rollout.invalid_rewards = {} if finite or value is None else {REWARD: value}
 
 
-def of_now(rollout: Rollout, version: int) -> bool:
-    """Return whether every turn was drawn by this version of the policy, at the run's own temperature."""
-    return all(turn.exact and turn.policy_version == version for turn in rollout.turns)
-
-
 def factors(scheduler: Any) -> list[float]:
-    """Return the factors by which the schedule multiplies the learning rate of each group of parameters, as it stands.
-    """
-    return [float(one(scheduler.last_epoch)) for one in scheduler.lr_lambdas]
+    """Return the current factor of the schedule for each parameter group's learning rate."""
+    return [float(factor(scheduler.last_epoch)) for factor in scheduler.lr_lambdas]

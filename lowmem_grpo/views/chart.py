@@ -56,8 +56,7 @@ def stacked(lines: Sequence[Line], most: float) -> list[Line]:
 
 
 def line_data(chart: Chart, line: Line, most: int) -> dict[str, Any]:
-    """Return a line's name, how it is drawn, and its points; `bold` are its smoothed values, `low` and `high` the edges
-    around it."""
+    """Return a line as it is drawn: its points, `bold` where it is smoothed, `low` and `high` for the edges."""
     bold = smoothed(chart, line)
     places = even_places(len(line.points), most) if chart.stacked else telling_places(line.points, most)
     kind = "dots" if line.dots else "level" if line.level else "area" if chart.stacked else "curve"
@@ -76,8 +75,7 @@ def even_places(count: int, most: int) -> list[int]:
 
 
 def telling_places(points: Sequence[tuple[float, float]], most: int) -> list[int]:
-    """Return the places of the lowest and the highest point of each stretch, so that no spike is lost, and the last; at
-    most `most`."""
+    """Return at most `most` places: each stretch's lowest and highest point, so that no spike is lost, and the last."""
     if len(points) <= most:
         return list(range(len(points)))
     half = max(1, (most - 1) // 2)

@@ -1,15 +1,14 @@
-"""The charts of a run, and of several runs side by side."""
+"""The charts of a run, the one of its accuracy among them, and of several runs side by side."""
 
 import re
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from statistics import fmean
 
+from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.trajectory import ENDINGS
-from lowmem_grpo.units import GIB
-from lowmem_grpo.views.accuracy import accuracy_chart
+from lowmem_grpo.utils import GIB
 from lowmem_grpo.views.chart import Chart, Line
-
-Record = dict[str, Any]
+from lowmem_grpo.views.samples import Record
 
 OF_EPISODES = (
     Chart("Turns", "of the policy in an episode", "turns",
@@ -55,8 +54,6 @@ CHARTS = (
     Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
     Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
 )
-
-
 OF_TAUGHT = (  # in place of those above, where the rows hold the answers
     Chart("Loss", "mean of -log p over the trained tokens", "nats per token",
           {"loss": "train", "eval_loss": "evaluation"}),
@@ -64,8 +61,6 @@ OF_TAUGHT = (  # in place of those above, where the rows hold the answers
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
-
-
 DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # by other charts and by tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # at 0 too
@@ -99,8 +94,7 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
 
 
 def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
-    """Return the charts without those that are at 0 in every step, and these in words: they say no more than that. What
-    a run is about is drawn all the same."""
+    """Return the charts that are not at 0 in every step, or are what a run is about; and the others in words."""
     flat = [chart for chart in charts if chart.title not in ALWAYS
             and not any(value for line in chart.lines for _, value in line.points)]
     words = f"At 0 in every step: {', '.join(chart.title.lower() for chart in flat)}." if flat else ""
@@ -108,7 +102,6 @@ def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
 
 
 def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
-    """Return the metrics of a chart that were logged; evaluations as dots."""
     lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
              for key, name in chart.metrics.items()]
     return [line for line in lines if line.points]
@@ -124,7 +117,6 @@ def endings_chart(rows: list[Record]) -> Chart:
 
 
 def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
-    """Return (step, value) of each step that logged the metric."""
     return [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
 
 
@@ -160,3 +152,78 @@ def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
 def main_line(chart: Chart) -> Line:
     """Return what a chart is about: its first curve, or where it has none its first line."""
     return next((line for line in chart.lines if not (line.dots or line.level)), chart.lines[0])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A share of right answers to held-out problems, and its 95% interval if the number of problems is known."""
+
+    step: int
+    share: float
+    interval: tuple[float, float] | None
+
+
+def measured(summary: Record, key: str, step: int) -> Measured | None:
+    """Return the accuracy under `key` of a summary; None where it was not measured."""
+    if (share := summary.get(key)) is None:
+        return None
+    problems = summary.get("eval_problems")
+    return Measured(step, share, wilson_interval(share, problems) if problems else None)
+
+
+def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]:
+    return measured(summary, "accuracy_before", 0), measured(summary, "accuracy_after", summary.get("steps") or 0)
+
+
+def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
+    """Return the share of right answers in training, and of held-out problems before and after it. Right is what the
+    function that the summary names pays more than `right_above` for; unnamed, each function of 0 and 1 alone has a
+    line."""
+    sampled = [line for line in completions if "replayed_from" not in line]
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
+             for name in deciding(sampled, summary)]
+    tests = [test for test in before_and_after(summary) if test is not None]
+    dots = Line("held-out problems, with 95% interval", [(test.step, test.share) for test in tests],
+                [test.interval for test in tests if test.interval is not None], dots=True)
+    drawn = [line for line in (*lines, dots) if line.points]
+    return Chart("Accuracy", "answers that are right", "share of answers", share=True,
+                 lines=[*drawn, *levels(summary, drawn)])
+
+
+def levels(summary: Record, lines: list[Line]) -> list[Line]:
+    """Return the baselines at all steps of these lines, such as the shares that random and perfect play get right."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    return [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
+            for name, share in baselines(summary).items() if steps]
+
+
+def baselines(summary: Record) -> dict[str, float]:
+    """Return what others get right, by name: `baselines` of the summary, each a share or a record with a `share`."""
+    held = summary.get("baselines")
+    shares = {str(name): value.get("share") if isinstance(value, dict) else value
+              for name, value in (held.items() if isinstance(held, dict) else ())}
+    return {name: float(share) for name, share in shares.items() if isinstance(share, (int, float))}
+
+
+def deciding(completions: list[Record], summary: Record) -> list[str]:
+    paid: dict[str, set[float]] = {}
+    for line in completions:
+        for name, value in (line.get("rewards") or {}).items():
+            paid.setdefault(name, set()).update(() if value is None else (value,))
+    if summary.get("right") in paid:
+        return [summary["right"]]
+    return [name for name, values in paid.items() if values and values <= {0, 1}]
+
+
+def threshold(summary: Record) -> float:
+    """Return what a right answer earns more than: half a point for a draw may be no win."""
+    return float(summary.get("right_above") or 0.0)
+
+
+def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
+    """Return (step, share) of the judged completions that a function pays more than `above` for."""
+    steps: dict[int, list[bool]] = {}
+    for line in completions:
+        if (value := (line.get("rewards") or {}).get(name)) is not None:
+            steps.setdefault(line["step"], []).append(value > above)
+    return [(step, fmean(right)) for step, right in sorted(steps.items())]

@@ -1,14 +1,13 @@
-"""The top of a run's page: what was trained, how it ended, how much is right before and after, and what it cost."""
+"""The top of a run's page: what was trained, how it ended, how much is right, what it cost, and what warned."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from lowmem_grpo.units import count_text, size_text, time_text
-from lowmem_grpo.views.accuracy import Measured, baselines, before_and_after
-from lowmem_grpo.views.charts import taught
-from lowmem_grpo.views.samples import clipped
-
-Record = dict[str, Any]
+from lowmem_grpo.runs.alarms import ALARMS
+from lowmem_grpo.utils import count_text, size_text, time_text
+from lowmem_grpo.views.charts import Measured, baselines, before_and_after, taught
+from lowmem_grpo.views.samples import Record, clipped
 
 NOTHING = "\u2013"  # a dash where a value is missing
 LONGEST_ERROR = 6000  # characters
@@ -25,6 +24,7 @@ ENDED = {
               "knows whether it lives.",
 }
 LOSSES = {"loss": "loss", "eval_loss": "evaluation loss"}
+PREFIX = "alarms/"
 
 
 def headline(name: str, rows: list[Record], summary: Record, missing: list[str], state: str = "") -> Record:
@@ -40,8 +40,7 @@ def headline(name: str, rows: list[Record], summary: Record, missing: list[str],
 
 
 def ending(status: str, rows: list[Record], summary: Record, missing: list[str]) -> Record | None:
-    """Return why a run is not finished and what to do, and what this page lacks; None for a finished run with
-    everything."""
+    """Return why a run ended early, what to do, and what its page lacks; None for a finished run with everything."""
     step, steps = reached(rows, summary)
     place = f"after step {step:,} of {steps:,}" if steps else f"after step {step:,}"
     said = ENDED.get(status, "The status of this run is {status}, {place}.").format(status=status, place=place)
@@ -61,8 +60,7 @@ def reached(rows: list[Record], summary: Record) -> tuple[int, int | None]:
 
 
 def accuracy(summary: Record) -> list[str]:
-    """Return right answers before and after training, then lines about their intervals and the difference; nothing
-    where they were not measured."""
+    """Return the right answers before and after training, their intervals and the difference; [] if not measured."""
     before, after = before_and_after(summary)
     if before is None and after is None:
         return []
@@ -80,12 +78,10 @@ def accuracy(summary: Record) -> list[str]:
 
 
 def span(test: Measured | None) -> str:
-    """Return the interval in words; empty if it is not known."""
     return "" if test is None or test.interval is None else f"{test.interval[0]:.1%} to {test.interval[1]:.1%}"
 
 
 def paired(summary: Record) -> list[str]:
-    """Return the difference on the same problems, if the run measured it."""
     if not (change := summary.get("difference")):
         return []
     low, high = change["interval"]
@@ -95,7 +91,6 @@ def paired(summary: Record) -> list[str]:
 
 
 def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
-    """Return the tiles: what each counts, and its value. What was not recorded has none."""
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
     # the summary has it at the end; until then it has that of the last time, or 0
@@ -121,7 +116,6 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
 
 
 def taught_facts(rows: list[Record]) -> dict[str, str]:
-    """Return the tiles of a run whose rows held the answers."""
     facts = {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
              for key, words in LOSSES.items() if (losses := numbers(rows, key))}
     if tokens := numbers(rows, "num_tokens"):
@@ -130,14 +124,12 @@ def taught_facts(rows: list[Record]) -> dict[str, str]:
 
 
 def memory_label(machine: Record) -> str:
-    """Return what the peak of memory is of."""
     if machine.get("card_bytes"):
         return f"peak memory, of {size_text(machine['card_bytes'])} on the card"
     return "peak memory of the process" if machine else "peak memory"
 
 
 def machine_facts(machine: Record) -> dict[str, str]:
-    """Return size of the model, card and version."""
     facts = {}
     if machine.get("parameters"):
         trained = short_text(machine.get("trainable_parameters") or 0)
@@ -160,5 +152,44 @@ def short_text(count: float) -> str:
 
 
 def numbers(rows: list[Record], key: str) -> list[float]:
-    """Return the values of a metric, of the steps that logged it."""
     return [row[key] for row in rows if row.get(key) is not None]
+
+
+@dataclass(frozen=True)
+class Warned:
+    """The number of warnings of an alarm, and its first and last step."""
+
+    times: int
+    first: int
+    last: int
+
+    @property
+    def words(self) -> str:
+        if self.times == 1:
+            return f"in step {self.first:,}"
+        return f"{count_text(self.times, 'time')}, first in step {self.first:,}, last in step {self.last:,}"
+
+
+def count_alarms(rows: Iterable[Record], earlier: dict[str, Warned] | None = None) -> dict[str, Warned]:
+    """Return how often each alarm warned, by its name: in these rows, and `earlier`."""
+    alarms = dict(earlier or {})
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith(PREFIX) and value:
+                name, step = key.removeprefix(PREFIX), row["step"]
+                before = alarms.get(name, Warned(0, step, step))
+                alarms[name] = Warned(before.times + 1, min(before.first, step), max(before.last, step))
+    return alarms
+
+
+def alarms_in_words(alarms: dict[str, Warned]) -> list[Record]:
+    """Return each alarm that warned, the newest first; one that this version does not know has only its name."""
+    known = {alarm.name: alarm for alarm in ALARMS}
+    return [{"title": sentence(known[name].title if name in known else name), "times": warned.words,
+             "words": f"{sentence(known[name].means)}. {sentence(known[name].fix)}." if name in known else ""}
+            for name, warned in sorted(alarms.items(), key=lambda alarm: alarm[1].last, reverse=True)]
+
+
+def sentence(words: str) -> str:
+    words = words.removeprefix("so ").removeprefix("and ")
+    return words[:1].upper() + words[1:]

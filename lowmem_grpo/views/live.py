@@ -1,9 +1,6 @@
-"""A run in the terminal: progress, rewards over time, where time and memory go.
-
-If the output is piped, each log is one plain line instead. The panel is redrawn at each log and never by a thread: a
-reward function that forks could inherit its lock. Text of the model is shown as text; it can neither style the terminal
-nor send it control characters.
-"""
+"""A run in the terminal: progress, rewards over time, where time and memory go; one plain line a log where it is piped.
+The panel is redrawn at each log and never by a thread, whose lock a forked reward function could inherit. Text of the
+model is shown as text: it neither styles the terminal nor sends it control characters."""
 
 import math
 import re
@@ -21,9 +18,8 @@ from rich.text import Text
 
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.types import Rollout
-from lowmem_grpo.units import size_text, time_text
-from lowmem_grpo.views.answers import episode_lines, plain, shortened
-from lowmem_grpo.views.console import Cell, any_console, print_line
+from lowmem_grpo.utils import size_text, time_text
+from lowmem_grpo.views.console import Cell, any_console, episode_lines, plain, print_line, shortened
 from lowmem_grpo.views.palette import LINES
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -32,6 +28,11 @@ OF_EPISODES = (  # label, metric, and its words
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
     ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
 )
+CURVES = (  # metric, its label on the panel, and in a plain line
+    ("eval_reward", "evaluation reward", "eval_reward"), ("turns/mean", "turns", "turns"),
+    ("completions/mean_length", "completion length", "length"), ("entropy", "entropy", "entropy"), ("kl", "KL", "kl"),
+    ("tokens_per_second", "tokens/s", "tokens/s"), ("memory/peak_bytes", "peak memory", "memory"),
+)
 OF_RANKS = {"generate_s": "sampling", "train_s": "training", "waiting_s": "waiting for others"}
 OF_SAMPLING = {
     "time/sampling/prefill_s": "prompts", "time/sampling/full_s": "full width", "time/sampling/tail_s": "tail",
@@ -39,7 +40,7 @@ OF_SAMPLING = {
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
 SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
-SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # of a sample: characters, and lines of the panel
+SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # a sample's characters, and its lines on the panel
 EPISODE_LINES = 12
 
 
@@ -47,10 +48,9 @@ class StepTimes:
     """When steps were made. The first step warms up, so it counts only until there is a second one."""
 
     def __init__(self) -> None:
-        self.begin(0)
+        self.start_at(0)
 
-    def begin(self, step: int) -> None:
-        """The run goes on from here."""
+    def start_at(self, step: int) -> None:
         self.marks = [(step, time.monotonic())]
 
     def mark(self, step: int) -> None:
@@ -61,14 +61,12 @@ class StepTimes:
 
     @property
     def per_step(self) -> float | None:
-        """Seconds per step; None before the first."""
         if len(self.marks) < 2:
             return None
         (first, began), (last, now) = self.marks[-2:]
         return (now - began) / (last - first)
 
     def left(self, max_steps: int) -> float | None:
-        """Seconds until `max_steps`; None before the first step."""
         each = self.per_step
         return None if each is None else each * max(max_steps - self.marks[-1][0], 0)
 
@@ -92,7 +90,7 @@ class LiveView:
         self.close()
         self.history = {}
         self.step, self.max_steps = state.global_step, state.max_steps
-        self.step_times.begin(self.step)
+        self.step_times.start_at(self.step)
         if self.draws:
             self.live = Cell(MAX_WIDTH) if self.console.is_jupyter else Live(console=self.console, auto_refresh=False)
             self.live.start()
@@ -132,11 +130,9 @@ class LiveView:
         return "unknown" if left is None else time_text(round(left))
 
     def say(self, text: str) -> None:
-        """A line above the panel, or between the plain lines."""
         print_line(self.console, text)
 
     def panel(self) -> RenderableType:
-        """The whole view."""
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -175,7 +171,6 @@ class LiveView:
         return table
 
     def words(self) -> Table:
-        """Return the lines in words of the last log, wrapped in a narrow terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         now = {key: values[-1] for key, values in self.history.items()}
@@ -186,12 +181,7 @@ class LiveView:
     def curves(self) -> list[tuple[str, str]]:
         """(key, label) of the sparklines, the most interesting first; the caller skips what was never logged."""
         functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
-        return [
-            ("reward", "reward"), *functions, ("eval_reward", "evaluation reward"),
-            ("turns/mean", "turns"), ("completions/mean_length", "completion length"),
-            ("entropy", "entropy"), ("kl", "KL"), ("tokens_per_second", "tokens/s"),
-            ("memory/peak_bytes", "peak memory"),
-        ]
+        return [("reward", "reward"), *functions, *((key, label) for key, label, _ in CURVES)]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
         """The standard deviation of the rewards beside their mean; empty beside anything else."""
@@ -199,12 +189,9 @@ class LiveView:
         return f"{before}{spread[-1]:.3f}{after}" if spread else ""
 
     def line(self, logs: dict[str, float]) -> str:
-        """The key numbers of one log, in ASCII."""
         parts = [f"step {self.step}/{self.max_steps}"]
-        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key)))]
-        names += [("eval_reward", "eval_reward"), ("turns/mean", "turns"), ("completions/mean_length", "length"),
-                  ("entropy", "entropy")]
-        names += [("kl", "kl"), ("tokens_per_second", "tokens/s"), ("memory/peak_bytes", "memory")]
+        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key))),
+                 *((key, name) for key, _, name in CURVES)]
         parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
                   for key, name in names if key in logs]
         parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]
@@ -227,7 +214,6 @@ class SFTView(LiveView):
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
-    """The entries that can be drawn: finite numbers."""
     return {
         key: value for key, value in (logs or {}).items()
         if isinstance(value, (int, float)) and math.isfinite(value)
@@ -241,7 +227,6 @@ def reward_name(key: str) -> str | None:
 
 
 def shown(key: str, value: float) -> str:
-    """A value as people read that metric."""
     if key == "memory/peak_bytes":
         return size_text(value)
     if key in ("completions/mean_length", "tokens_per_second"):
@@ -252,25 +237,23 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Return the lines in words of a log: where the time of a step and of its sampling went, its measured and estimated
-    seconds, how episodes ended and used tools, and how many groups' completions differ in reward; without what was not
-    measured."""
-    found = {}
+    """Return the lines in words of a log, by label: times, ends of episodes, tools, ranks, groups with signal."""
+    lines = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
-        found["time"] = " ".join(times)
+        lines["time"] = " ".join(times)
     if {*OF_SAMPLING} <= logs.keys():
-        found["sampling"] = " ".join(f"{name} {logs[key]:.2f} s" for key, name in OF_SAMPLING.items())
+        lines["sampling"] = " ".join(f"{name} {logs[key]:.2f} s" for key, name in OF_SAMPLING.items())
     if {"step_time", "time/planned_step_s"} <= logs.keys():
-        found["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
+        lines["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
     if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
-        found["ends"] = " ".join(ends)
-    found |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
+        lines["ends"] = " ".join(ends)
+    lines |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
     ranks = sorted({int(match[1]) for key in logs if (match := re.fullmatch(r"ranks/(\d+)/busy_s", key))})
-    found |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
+    lines |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
                                        if (key := f"ranks/{rank}/{part}") in logs) for rank in ranks}
     if {"groups/with_signal", "groups/total"} <= logs.keys():
-        found["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
-    return found
+        lines["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
+    return lines
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:

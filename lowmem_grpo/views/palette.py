@@ -11,7 +11,7 @@ DARK_RIGHT, DARK_WRONG = "#3ecfae", "#ff8a5c"
 RIGHT_SIGN, WRONG_SIGN = "\u2713", "\u2717"
 INK, PALE = "#1f2733", "#d0d7de"  # text, and what stands behind the data, on a light page
 
-PAGE = {  # of a page: the light colour and the dark one
+PAGE = {  # a page's light colours and dark ones
     "page": ("#f6f7f9", "#12161c"), "card": ("#ffffff", "#1a2029"), "ink": (INK, "#dde3ea"),
     "quiet": ("#5c6675", "#9aa5b3"), "edge": ("#e0e4ea", "#2b333e"), "right": (RIGHT, DARK_RIGHT),
     "wrong": (WRONG, DARK_WRONG),
@@ -29,12 +29,11 @@ MEMORY = {
 
 
 def css() -> str:
-    """Return the colours as variables of a style sheet. Paper is light, whatever the screen is: a page that is printed
-    has the class of its name."""
+    """Return the colours as variables of a style sheet. Paper, which has a class of its own, is light on each
+    screen."""
     light, dark = (";".join(f"--{name}:{pair[place]}" for name, pair in PAGE.items()) for place in (0, 1))
     return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root:not(.paper){{{dark}}}}}\n"
 
 
 def sign(right: bool) -> str:
-    """Return the sign of a verdict."""
     return RIGHT_SIGN if right else WRONG_SIGN

@@ -1,8 +1,5 @@
-"""Pictures for a notebook: a run's curves, accuracies with their intervals, answers side by side, bars of memory.
-
-Curves are the page's own, in a frame of which no script reaches the notebook. What a model wrote gets into a page as
-escaped text only.
-"""
+"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, bars of memory. Curves are
+the page's own, in a frame whose scripts do not reach the notebook; what a model wrote is escaped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +10,11 @@ from typing import Any
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 from lowmem_grpo.views.chart import Chart, Line, how_smoothed
 from lowmem_grpo.views.charts import figures
-from lowmem_grpo.views.page_file import one_file
 from lowmem_grpo.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
-from lowmem_grpo.views.report import MOST_POINTS, completions_of_run, rows_of_run, summary_of_run
+from lowmem_grpo.views.report import MOST_POINTS, completions_of_run, one_file, rows_of_run, summary_of_run
 
 COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
 PHASES = ("train", "rollout")
@@ -49,11 +45,8 @@ class Picture:
 
 
 def curves(run_dir: str | Path, *titles: str) -> Picture:
-    """Draw the curves of a run's report over its steps: those with these titles, or all of them.
-
-    It also works while the run goes on. FileNotFoundError if the folder holds no metrics.jsonl; ValueError for an
-    unknown title, with the titles that this run has.
-    """
+    """Draw the curves of a run's report, which may go on: those with these titles, or all. FileNotFoundError without a
+    metrics.jsonl; ValueError for an unknown title, with those that there are."""
     folder = Path(run_dir)
     charts = {chart.title: chart for chart in
               figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))}
@@ -92,10 +85,8 @@ def accuracies(models: Mapping[str, Answers]) -> Picture:
 
 
 def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
-    """Draw a bar for each plan, its components one behind the other, in GiB; `phase` is "train" or "rollout".
-
-    ValueError for another phase, or without a plan.
-    """
+    """Draw a bar for each plan, by components in GiB, of the `phase` "train" or "rollout". ValueError for another
+    phase, or without a plan."""
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")
     if not plans:
@@ -111,8 +102,7 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
-    """Draw a bar for each value of each group, with the value as `form` writes it; values of the same name have one
-    colour."""
+    """Draw a bar for each value of each group, written by `form`; values of the same name have one colour."""
     longest = max((value for values in groups.values() for value in values.values()), default=0.0)
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}
@@ -122,7 +112,6 @@ def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,
 
 
 def grid(title: str, rows: list[str], words: str = "", legend: Mapping[str, str] | None = None) -> Picture:
-    """Return bars below their title and what their colours mean."""
     keys = " &nbsp; ".join(f"<nobr><b style='color:{colour}'>\u25a0</b> {escape(name)}</nobr>"
                            for name, colour in (legend or {}).items())
     return Picture(title, f"<p><b>{escape(title)}</b> {escape(words)}</p><p>{keys}</p>"
@@ -134,7 +123,6 @@ def bar_row(label: str, words: str, parts: str) -> str:
 
 
 def part(share: float, colour: str, words: str = "") -> str:
-    """Return a part of a bar, `share` of its row wide."""
     return f"<span style='width:{share:.2%};background:{colour}' title='{escape(words)}'></span>"
 
 
@@ -176,7 +164,6 @@ def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: in
 
 
 def judged(text: str, right: bool) -> str:
-    """Return an answer's cell: the verdict in its colour, and what was written."""
     colour, word = (RIGHT, "right") if right else (WRONG, "wrong")
     return f"<td style='{CELL}'><b style='color:{colour}'>{sign(right)} {word}</b>\n{escape(text)}</td>"
 

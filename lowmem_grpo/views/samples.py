@@ -1,7 +1,5 @@
-"""The samples of a run that a page shows: their texts cut, in a bounded number that is spread over the steps.
-
-A line of completions.jsonl may be anything, so what has another type than a run writes is left out.
-"""
+"""The samples of a run that a page shows: texts cut, a bounded number, spread over the steps. A line of
+completions.jsonl may be anything: what has another type than a run writes is left out."""
 
 import json
 from collections import defaultdict, deque
@@ -28,8 +26,7 @@ OF_TURN: dict[str, Any] = {
 
 
 def shown_sample(record: Record) -> Record:
-    """Return what a page shows of a line of completions.jsonl. Of an episode that are its turns; the line's
-    `completion` is the last one's text."""
+    """Return what a page shows of a completion's line; of an episode its turns, the last one's text among them."""
     sample = fields_of(record, OF_SAMPLE, LONGEST)
     if not isinstance(record.get("prompt"), str | None):
         sample["prompt"] = clipped(json.dumps(record["prompt"], ensure_ascii=False), LONGEST)
@@ -54,7 +51,6 @@ def shown_turns(turns: list[Record]) -> list[Record]:
 
 
 def shown_turn(turn: Record, longest: int) -> Record:
-    """Return a turn with its calls of tools as texts."""
     shown = {"number": turn["number"], "text": ""} | fields_of(turn, OF_TURN, longest)
     if calls := parts_of(turn, "calls"):
         shown["calls"] = [clipped(call_text(call), longest) for call in calls]
@@ -64,7 +60,6 @@ def shown_turn(turn: Record, longest: int) -> Record:
 
 
 def parts_of(turn: Record, name: str) -> list[Record]:
-    """Return the calls or the replies of a turn."""
     parts = turn.get(name)
     return [part for part in parts[:MOST_OF_A_TURN] if isinstance(part, dict)] if isinstance(parts, list) else []
 
@@ -114,7 +109,7 @@ def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
     """Return at most `limit` samples over all of the run that take at most `room` bytes of a page."""
     while limit > 0:
         kept = spread(samples, limit)
-        taken = json_size(kept)
+        taken = len(json_text(kept).encode("utf-8", errors="replace"))
         if taken <= room:
             return kept
         limit = min(len(kept) - 1, int(0.95 * len(kept) * room / taken))
@@ -126,14 +121,8 @@ def json_text(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def json_size(value: Any) -> int:
-    """Return how many bytes a value takes in a page."""
-    return len(json_text(value).encode("utf-8", errors="replace"))
-
-
 class Reservoir:
-    """Samples of a run that goes on: of whole steps that are evenly spread over it, at most `limit`, and the `newest`
-    besides."""
+    """Samples of a growing run: at most `limit`, of whole steps spread evenly over it, and the `newest` besides."""
 
     def __init__(self, limit: int, newest: int = 0) -> None:
         self.limit, self.every = limit, 1
@@ -141,14 +130,13 @@ class Reservoir:
         self.tail: deque[Record] = deque(maxlen=newest)
 
     def add_sample(self, sample: Record) -> None:
-        """Keep a sample, if its step is one of those that are kept."""
         self.tail.append(sample)
         if sample["step"] % self.every == 0:
             self.kept.append(sample)
         if len(self.kept) > self.limit:
             self.every *= 2
             fewer = [held for held in self.kept if held["step"] % self.every == 0]
-            # of one step alone, or of steps without order, the first half
+            # the first half, where all are of one step or the steps come without order
             self.kept = fewer if 0 < len(fewer) <= self.limit else self.kept[: self.limit // 2]
 
     def samples(self) -> list[Record]:

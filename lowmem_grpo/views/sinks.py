@@ -8,8 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_sinks(names: list[str]) -> list[Any]:
-    """Return listeners for `report_to`, where "all" means every library that is installed; ImportError as in
-    `refuse_absent_sinks`."""
+    """Return listeners for `report_to`, where "all" is every installed library; see `refuse_absent_sinks`."""
     refuse_absent_sinks(names)
     wanted = [name for name in names if name not in ("none", "all")]
     if "all" in names:
@@ -27,7 +26,6 @@ def refuse_absent_sinks(names: list[str]) -> None:
 
 
 def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
-    """The logged values that can be drawn."""
     return {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
 
 
@@ -83,10 +81,7 @@ class TensorboardSink(Sink):
 
 
 class TrackioSink(Sink):
-    """A run of trackio, on this machine or in the space `trackio_space_id`; `trackio show` draws it.
-
-    A resumed run goes on under its name, if `run_name` gives it one.
-    """
+    """A run of trackio, here or in the space `trackio_space_id`. A resumed one goes on under its `run_name`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         import trackio

@@ -46,8 +46,7 @@ def columns(most: int) -> int:
 
 
 def fitting(text: str, stream: Any) -> str:
-    """Return a text as it goes to this stream: a terminal would break its lines anywhere, so they are broken between
-    words."""
+    """Return a text as it goes to this stream: for a terminal, with lines that are broken between words."""
     return between_words(text, columns(MOST_COLUMNS)) if stream.isatty() else text
 
 

@@ -29,6 +29,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "metrics.jsonl") if "reward" in line]
 
 
+@pytest.mark.slow
 def test_a_game_is_played_in_groups_and_trained_for_two_steps(tmp_path: Path, program: Callable[[str], Any]) -> None:
     asyncio.run(program("game").main())
     folder = tmp_path / "runs" / "guess" / "guesser-001"

@@ -25,8 +25,7 @@ from pathlib import Path
 import click
 
 from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.job import DONE, FAILED, OVER, STOPPED, Job, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.queue import DONE, FAILED, OVER, STOPPED, Job, JobQueue, JobRequest
 from lowmem_grpo.service.database import Database
 from tests.attacks.attack import Verdict, report
 

@@ -31,6 +31,7 @@ def test_one_json_object_is_printed_and_nothing_else(printed: str, found: dict[s
     assert {"launches_forward", "launches_backward", "launches_decode"} <= found.keys() and found["host_us_per_op"] > 0
 
 
+@pytest.mark.slow
 def test_the_time_plan_counts_no_fewer_launches_than_the_code_makes(found: dict[str, Any]) -> None:
     planned = {"launches_forward": time_plan.LAUNCHES_FORWARD, "launches_backward": time_plan.LAUNCHES_BACKWARD,
                "launches_decode": time_plan.LAUNCHES_DECODE["vllm"]}
@@ -38,11 +39,13 @@ def test_the_time_plan_counts_no_fewer_launches_than_the_code_makes(found: dict[
         assert found[name] <= most, f"raise {name.upper()} in lowmem_grpo/planning/time_plan.py"
 
 
+@pytest.mark.slow
 def test_a_layer_trains_with_few_launches(found: dict[str, Any]) -> None:
     assert 20 < found["launches_forward"] < found["launches_backward"]
     assert found["launches_layer"] == found["launches_forward"] + found["launches_backward"] <= TRAINING
 
 
+@pytest.mark.slow
 def test_a_sampled_token_takes_few_launches_of_a_layer(found: dict[str, Any]) -> None:
     assert 4 <= found["launches_decode"] <= DECODE
 

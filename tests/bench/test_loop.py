@@ -337,16 +337,6 @@ def test_rows_of_another_run_case_or_card_are_not_compared(other: dict[str, Any]
     assert set(statuses([row(OURS), row("trl", 200.0, 99, **other)]).values()) == {"not run"}
 
 
-def test_targets_alone_measure_nothing(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    for one in (row(OURS), row("trl", 200.0, 99)):
-        append_row(rows, one)
-    done = called("--targets", "--output", str(rows))
-    assert done.exit_code == 0
-    assert done.output.count(" met ") == 2
-    assert len(read_rows(rows)) == 2
-
-
 def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_path: Path) -> None:
     gone = {key: value for key, value in row("unsloth").items() if key in {*COMMON, "provider"}}
     for one in (row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")):

@@ -37,8 +37,13 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("SFTConfig()", "SFTConfig(max_steps = 2)", "steps"),
     ("f(x).to('cuda')", "f(x).to('cpu')", "device"),
     ("f(x).cuda().y", "f(x).y", "device"),
-    ("t.apply_chat_template(x, add_generation_prompt = True,)",
-     "t.apply_chat_template(x, add_generation_prompt = True, return_dict = False,)", "tokens"),
+    ("f(x, attn_implementation='flash_attention_2')", "f(x, attn_implementation='eager')", "device"),
+    ("import wandb", "pass", "login"), ("wandb.init(project='a')", "None", "login"),
+    ("trainer.push_to_hub('a/b')", "None", "login"),
+    ("P.from_pretrained(base, f'me/{out}')", "P.from_pretrained(base, f'{out}')", "login"),
+    ("adapter = f'me/{out}'", "adapter = f'{out}'", "login"),
+    ("m.push_to_hub(f'me/{out}-merged')", "m.save_pretrained(f'{out}-merged')", "login"),
+    ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules='all-linear')", "model"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
     changes = NotebookChanges("small", has_card=False)
@@ -46,9 +51,19 @@ def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> Non
     assert changes.counts == {kind: 1}
 
 
+def test_settings_send_nothing_away() -> None:
+    changes = NotebookChanges("small", has_card=False)
+    cell = "GRPOConfig(max_steps=9, push_to_hub=True, report_to=['wandb'], trackio_space_id='a/b')"
+    assert changes.rewrite(cell) == (
+        "GRPOConfig(max_steps=2, push_to_hub=False, report_to='none', trackio_space_id=None)")
+    assert changes.counts == {"steps": 1, "login": 3}
+    assert "report_to='none')" in changes.rewrite("SFTConfig(report_to = 'none')") and changes.counts["login"] == 3
+
+
 @every_row("cell", [
     "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
-    "t.apply_chat_template(x, tokenize = False)", "from transformers import TrainingArguments", "no python at all",
+    "t.apply_chat_template(x, tokenize = True)", "m(target_modules = ['q_proj', 'lm_head'])",
+    "from transformers import TrainingArguments", "no python at all",
 ])
 def test_nothing_else_is_changed(cell: str) -> None:
     changes = NotebookChanges("small", has_card=False)

@@ -14,7 +14,7 @@ from bench.gate import pretend
 from bench.smoke import provider
 from bench.smoke.bench import judged, main
 from bench.smoke.variants import VARIANTS
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 def called(*arguments: str) -> Result:

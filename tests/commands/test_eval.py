@@ -34,7 +34,7 @@ from lowmem_grpo.runs.accuracy import (
     powers_of_two,
     wilson_interval,
 )
-from lowmem_grpo.views.eval_table import show_result
+from lowmem_grpo.views.tables import show_result
 
 
 def invoke(*words: Any) -> Result:

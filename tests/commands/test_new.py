@@ -70,8 +70,9 @@ def is_clean(path: Path, lines: int = 100) -> None:
 
 
 @pytest.mark.parametrize(("kind", "ending"), [
-    ("number", "csv"), ("marked", "jsonl"), ("choice", "parquet"), ("text", "csv"), ("math", "jsonl"), ("json", "csv"),
-    ("long", "parquet"),
+    ("number", "csv"), ("math", "jsonl"), ("json", "csv"), ("long", "parquet"),
+    *(pytest.param(*others, marks=pytest.mark.slow) for others in (
+        ("marked", "jsonl"), ("choice", "parquet"), ("text", "csv"))),
 ])
 def test_a_recipe_for_answers_of_each_kind_is_clean_and_runs_and_is_tested(
     kind: str, ending: str, folder: Path
@@ -303,7 +304,7 @@ def test_a_hub_that_does_not_answer_leaves_columns_to_fill_in_and_says_so(
 
 
 def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    class NotThereError(hub.RepositoryNotFoundError):
+    class NotThereError(hub.errors.RepositoryNotFoundError):
         def __init__(self) -> None:
             pass  # without a response of a server
 
@@ -342,6 +343,40 @@ BAD: dict[str, tuple[bytes, str]] = {
                  + b",".join([b"x"] * 101) + b"\n", "has 101 columns, too many to guess from"),
     "rows.txt": (b"question", "allowed are .jsonl, .json, .csv, .parquet"),
 }
+
+
+ONE_ROW = {"one.jsonl": '\n{"question": "a", "answer": 1}\n', "one.json": '[{"question": "a", "answer": 1}]',
+           "one.csv": 'question,answer\na,"b\nc"\n'}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_a_file_of_one_row_is_refused_before_any_library_is_imported(name: str, folder: Path) -> None:
+    Path(name).write_text(ONE_ROW[name])
+    done, imported = said_at_once("new", "mine", "--data", name)
+    assert done == f"Error: {name} has one row, and a recipe needs two or more, to train on and to test with; add rows"
+    assert not imported & {"torch", "datasets", "transformers"}
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("more", [[], ["--agent"], ["--data", "rows.jsonl"], ["--out", "not/there"]])
+def test_a_full_disk_is_told_before_any_library_is_imported(
+    more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_file("number")
+    full = "import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage(1, 1, 0); "
+    done, imported = said_at_once("new", "mine", *more, first=full)
+    out = "not/there" if "not/there" in more else "."
+    assert done == (f"Error: nothing can be written to {out}: No space left on device; choose another folder with "
+                    "--out FOLDER")
+    assert not imported & {"torch", "datasets", "transformers"}
+
+
+def said_at_once(*words: str, first: str = "") -> tuple[str, set[str]]:
+    """Return what a command prints in a process of its own, and the libraries that it imported."""
+    code = (f"{first}import sys; from lowmem_grpo.cli import main\ntry: main({[*words]!r})\n"
+            "finally: print('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return done.stderr.strip(), {*done.stdout.strip().rpartition("\n")[2].split()}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -402,6 +437,7 @@ def test_nothing_is_replaced_unasked_and_data_never(folder: Path) -> None:
     assert invoke("new", "third", "--overwrite").exit_code == 1
 
 
+@pytest.mark.slow
 def test_the_page_on_own_recipes_is_right_and_its_example_is_clean_and_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

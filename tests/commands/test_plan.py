@@ -10,7 +10,7 @@ from tables import every_row
 
 from lowmem_grpo.cli import main
 from lowmem_grpo.memory.named_configs import named_config
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 def plan(*words: Any) -> Result:

@@ -2,7 +2,6 @@
 what cannot be played is refused at once."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from tables import every_row
 from lowmem_grpo.cli import main
 from lowmem_grpo.train.play import typed_calls
 from lowmem_grpo.types import ToolCall
-
-ROOT = Path(__file__).parents[2]
 
 
 def generate(*words: Any, typed: str = "") -> Result:

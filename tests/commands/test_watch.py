@@ -14,8 +14,8 @@ from programs import program
 
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 
-from lowmem_grpo.commands.watch import watch
-from tests.support.written_runs import write_run
+from lowmem_grpo.commands.serve import watch
+from tests.support.run_pages import write_run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -24,7 +24,8 @@ ELSEWHERE = {"max_prompt_length", "overwrite_output_dir", "warmup_ratio", "vllm_
              "dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "replay_max_age",
              "train_while_sampling", "normalize_advantages", "reward_clip_range"}  # the last two are RLOOConfig's
 TRL_DEFAULTS = {
-    "run_name": None, "seed": 42, "shuffle_dataset": True, "chat_template_kwargs": None, "max_steps": -1,
+    "run_name": None, "trust_remote_code": False, "vllm_mode": "colocate", "seed": 42, "shuffle_dataset": True,
+    "chat_template_kwargs": None, "max_steps": -1,
     "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "num_iterations": 1, "num_generations": 8, "max_completion_length": 512,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": False, "loss_type": "dapo",
@@ -109,6 +110,7 @@ CONTRADICTIONS = [
     ({"advantage_estimator": "passk", "pass_at_k": 0}, "pass_at_k is 0; it must be at least 1 and below"),
     ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "advantage_estimator 'rloo' with"),
     ({"replay_buffer_size": 8, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
+    ({"reward_weights": 1.0}, "reward_weights is 1.0; it must be a list of numbers, or None"),
     ({"parity_steps": -1}, "parity_steps is -1"), ({"parity_bound": 0.0}, "parity_bound is 0.0"),
 ]
 
@@ -143,6 +145,10 @@ def test_some_default_of_trl_is_none_of_ours() -> None:
 
 def test_how_many_processes_read_the_rows_may_be_asked_for_in_any_number() -> None:
     assert GRPOConfig(dataset_num_proc=2, dataloader_num_workers=4) == GRPOConfig()
+
+
+def test_no_top_p_keeps_every_token() -> None:
+    assert GRPOConfig(top_p=None) == GRPOConfig()  # type: ignore[arg-type]
 
 
 def test_unknown_options_are_refused_with_the_closest_names() -> None:

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lowmem_grpo import GRPOConfig, SFTConfig
+from lowmem_grpo.config.shared import ONE_MEANING
 from lowmem_grpo.config.unsupported import OTHER, Fixed, transformers_defaults
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -30,7 +31,7 @@ def test_every_option_of_trl_is_honoured_or_refused(settings: Any) -> None:
     lines = (SUPPORT / f"trl_1_16_{name}_config_fields.txt").read_text().splitlines()
     own = own_fields(settings)
     assert {line for line in lines if not line.startswith("#")} <= own | settings.unsupported.keys()
-    assert [name for name in own if settings.unsupported.get(name, OTHER) is not OTHER] == []
+    assert {name for name in own if settings.unsupported.get(name, OTHER) is not OTHER} == own & {*ONE_MEANING}
     assert {*settings.renamed.values()} <= own and not settings.renamed.keys() & (own | settings.unsupported.keys())
 
 
@@ -90,3 +91,20 @@ def test_options_of_data_loaders_are_accepted_where_they_change_nothing(settings
             settings(accelerator_config=other)
     assert settings(pad_to_multiple_of=8) == settings() and settings(no_cuda=True).use_cpu
     assert settings(cast_lm_head_to_fp32=True) == settings()
+
+
+@both
+def test_an_unknown_option_is_named_with_the_closest_ones_each_once(settings: Any) -> None:
+    with pytest.raises(TypeError, match=r"did you mean learning_rate( or embedding_learning_rate)?\?$"):
+        settings(learning_rat=1e-3)
+
+
+@both
+def test_an_option_that_is_set_afterwards_is_refused_as_the_constructor_refuses_it(settings: Any) -> None:
+    made = settings()
+    made.learning_rate, made.gradient_checkpointing, made.no_cuda, made.dataset_num_proc = 1e-3, True, True, 4
+    assert (made.learning_rate, made.gradient_checkpointing, made.use_cpu) == (1e-3, True, True)
+    made.fsdp = None  # as it is
+    for name, value in (("fsdp", "full_shard"), ("trust_remote_code", True), ("adafactor", True)):
+        with pytest.raises(ValueError, match=f"{name}={value!r} is not supported"):
+            setattr(made, name, value)

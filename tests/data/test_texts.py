@@ -8,9 +8,8 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from family_chats import FAMILY_CHATS, TALK
 from tables import every_row
-from template_tokenizers import FOLDER, NAMES, tokenizer_of
+from template_tokenizers import FAMILY_CHATS, FOLDER, NAMES, TALK, tokenizer_of
 
 from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
 from lowmem_grpo.data.prompts import DataError

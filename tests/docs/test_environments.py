@@ -14,6 +14,7 @@ from lowmem_grpo.config.episodes import EpisodeSettings
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 BEGIN, *EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+QUICK = ("counter", "animal", "guess", "tools")  # examples that are not left to the long lane
 ENDINGS = ("done", "answer", "max_turns", "max_tokens", "context", "parse_error", "timeout", "environment_error")
 CLIENT = '''
 from types import SimpleNamespace
@@ -49,7 +50,9 @@ def calls_tools(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=re.findall(r'output_dir="(\w+)"', PAGE))
+@pytest.mark.parametrize("example", [
+    pytest.param(example, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+    for name, example in zip(re.findall(r'output_dir="(\w+)"', PAGE), EXAMPLES, strict=True)])
 def test_an_example_on_the_page_trains(
     example: str, calls_tools: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,8 +29,8 @@ def test_what_the_page_says_of_transformers_5_is_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("tokens", tmp_path, monkeypatch)
-    entries, tokens = map(int, capsys.readouterr().out.split())
-    assert entries == 2 < tokens
+    tokens, alike = capsys.readouterr().out.split()
+    assert int(tokens) > 10 and alike == "True"
 
 
 def test_the_imports_on_the_page_are_there() -> None:

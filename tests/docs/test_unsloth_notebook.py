@@ -17,6 +17,7 @@ REWARDS = ["xmlcount_reward_func", "soft_format_reward_func", "strict_format_rew
            "correctness_reward_func"]
 
 
+@pytest.mark.slow
 def test_an_unsloth_notebook_works_with_its_import_lines_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,6 @@
 """Prompts whose answers were long come first, and without such knowledge the order is as given."""
 
-from lowmem_grpo.engines.expected import ExpectedLengths
+from lowmem_grpo.engines.base import ExpectedLengths
 
 
 def test_the_longest_expected_come_first_and_unknown_prompts_in_the_middle() -> None:

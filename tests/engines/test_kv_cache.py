@@ -2,8 +2,8 @@
 
 import torch
 
+from lowmem_grpo.engines.batch import left_padded
 from lowmem_grpo.engines.kv_cache import GrowingCache
-from lowmem_grpo.engines.passes import left_padded
 
 
 def test_a_growing_cache_holds_what_a_concatenating_one_holds() -> None:

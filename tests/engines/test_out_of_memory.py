@@ -15,10 +15,10 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.installed import installed
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS
-from lowmem_grpo.memory.bounds import MemoryAdvice, MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.oom import MemoryAdvice, MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def steps(pace: Pace, clock: list[float], *running: int, seconds: float = 1.0) -
 
 def test_a_step_after_reading_is_prefill_and_few_sequences_are_the_tail(clock: list[float]) -> None:
     pace = Pace()
-    pace.begin()
+    pace.start_call()
     pace.read(30)
     steps(pace, clock, 8, seconds=4.0)
     steps(pace, clock, 8, 2, 1, 1)
@@ -39,7 +39,7 @@ def test_a_step_after_reading_is_prefill_and_few_sequences_are_the_tail(clock: l
 
 def test_what_lies_between_two_pieces_of_work_is_not_counted(clock: list[float]) -> None:
     pace = Pace()
-    pace.begin()
+    pace.start_call()
     steps(pace, clock, 4)
     clock[0] += 50
     pace.resume()
@@ -53,9 +53,9 @@ def test_what_lies_between_two_pieces_of_work_is_not_counted(clock: list[float])
 
 def test_the_tail_is_measured_against_the_widest_of_its_own_call(clock: list[float]) -> None:
     pace = Pace()
-    pace.begin()
+    pace.start_call()
     steps(pace, clock, 64)
-    pace.begin()
+    pace.start_call()
     steps(pace, clock, 4, 2, 1)
     assert pace.spent["tail"].tokens == 0 and pace.most == 64
     assert [pace.in_tail(running) for running in (0, 1, 4)] == [True, False, False]
@@ -63,7 +63,7 @@ def test_the_tail_is_measured_against_the_widest_of_its_own_call(clock: list[flo
 
 def test_several_tokens_may_be_drawn_in_a_step(clock: list[float]) -> None:
     pace = Pace()
-    pace.begin()
+    pace.start_call()
     clock[0] += 2
     pace.step(4, drawn=11)
     assert pace.metrics()["tokens_per_second/full"] == 5.5
@@ -73,10 +73,10 @@ def test_what_is_taken_is_not_measured_again_and_sums_with_others(clock: list[fl
     pace, total = Pace(), Pace()
     assert pace.metrics() == {}
     for preemptions in (1, 2):
-        pace.begin()
+        pace.start_call()
         steps(pace, clock, 8, 1)
         pace.preemptions += preemptions
-        total.add(pace.take())
+        total.add(pace.pop_measured())
         assert pace.metrics() == {}
     assert total.spent["full"] == module.Spent(2.0, 16) and total.spent["tail"] == module.Spent(2.0, 2)
     assert total.metrics()["sampling/preemptions"] == 3
@@ -91,7 +91,7 @@ def test_the_transformers_engine_counts_every_token_once(small_policy: Any, toke
     rollouts = [rollout for group in groups for rollout in group]
     drawn = sum(len(rollout.completion_ids) for rollout in rollouts)
     first = len(rollouts)  # tokens that are drawn from the prompt's own logits
-    pace = engine.pace.take()
+    pace = engine.pace.pop_measured()
     counted = sum(pace.spent[name].tokens for name in ("full", "tail"))
     assert counted == drawn - first if rows is None else 0 < counted <= drawn - first  # not those beside new prompts
     assert pace.most == (rows or 8)

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from family_chats import FAMILY_CHATS, TALK
 from small_models import TINY
 from tables import every_row
-from template_tokenizers import tokenizer_of
+from template_tokenizers import FAMILY_CHATS, TALK, tokenizer_of
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template
@@ -18,10 +17,9 @@ from lowmem_grpo.data.examples import Example, ExampleEncoder
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.data.texts import TextEncoder
 from lowmem_grpo.engines.prompt_inputs import encode
-from lowmem_grpo.environments.plain import PlainRenderer
-from lowmem_grpo.environments.renderer import Renderer, RendererError
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
-from lowmem_grpo.service.token_texts import TokenTexts
+from lowmem_grpo.service.pending import TokenTexts
 
 AROUND = {  # what a tokenizer writes around a text
     "nothing": ("", ""), "Llama 3": ("<s>", ""), "add_eos_token": ("<s>", "</s>"), "an end alone": ("", "</s>"),

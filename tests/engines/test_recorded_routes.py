@@ -13,10 +13,10 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prefix_cache import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.memory.bounds import RunMemory
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.routes import Recorder
+from lowmem_grpo.models.routes import RouteRecorder
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 PROMPTS = [[5, 6, 7, 8], [9], list(range(20, 45))]
@@ -37,7 +37,7 @@ def as_new(engine: TransformersEngine) -> None:
 def live_routes(policy: Policy, ids: list[int]) -> Tensor:
     """(tokens, layers, k): what the routers choose where the tokens run alone."""
     recorder = policy.recorder()
-    assert isinstance(recorder, Recorder)
+    assert isinstance(recorder, RouteRecorder)
     with torch.no_grad():
         policy.backbone(input_ids=torch.tensor([ids]), use_cache=False, routes=recorder)
     return recorder.taken(1)[0]

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
-from lowmem_grpo.engines.batch import Batch
+from lowmem_grpo.engines.batch import Batch, Passes
 from lowmem_grpo.engines.generation_state import DecodeState
-from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.step_buffers import up_to_multiple
 from lowmem_grpo.engines.token_step import TokenStep, not_of_model
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
@@ -68,7 +67,7 @@ def test_the_cache_is_as_large_as_said_and_graphs_read_no_more_of_it_than_they_n
     small.step.block = step
     prompts, longest = [[100, 5, 7], [9] * 9], 9 + PARAMS.max_tokens + 1
     check_same(small.generate(prompts, PARAMS), plain(small).generate(prompts, PARAMS))
-    shape = ModelShape.of(small.policy.base.config)
+    shape = ModelShape.from_config(small.policy.base.config)
     assert small.kv_bytes == 2 * PARAMS.n * shape.kv_bytes(up_to_multiple(longest, step), itemsize=8)
     assert up_to_multiple(longest, step) - longest < step
     assert recorder.recorded == 3, "once for each length"
@@ -147,8 +146,8 @@ def test_looking_rarely_at_which_rows_are_done_changes_no_token(
     assert ends == "the budget" or len({len(one.completion_ids) for one in chain(*expected)}) > 5
     recorder, looks, steps = Recorder(small), [], []
     small.bound.lowered = rows
-    look, extend = Batch.look, TokenStep.extend
-    monkeypatch.setattr(Batch, "look", lambda batch: looks.append(batch.since) or look(batch))
+    look, extend = Batch.find_done, TokenStep.extend
+    monkeypatch.setattr(Batch, "find_done", lambda batch: looks.append(batch.since) or look(batch))
     monkeypatch.setattr(TokenStep, "extend", lambda step, state: steps.append(1) or extend(step, state))
     check_same(small.generate(prompts, params), expected)
     spent = small.pace.spent

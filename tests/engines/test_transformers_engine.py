@@ -10,8 +10,8 @@ from vllm_models import differences, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import transformers_engine
+from lowmem_grpo.engines.batch import Passes
 from lowmem_grpo.engines.generation_state import DecodeState
-from lowmem_grpo.engines.passes import Passes
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.cards import prefill_piece
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -81,7 +81,7 @@ def test_a_prompt_that_is_read_in_pieces_takes_no_more_cache_than_its_tokens(tin
     passes, state = Passes(tiny_policy), DecodeState.holding(torch.arange(2))
     with passes.evaluating():
         passes.feed(state, torch.arange(5, 5 + 2 * 37).view(2, 37), at_once=5)
-    shape = ModelShape.of(tiny_policy.base.config)
+    shape = ModelShape.from_config(tiny_policy.base.config)
     assert state.cache.nbytes == 2 * shape.kv_bytes(37, itemsize=8)
 
 

@@ -13,10 +13,10 @@ from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.kv_cache import GrowingCache, GrowingLayer, Piece, StateLayer, right_aligned
+from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, GrowingLayer, StateLayer, right_aligned
 from lowmem_grpo.engines.prefix_cache import KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
 
 SAMPLED = SamplingParams(temperature=1.3)
@@ -268,13 +268,13 @@ def test_rows_with_more_new_tokens_are_fed_apart_where_that_saves_work() -> None
 def test_a_kept_row_knows_how_much_of_a_prompt_it_holds() -> None:
     kept = KeptPrefix([1, 2, 3, 4], GrowingCache(), row=2, end=9)
     assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8], [1])] == [4, 3, 2, 0, 0]
-    assert kept.piece(3) == Piece(kept.cache, slice(2, 3), 5, 8)
+    assert kept.piece(3) == CacheSlice(kept.cache, slice(2, 3), 5, 8)
 
 
 def test_pieces_are_right_aligned_behind_zeros() -> None:
     numbers = torch.arange(2 * 3 * 1 * 5 * 1).view(2, 3, 1, 5, 1).float()
     cache = GrowingCache.holding([GrowingLayer.holding(numbers, 5)])
-    found = right_aligned([Piece(cache, slice(2, 3), 1, 3), Piece(cache, slice(0, 2), 0, 4)], 4, room=2)
+    found = right_aligned([CacheSlice(cache, slice(2, 3), 1, 3), CacheSlice(cache, slice(0, 2), 0, 4)], 4, room=2)
     assert found.get_seq_length() == 4 and found.layers[0].storage.shape[3] == 6
     keys = found.layers[0].keys[:, 0, :, 0]
     assert keys.tolist() == [[0, 0, 11, 12], [0, 1, 2, 3], [5, 6, 7, 8]]
@@ -285,6 +285,6 @@ def test_a_state_goes_on_from_its_last_token_only() -> None:
     cache = GrowingCache.holding(layers)
     kept = KeptPrefix([1, 2, 3, 4], cache, row=2, end=9)
     assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8])] == [4, 0, 0, 0]
-    found = right_aligned([kept.piece(4), Piece(cache, slice(0, 1), 0, 7)], 7)
+    found = right_aligned([kept.piece(4), CacheSlice(cache, slice(0, 1), 0, 7)], 7)
     assert [one.flatten().tolist() for one in found.layers[0].states] == [[2, 0], [2, 0]]
     assert found.nbytes == 2 * 2 * 4

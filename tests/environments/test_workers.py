@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.environments.workers import WorkerJob, Workers
 
 
-def all_of(workers: Workers) -> dict[int, Job]:
-    found: dict[int, Job] = {}
+def all_of(workers: Workers) -> dict[int, WorkerJob]:
+    found: dict[int, WorkerJob] = {}
     while workers.running:
         found |= {job.key: job for job in workers.collect(wait=True)}
     return found
@@ -52,7 +52,7 @@ def test_who_waits_collects_those_too_that_end_just_behind_the_first(
     monkeypatch.setattr("lowmem_grpo.environments.workers.TOGETHER", 60.0)
     done, first, waits = workers.done, threading.Event(), list[float]()
 
-    def get(wait: bool, seconds: float) -> Job:
+    def get(wait: bool, seconds: float) -> WorkerJob:
         waits.append(seconds)
         found = done.get(wait, seconds)
         first.set()

@@ -8,7 +8,7 @@ from export_tools import names_beside, spoil
 
 from lowmem_grpo.export.folder import ExportError, new_folder
 from lowmem_grpo.export.formats import export
-from lowmem_grpo.export.lora_pairs import read_pairs
+from lowmem_grpo.export.merge import read_pairs
 from lowmem_grpo.runs.whole_files import AdapterError
 
 

@@ -8,7 +8,7 @@ import torch
 from export_tools import edit, names_beside, spoil
 
 from lowmem_grpo.export.formats import export
-from lowmem_grpo.export.lora_pairs import read_pairs
+from lowmem_grpo.export.merge import read_pairs
 from lowmem_grpo.runs.whole_files import AdapterError
 
 

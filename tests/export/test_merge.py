@@ -17,10 +17,18 @@ from transformers import AutoModelForCausalLM
 from lowmem_grpo.export import merge
 from lowmem_grpo.export.base_weights import Weight, live_weights, stored_weights, tensor_files
 from lowmem_grpo.export.formats import export
-from lowmem_grpo.export.lora_pairs import LoraPair, read_pairs
-from lowmem_grpo.export.merge import MergeCheck, MergeError, check_merged, size_of, tiles, write_merged
+from lowmem_grpo.export.merge import (
+    LoraPair,
+    MergeCheck,
+    MergeError,
+    check_merged,
+    read_pairs,
+    size_of,
+    tiles,
+    write_merged,
+)
 from lowmem_grpo.memory.named_configs import named_config
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 def test_shards_together_are_the_model(adapter: Path, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.export.folder import ExportError
 from lowmem_grpo.export.formats import export
-from lowmem_grpo.export.lora_pairs import live_pairs, read_pairs
-from lowmem_grpo.export.merge import MergeError
+from lowmem_grpo.export.merge import MergeError, live_pairs, read_pairs
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.fp8 import fp8_dequantize
 from lowmem_grpo.models.fp8_linear import FP8Linear

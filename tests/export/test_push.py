@@ -6,7 +6,7 @@ import pytest
 from export_tools import StubHub
 
 from lowmem_grpo.export.formats import export
-from lowmem_grpo.export.lora_pairs import read_pairs
+from lowmem_grpo.export.merge import read_pairs
 from lowmem_grpo.hub import HubError
 
 

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.admission import JobPlan
-from lowmem_grpo.jobs.dispatcher import Dispatcher
-from lowmem_grpo.jobs.job import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.dispatcher import Dispatcher, JobPlan
+from lowmem_grpo.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
 RECIPE = '''

@@ -3,7 +3,7 @@
 import pytest
 from tables import every_row
 
-from lowmem_grpo.jobs.job import JobRequest, seconds_of
+from lowmem_grpo.jobs.queue import JobRequest, seconds_of
 
 REFUSED = {
     "recipe is '../x.py'": {"recipe": "../x.py"},

@@ -9,16 +9,13 @@ pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.job import CANCELLED, RUNNING, STOPPING, WAITING, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
+from lowmem_grpo.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.jobs.routes import JobsSource, make_jobs_app
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.routes import Beside, page_app
-from lowmem_grpo.service.page.sign_in import SignIn
-from lowmem_grpo.service.users import JOBS, OWNER, User, Users
+from lowmem_grpo.service.page.page import Beside, Page, page_app
+from lowmem_grpo.service.users import JOBS, OWNER, SignIn, User, Users
 from tests.support.page_server import page_of
-from tests.support.written_runs import write_run
+from tests.support.run_pages import write_run
 
 ANN, BOB, ROOT, NOBODY = User("ann", (JOBS,)), User("bob", (JOBS,)), User(OWNER), User("eve")
 KEYS = {"ann": "tml-ann-ann-ann-ann-ann-ann", "eve": "tml-eve-eve-eve-eve-eve-eve"}
@@ -73,11 +70,11 @@ def test_buttons_fit_the_state_and_do_what_the_commands_do(queue: JobQueue, sour
     assert shown() == (CANCELLED, ("resume",))
     source.act(ANN, name, "resume")
     assert shown() == (WAITING, ("stop",))
-    job = queue.begin(queue.one(int(name)))
+    job = queue.start_job(queue.one(int(name)))
     assert shown() == (RUNNING, ("stop",))
     source.act(ANN, name, "stop")
     assert shown() == (STOPPING, ())
-    queue.end(job, "stopped", "stopped as asked", 0)
+    queue.end_job(job, "stopped", "stopped as asked", 0)
     (source.queue.run_of(job) / "checkpoint-3").mkdir(parents=True)
     assert shown() == ("stopped", ("resume", "export"))
     with pytest.raises(ValueError, match="'erase' is none of these"):
@@ -91,12 +88,12 @@ def test_the_page_of_a_job_shows_its_run_and_its_log_and_before_it_begins_why_it
     watching = page_of(source).watching
     data = watching.page_data(ANN, [name])
     assert "charts" not in data and "waits for its turn" in data["top"]["ending"]["said"]
-    job = queue.begin(queue.one(int(name)))
+    job = queue.start_job(queue.one(int(name)))
     write_run(source.queue.run_of(job), 5, {"status": "running"})
     (queue.folder_of(job) / keeper.LOG).write_text("step 5\n")
     data = watching.page_data(ANN, [name])
     assert data["charts"] and data["log"] == "step 5\n" and data["top"]["status"] == "running"
-    queue.end(job, "failed", "killed", -9)
+    queue.end_job(job, "failed", "killed", -9)
     data = watching.page_data(ANN, [name])
     assert data["charts"] and "This run was killed" in data["top"]["ending"]["said"]
 

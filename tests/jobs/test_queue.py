@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.jobs.job import CANCELLED, DONE, RUNNING, STOPPED, STOPPING, WAITING, JobRequest
-from lowmem_grpo.jobs.queue import JobQueue, NoSuchJobError
+from lowmem_grpo.jobs.queue import (
+    CANCELLED,
+    DONE,
+    RUNNING,
+    STOPPED,
+    STOPPING,
+    WAITING,
+    JobQueue,
+    JobRequest,
+    NoSuchJobError,
+)
 from lowmem_grpo.service.database import Database
 
 
@@ -25,7 +34,7 @@ def test_higher_priorities_are_first_then_the_older(queue: JobQueue) -> None:
 
 def test_another_server_finds_everything(queue: JobQueue, tmp_path: Path) -> None:
     number = submit(queue, options=["max_steps=3"], time_limit=60.0, share=0.25)
-    queue.begin(queue.one(number))
+    queue.start_job(queue.one(number))
     queue.database.close()
     again = JobQueue(Database(tmp_path / "server.sqlite"), tmp_path / "jobs")
     job = again.one(number)
@@ -45,7 +54,7 @@ def test_jobs_of_others_are_not_seen(queue: JobQueue) -> None:
 
 def test_a_waiting_job_is_taken_back_and_a_running_one_is_asked_to_stop(queue: JobQueue) -> None:
     waits, runs = submit(queue), submit(queue)
-    queue.begin(queue.one(runs))
+    queue.start_job(queue.one(runs))
     assert queue.cancel(waits).state == CANCELLED
     assert queue.cancel(runs).state == STOPPING
     with pytest.raises(ValueError, match="is cancelled already"):
@@ -54,7 +63,7 @@ def test_a_waiting_job_is_taken_back_and_a_running_one_is_asked_to_stop(queue: J
 
 def test_a_job_that_waits_for_its_second_go_keeps_what_it_has(queue: JobQueue) -> None:
     number = submit(queue)
-    queue.change(queue.begin(queue.one(number)), state=WAITING, resume=True)
+    queue.change(queue.start_job(queue.one(number)), state=WAITING, resume=True)
     assert queue.cancel(number).state == STOPPED
     assert queue.resume(number, []).resume
 
@@ -63,11 +72,11 @@ def test_only_a_job_that_is_over_is_resumed_and_with_further_options(queue: JobQ
     number = submit(queue, options=["max_steps=3"])
     with pytest.raises(ValueError, match="is waiting; only one that is done"):
         queue.resume(number, [])
-    queue.end(queue.begin(queue.one(number)), DONE, "", 0)
+    queue.end_job(queue.start_job(queue.one(number)), DONE, "", 0)
     job = queue.resume(number, ["max_steps=6"])
     assert (job.state, job.resume, job.options) == (WAITING, True, ["max_steps=3", "max_steps=6"])
     with pytest.raises(ValueError, match="queue sets output_dir"):
-        queue.resume(queue.end(job, DONE, "", 0).id, ["output_dir=x"])
+        queue.resume(queue.end_job(job, DONE, "", 0).id, ["output_dir=x"])
 
 
 def test_a_job_that_never_ran_begins_anew(queue: JobQueue) -> None:

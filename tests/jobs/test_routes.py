@@ -11,8 +11,7 @@ pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.job import DONE, STOPPING, WAITING
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.queue import DONE, STOPPING, WAITING, JobQueue
 from lowmem_grpo.jobs.routes import PIECE, make_jobs_app
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.users import JOBS, User, Users
@@ -79,7 +78,7 @@ def test_a_wrong_request_is_told_what_is_wrong(words: str, client: TestClient) -
 
 def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQueue) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
-    queue.end(queue.begin(queue.one(1)), DONE, "", 0)
+    queue.end_job(queue.start_job(queue.one(1)), DONE, "", 0)
     assert "did you mean" in message(client.post("/jobs/1/resume", json={"options": ["max_stepz=1"]}))
     assert "options is 'x'" in message(client.post("/jobs/1/resume", json={"options": "x"}))
     assert queue.one(1).state == DONE
@@ -114,5 +113,5 @@ def test_a_log_comes_in_pieces_from_a_byte_on(client: TestClient, queue: JobQueu
 
 def test_a_running_job_is_asked_to_stop(client: TestClient, queue: JobQueue) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
-    queue.begin(queue.one(1))
+    queue.start_job(queue.one(1))
     assert client.post("/jobs/1/cancel").json()["state"] == STOPPING

@@ -10,11 +10,10 @@ pytest.importorskip("selenium", reason="the page is driven by selenium (the extr
 
 from lowmem_grpo.jobs import keeper
 from lowmem_grpo.jobs.dispatcher import Dispatcher
-from lowmem_grpo.jobs.job import JobRequest
-from lowmem_grpo.jobs.queue import JobQueue
+from lowmem_grpo.jobs.queue import JobQueue, JobRequest
 from lowmem_grpo.jobs.routes import JobsSource
 from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.page.routes import page_app
+from lowmem_grpo.service.page.page import page_app
 from lowmem_grpo.service.users import OWNER
 from tests.support.page_server import browsing, needs_chromium, page_of, served
 

@@ -12,10 +12,9 @@ from tables import not_refused
 from torch import Tensor
 
 from lowmem_grpo.kernels import delta_rule as module
-from lowmem_grpo.kernels import field_kernels
-from lowmem_grpo.kernels.causal_conv import causal_conv
-from lowmem_grpo.kernels.delta_rule import delta_rule, delta_rule_ref
-from lowmem_grpo.kernels.runs import CHUNK, Runs
+from lowmem_grpo.kernels import fla
+from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_rule_ref
+from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 RUNS = {
     "one token": (1,), "a chunk": (CHUNK,), "borders": (CHUNK - 1, CHUNK + 1, 2 * CHUNK), "odd": (5, 1, 0, 131, 17),
@@ -42,7 +41,7 @@ def problem(lengths: tuple[int, ...], decay: float | None, groups: int = 2, devi
     return {name: one.to(device).requires_grad_() for name, one in zip(NAMES, made, strict=True)}
 
 
-def outcome(run: Any, given: dict[str, Tensor], runs: Runs) -> dict[str, Tensor]:
+def outcome(run: Any, given: dict[str, Tensor], runs: VarlenSequences) -> dict[str, Tensor]:
     """Result, final states, and the gradient of every input for a loss of both."""
     result, final = run(*(given[name] for name in NAMES[:5]), runs, given["initial"])
     loss = sum((one * torch.linspace(-1, 1, one.numel(), device=one.device).view(one.shape)).sum()
@@ -55,7 +54,7 @@ def outcome(run: Any, given: dict[str, Tensor], runs: Runs) -> dict[str, Tensor]
 @pytest.mark.parametrize("name", RUNS)
 def test_chunks_are_as_accurate_as_the_rule_token_by_token(name: str, device: torch.device) -> None:
     for decay, mean in DECAYS.items():
-        given, runs = problem(RUNS[name], mean, device=device), Runs(RUNS[name], device)
+        given, runs = problem(RUNS[name], mean, device=device), VarlenSequences(RUNS[name], device)
         truth = outcome(delta_rule_ref, {key: in_float64(one) for key, one in given.items()}, runs)
         reference, ours = outcome(delta_rule_ref, given, runs), outcome(delta_rule, given, runs)
         for what, expected in truth.items():
@@ -63,7 +62,7 @@ def test_chunks_are_as_accurate_as_the_rule_token_by_token(name: str, device: to
 
 
 def test_heads_in_tiles_are_the_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, runs = problem(RUNS["odd"], 0.3), Runs(RUNS["odd"], torch.device("cpu"))
+    given, runs = problem(RUNS["odd"], 0.3), VarlenSequences(RUNS["odd"], torch.device("cpu"))
     together = outcome(delta_rule, given, runs)
     monkeypatch.setattr(module, "SCRATCH", 1)
     for what, one in outcome(delta_rule, given, runs).items():
@@ -71,7 +70,7 @@ def test_heads_in_tiles_are_the_heads_together(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_decay_that_forgets_all_leaves_numbers() -> None:
-    given, runs = problem((70, 3), 0.3), Runs((70, 3), torch.device("cpu"))
+    given, runs = problem((70, 3), 0.3), VarlenSequences((70, 3), torch.device("cpu"))
     with torch.no_grad():
         given["g"][10] = given["g"][69] = -torch.inf
     found = outcome(delta_rule, given, runs)
@@ -79,13 +78,14 @@ def test_a_decay_that_forgets_all_leaves_numbers() -> None:
     later = {key: one.detach()[11:70].requires_grad_() for key, one in given.items() if key != "initial"}
     zeros = torch.zeros(1, 4, 8, 6)
     with torch.no_grad():  # what the token itself wrote is all that is left of the past
-        _, first = delta_rule(*(given[key].detach()[10:11] for key in NAMES[:5]), Runs((1,), zeros.device), zeros)
-        after, _ = delta_rule(*later.values(), Runs((59,), zeros.device), first)
+        _, first = delta_rule(*(given[key].detach()[10:11] for key in NAMES[:5]), VarlenSequences((1,), zeros.device),
+                              zeros)
+        after, _ = delta_rule(*later.values(), VarlenSequences((59,), zeros.device), first)
     torch.testing.assert_close(found["result"][11:70], after)
 
 
 def test_only_the_inputs_are_kept_for_backward() -> None:
-    given, runs = problem((700,), 0.3), Runs((700,), torch.device("cpu"))
+    given, runs = problem((700,), 0.3), VarlenSequences((700,), torch.device("cpu"))
     chunks = runs.chunks
     with LiveStorage() as storage:
         result, final = delta_rule(*(given[key] for key in NAMES[:5]), runs, given["initial"])
@@ -99,7 +99,7 @@ def test_the_convolution_is_that_of_each_run_alone_with_its_state_before_it() ->
     generator = torch.Generator().manual_seed(0)
     x, weight, initial = (torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
                           for shape in ((48, channels), (channels, width), (5, 3, channels)))
-    result, final = causal_conv(x, weight, Runs(lengths, torch.device("cpu")), initial)
+    result, final = causal_conv(x, weight, VarlenSequences(lengths, torch.device("cpu")), initial)
     expected, states = [], []
     for before, piece in zip(initial, x.split(lengths), strict=True):
         whole = torch.cat([before, piece])
@@ -115,7 +115,8 @@ def test_the_convolution_is_that_of_each_run_alone_with_its_state_before_it() ->
 def test_shapes_that_do_not_fit_are_refused_with_what_was_got() -> None:
     def run(change: dict[str, Tensor]) -> Any:
         given = problem((3,), 0.3) | change
-        return delta_rule(*(given[key] for key in NAMES[:5]), Runs((3,), torch.device("cpu")), given["initial"])
+        return delta_rule(*(given[key] for key in NAMES[:5]), VarlenSequences((3,), torch.device("cpu")),
+                          given["initial"])
 
     assert not_refused(run, [
         ({"key": torch.zeros(3, 2, 7)}, "(3, 2, 7)"), ({"value": torch.zeros(3, 3, 6)}, "(3, 3, 6)"),
@@ -131,15 +132,15 @@ def test_kernels_of_the_field_that_give_something_else_are_not_taken(
         result, final = delta_rule_ref(*given)
         return result * (1 + off), final
 
-    monkeypatch.setattr(field_kernels, "delta_rule", other)
-    module.field_kernels_agree.cache_clear()
-    assert module.field_kernels_agree(torch.device("cpu"), torch.float32) is agrees
-    module.field_kernels_agree.cache_clear()
+    monkeypatch.setattr(fla, "delta_rule", other)
+    module.fla_agrees.cache_clear()
+    assert module.fla_agrees(torch.device("cpu"), torch.float32) is agrees
+    module.fla_agrees.cache_clear()
     assert ("plain torch computes it" in caplog.text) is not agrees
 
 
 @pytest.mark.gpu
 def test_the_kernels_of_the_field_agree_on_a_card() -> None:
-    if field_kernels.installed() is None:
-        pytest.skip(f"{field_kernels.PACKAGE} is not installed")
-    assert module.field_kernels_agree(torch.device("cuda:0"), torch.bfloat16)
+    if fla.installed() is None:
+        pytest.skip(f"{fla.PACKAGE} is not installed")
+    assert module.fla_agrees(torch.device("cuda:0"), torch.bfloat16)

@@ -128,7 +128,7 @@ def test_quantizing_in_pieces_changes_nothing_and_leaves_the_source_alone(monkey
 ])
 def test_what_does_not_fit_is_refused(codes: Tensor, scales: Tensor, block: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FP8Weight.of(codes, scales, block, torch.float32)
+        FP8Weight.from_codes(codes, scales, block, torch.float32)
 
 
 def test_a_place_that_does_not_fit_is_refused() -> None:
@@ -140,7 +140,7 @@ def test_a_place_that_does_not_fit_is_refused() -> None:
 
 def test_fake_tensors_go_through() -> None:
     with FakeTensorMode():
-        weight = FP8Weight.of(torch.empty(8, 16, dtype=torch.uint8), torch.empty(8, 1), (1, 16), torch.bfloat16)
+        weight = FP8Weight.from_codes(torch.empty(8, 16, dtype=torch.uint8), torch.empty(8, 1), (1, 16), torch.bfloat16)
         assert fp8_dequantize(weight).shape == (8, 16)
 
 

@@ -48,7 +48,7 @@ def random_scales(shape: tuple[int, int], block: tuple[int, int], dtype: torch.d
     """Random codes, and scales in blocks of this size."""
     codes = in_fp8(shape).codes
     scales = torch.rand(scales_shape(shape, block), generator=torch.Generator().manual_seed(3)) / 448
-    return FP8Weight.of(codes, scales, block, dtype)
+    return FP8Weight.from_codes(codes, scales, block, dtype)
 
 
 def truth(arguments: dict[str, Any]) -> Tensor:
@@ -123,7 +123,7 @@ def test_zero_and_extreme_scales_and_every_code_keep_their_values(
     scales = torch.tensor([0.0, 1e-38, 1e-30, 1.0, 1e30, 2.0**-140, 7e35]).reshape(7, 1)
     codes = torch.arange(256, dtype=torch.uint8).repeat(7, 1)
     codes[:, [127, 255]] = 0
-    weight = FP8Weight.of(codes, scales, (1, 256), torch.float32)
+    weight = FP8Weight.from_codes(codes, scales, (1, 256), torch.float32)
     x = torch.eye(64, 256)
     assert torch.equal(in_triton(x, weight), project(x, weight))
     if capability == 80:  # the interpreter's own conversion knows no NaN
@@ -181,7 +181,7 @@ def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkey
     monkeypatch.setattr(few_rows, "capability", lambda device: 90)
     out, columns, block = (TAKEN | NOT_TAKEN)[name]
     with FakeTensorMode(), torch.device("cuda"):
-        weight = FP8Weight.of(torch.empty(out, columns, dtype=torch.uint8),
+        weight = FP8Weight.from_codes(torch.empty(out, columns, dtype=torch.uint8),
                               torch.empty(scales_shape((out, columns), block)), block, torch.bfloat16)
         for rows, dtype in ((1, torch.bfloat16), (64, torch.float16), (65, torch.bfloat16), (4, torch.float32)):
             x = torch.empty(rows, columns, dtype=dtype)

@@ -139,7 +139,7 @@ def test_a_4_bit_head_is_dequantized_once_for_forward_and_backward(monkeypatch: 
         rows_read.append(weight.shape[0])
         return nf4_dequantize(weight, out)
 
-    monkeypatch.setattr("lowmem_grpo.kernels.head.nf4_dequantize", counted)
+    monkeypatch.setattr("lowmem_grpo.kernels.logits.nf4_dequantize", counted)
     outcome(linear_logprobs, arguments, grad, chunk_rows=7, return_entropy=True)
     assert sum(rows_read) == V + 63  # every row once, and the targets' rows
     assert max(rows_read) <= 7 * V // 63

@@ -12,18 +12,9 @@ from tables import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels import logprob_tile_kernels as kernels
 from lowmem_grpo.kernels.linear_logprobs import backward_op, default_rows, forward_op
 from lowmem_grpo.kernels.logprob_rows import finish_rows_ref, logprob_rows, logprob_rows_triton
-from lowmem_grpo.kernels.logprob_tile_bwd import differentiate_ref, logprob_tile_bwd, logprob_tile_bwd_triton
-from lowmem_grpo.kernels.logprob_tile_fwd import (
-    SUM,
-    TARGET,
-    WEIGHTED,
-    logprob_tile_fwd,
-    logprob_tile_fwd_triton,
-    new_state,
-    update_state_ref,
-)
 
 NUMBERS = [(1.0, 1.0, None, -100), (0.7, 1.0, None, -100), (1.3, 2.0, 3.0, -100)]  # of LogitShape
 COLD = [(0.01, 1.0, None, -100), (0.01, 1.0, 30.0, -100), (0.01, 0.05, 1000.0, -100)]
@@ -93,17 +84,17 @@ def test_a_kernel_is_as_accurate_as_its_reference(
     if kernel == "rows":
         return compare(logprob_rows_triton, finish_rows_ref, given, numbers, packing)
     if kernel == "forward tile":
-        state = new_state(rows, given["logits"])
-        update_state_ref(0.8 * given["logits"], state, given["targets"] + vocabulary, None, *numbers, 0, None)
-        state[TARGET] = torch.randn(rows)
+        state = kernels.new_state(rows, given["logits"])
+        kernels.update_state_ref(0.8 * given["logits"], state, given["targets"] + vocabulary, None, *numbers, 0, None)
+        state[kernels.TARGET] = torch.randn(rows)
         arguments = {"logits": given["logits"], "state": state, "targets": given["targets"] + 7, "bias": given["bias"]}
-        return compare(logprob_tile_fwd_triton, update_state_ref, arguments, (*numbers, 7), packing)
+        return compare(kernels.logprob_tile_fwd_triton, kernels.update_state_ref, arguments, (*numbers, 7), packing)
     arguments = given | {
         "grad_logprobs": torch.rand(rows) * 2 - 1,
         "grad_entropy": torch.rand(rows) * 2 - 1 if entropy_gradient else None,
     }
-    launch = backward(logprob_rows_triton, logprob_tile_bwd_triton)
-    return compare(launch, backward(finish_rows_ref, differentiate_ref), arguments, (*numbers, 7), packing)
+    launch = backward(logprob_rows_triton, kernels.logprob_tile_bwd_triton)
+    return compare(launch, backward(finish_rows_ref, kernels.differentiate_ref), arguments, (*numbers, 7), packing)
 
 
 @interpreted
@@ -123,12 +114,12 @@ def test_a_vocabulary_that_begins_with_entries_at_minus_infinity_has_an_entropy(
     truth = finish_rows_ref(*(value.double() if value.is_floating_point() else value for value in given.values()),
                             *NUMBERS[0], None)
     if tiles:
-        state = new_state(3, given["logits"])
+        state = kernels.new_state(3, given["logits"])
         for first in range(0, 8 * 2048, 2048):
             band = slice(first, first + 2048)
             tile = given["logits"][:, band].clone(), state, given["targets"], given["bias"][band]
-            logprob_tile_fwd_triton(*tile, *NUMBERS[0], first, None)
-        entropy = state[SUM].log() - state[WEIGHTED] / state[SUM]
+            kernels.logprob_tile_fwd_triton(*tile, *NUMBERS[0], first, None)
+        entropy = state[kernels.SUM].log() - state[kernels.WEIGHTED] / state[kernels.SUM]
     else:
         entropy = logprob_rows_triton(*given.values(), *NUMBERS[0], None)[1]
     torch.testing.assert_close(entropy.double(), truth[1], **CLOSE)
@@ -139,11 +130,11 @@ def test_ops_keep_torchs_contract(dtype: torch.dtype) -> None:
     given = logits_of(7, 130)
     rows = {name: torch.rand(7) for name in ("maximum", "log_sum", "entropy", "grad_logprobs", "grad_entropy")}
     torch.library.opcheck(logprob_rows, (*given.values(), *NUMBERS[2], dtype))
-    state = new_state(7, given["logits"])
+    state = kernels.new_state(7, given["logits"])
     torch.library.opcheck(
-        logprob_tile_fwd, (given["logits"], state, given["targets"], given["bias"], *NUMBERS[2], 0, dtype)
+        kernels.logprob_tile_fwd, (given["logits"], state, given["targets"], given["bias"], *NUMBERS[2], 0, dtype)
     )
-    torch.library.opcheck(logprob_tile_bwd, (*given.values(), *rows.values(), *NUMBERS[2], 0, dtype))
+    torch.library.opcheck(kernels.logprob_tile_bwd, (*given.values(), *rows.values(), *NUMBERS[2], 0, dtype))
 
 
 @pytest.mark.parametrize("keep_gradient", [False, True])

@@ -11,7 +11,6 @@ from nf4_problem import ONE, ROUNDING, THREE, problem, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.kernels.peer_quantized import N64
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import decode_launch, narrow_launch, taken_rows
 from lowmem_grpo.kernels.frozen import can_decode, decode, project
@@ -56,16 +55,6 @@ def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) 
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [33, 50, 64])
-def test_a_launch_that_the_rule_does_not_choose_is_as_accurate_as_the_reference(rows: int) -> None:
-    for double, (size, rank) in product((False, True), ((((33,), 64), 5), (((64, 128, 64), 768), 16),
-                                                        (((64, 65), 256), 3))):
-        arguments = problem(rows, size, torch.float32, double, rank)
-        truth = nf4_linear_ref(**wide(arguments))
-        assert_as_accurate("y", in_triton(arguments, N64), nf4_linear_ref(**arguments), truth, ROUNDING[torch.float32])
-
-
-@interpreted
 @pytest.mark.parametrize("rows", [9, 24])
 def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(rows: int) -> None:
     launch = decode_launch(rows, 70, 75)
@@ -98,14 +87,6 @@ def test_gpu_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(dtype: 
     for first in range(0, 40, 8):
         alone = arguments | {"x": arguments["x"][first : first + 8]}
         torch.testing.assert_close(y[first : first + 8], in_triton(alone, launch))  # x A^T may round otherwise
-
-
-@gpu
-@pytest.mark.parametrize("dtype", HALVES)
-def test_gpu_another_launch_gives_what_the_rules_gives(dtype: torch.dtype) -> None:
-    arguments = problem(64, ((4096,), 4096), dtype, True, 16, device="cuda")
-    expected = in_triton(arguments)
-    torch.testing.assert_close(in_triton(arguments, N64), expected, rtol=0.02, atol=0.01 * expected.abs().max().item())
 
 
 def test_decode_operator_on_the_cpu_is_the_reference() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import IN_16_BITS, assert_as_accurate, interpreted
-from expert_problem import outcome, problem, random, stack, wide
+from mixtures import outcome, problem, random, stack, wide
 from tables import every_row, pairwise
 from torch import Tensor
 
@@ -40,7 +40,7 @@ def test_products_are_those_of_each_place_by_itself(
     experts = stack(6, 70, 192, kind, dtype, device)  # 70: no multiple of a tile
     x = random(len(ids), 70 if back else 192, seed=1, dtype=dtype, device=device)
     scale = random(len(ids), seed=2, device=device)
-    found = nf4_grouped(x, experts, Places.of(ids, 6), 1, scale, back)
+    found = nf4_grouped(x, experts, Places.from_ids(ids, 6), 1, scale, back)
     truth = by_definition(x.double(), experts, ids, back, scale)
     assert_as_accurate("out", found, by_definition(x, experts, ids, back, scale), truth,
                        1e-6 if dtype == torch.float32 else 2**-11)
@@ -50,7 +50,7 @@ def test_products_are_those_of_each_place_by_itself(
 def test_several_places_of_a_row_read_it_by_index() -> None:
     ids, experts = torch.tensor([[2, 0], [1, 2], [0, 1]]), stack(3, 64, 64, "nested")
     x, ones = random(3, 64), torch.ones(6)
-    found = nf4_grouped(x, experts, Places.of(ids.flatten(), 3), 2)
+    found = nf4_grouped(x, experts, Places.from_ids(ids.flatten(), 3), 2)
     wanted = by_definition(x.repeat_interleave(2, 0), experts, ids.flatten(), False, ones)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -58,7 +58,7 @@ def test_several_places_of_a_row_read_it_by_index() -> None:
 @every_row("spread", SPREADS)
 def test_each_place_is_in_one_tile_of_its_expert_and_tiles_are_no_more_than_the_grid(spread: str) -> None:
     ids = SPREADS[spread]
-    places, seen = Places.of(ids, 6), []
+    places, seen = Places.from_ids(ids, 6), []
     for expert in range(6):
         begin, end = places.ends[expert : expert + 2].tolist()
         tiles = (places.tiles[expert + 1] - places.tiles[expert]).item()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from expert_problem import problem as expert_problem
 from fp8_weights import in_fp8
+from mixtures import problem as expert_problem
 from nf4_problem import quantized
 from tables import every_row
 from torch import Tensor
@@ -19,25 +19,25 @@ from torch import Tensor
 import lowmem_grpo.models
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.delta_rule import delta_rule
-from lowmem_grpo.kernels.first_order import Guard
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.glu import geglu, swiglu
 from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
+from lowmem_grpo.kernels.once_differentiable import FirstOrderOnly
+from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.kernels.routed_experts import routed_experts
-from lowmem_grpo.kernels.runs import Runs
-from lowmem_grpo.kernels.spread import gather, spread
+from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.models.packed_attention import parts
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 glu, norm, rotary, spreading = (import_module(f"lowmem_grpo.kernels.{name}")
-                                for name in ("glu", "rms_norm", "rope", "spread"))  # some share a function's name
+                                for name in ("glu", "rms_norm", "rope", "packed_to_padded"))  # as functions are called
 GROUP = RolloutGroup({}, [1] * 4, [])
 BATCH = collate([(GROUP, Rollout([2] * length, [0.0] * length, "stop")) for length in (3, 2, 6)])
 TABLES = BATCH.sources, BATCH.places, BATCH.copies, BATCH.max_seqlen
@@ -75,7 +75,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rope": (lambda q, k: turned(q * 1, k * 1), [HEADS, NARROW]),
     "rope, in place": (lambda q, k: turned(q * 1, k * 1, in_place=True), [HEADS, NARROW]),
     "rope, tokens first": (lambda q, k: turned(q, k, heads_first=False), [(2, 7, 4, 10), (2, 7, 2, 10)]),
-    "spread": (lambda q, k: spread([q, k], *TABLES), [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
+    "packed_to_padded": (lambda q, k: packed_to_padded([q, k], *TABLES),
+                         [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
     "linear_logprobs": (lambda hidden, weight: linear_logprobs(hidden, weight, TARGETS), [(63, 33), (1003, 33)]),
 }
 
@@ -131,7 +132,8 @@ def test_compiled_results_and_gradients_are_the_same(name: str) -> None:
 EXPERTS = expert_problem(5, (3, 2, 33, 7), "plain")
 SQUARE, ADAPTER = torch.randn(33, 33, generator=torch.Generator().manual_seed(1)), [(4, 33), (5, 33), (33, 5)]
 MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which have tests of their own
-    "gather": (lambda x: gather(spread([x], *TABLES)[0], *TABLES[:2]), [(len(BATCH.input_ids), 4, 8)]),
+    "padded_to_packed": (lambda x: padded_to_packed(packed_to_padded([x], *TABLES)[0], *TABLES[:2]),
+                         [(len(BATCH.input_ids), 4, 8)]),
     "groups of heads": (lambda q, k, v: by_head_groups(q * 1, k * 1, v * 1, attended, 2), [(1, 4, 7, 8)] * 3),
     "ranges of heads": (lambda x: parts(x * 1, [(0, 5), (2, 7)]), [(1, 2, 7, 8)]),
     "lora_linear": (lambda x, a, b: lora_linear(x, [SQUARE], [LoRA(a, b)]), ADAPTER),
@@ -146,7 +148,7 @@ MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which h
         [(5, 33), (5, 2)],
     ),
     "delta_rule": (
-        lambda q, k, v, g, beta: delta_rule(q, k, v, -g.abs(), beta, Runs((5, 2), q.device)),
+        lambda q, k, v, g, beta: delta_rule(q, k, v, -g.abs(), beta, VarlenSequences((5, 2), q.device)),
         [(7, 2, 4), (7, 2, 4), (7, 2, 3), (7, 2), (7, 2)],
     ),
     "linear_logprobs of a frozen head": (lambda hidden: linear_logprobs(hidden, SQUARE, TARGETS[:2]), [(2, 33)]),
@@ -159,7 +161,7 @@ def autograd_functions() -> set[str]:
         for found in pkgutil.iter_modules(part.__path__, f"{part.__name__}."):
             import_module(found.name)
     every = {one for one in torch.autograd.Function.__subclasses__() if one.__module__.startswith("lowmem_grpo.")}
-    return {one.__name__ for one in every - {Guard}}
+    return {one.__name__ for one in every - {FirstOrderOnly}}
 
 
 def graph_of(result: Tensor) -> set[str]:
@@ -210,8 +212,8 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
               for strided in (q.mT.contiguous().mT, q.transpose(0, 1).contiguous().transpose(0, 1))]
     packed = numbers(*((len(BATCH.input_ids), heads, 16) for heads in (2, 1)), dtype=torch.bfloat16)
     grads = numbers(*((3, heads, BATCH.max_seqlen, 16) for heads in (2, 1)), dtype=torch.bfloat16)
-    return [*found, (spreading.spread_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
-            (spreading.spread_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
+    return [*found, (spreading.packed_to_padded_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
+            (spreading.packed_to_padded_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
             (spreading.sum_copies, (grads, *TABLES))]
 
 

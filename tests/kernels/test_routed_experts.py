@@ -9,8 +9,8 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 from card import DEVICES
-from expert_problem import outcome, problem, random, stack, wide
 from memory import LiveStorage
+from mixtures import outcome, problem, random, stack, wide
 from tables import not_refused
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, cut_spans, ordered, places
 from lowmem_grpo.memory.token_rows import prompts_once, token_rows
-from lowmem_grpo.models.packing import pack
-from lowmem_grpo.models.sequences import sequences_of
+from lowmem_grpo.models.packing import pack, sequences_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)

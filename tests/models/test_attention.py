@@ -174,7 +174,7 @@ def test_shared_prompts_give_the_logprobs_and_gradients_of_prompts_held_apart(
 
 
 def test_a_sequence_alone_is_laid_out_without_a_copy() -> None:
-    layout = packed_attention.PackedLayout.of(collate(sequences([(3, 4)])))
+    layout = packed_attention.PackedLayout.from_batch(collate(sequences([(3, 4)])))
     packed = torch.randn(1, 2, 6, 8)
     (side_by_side,) = layout.spread(packed)
     assert side_by_side.data_ptr() == packed.data_ptr()

@@ -17,8 +17,7 @@ from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory import token_rows
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.models.experts import RoutedBlock
-from lowmem_grpo.models.lean_attention import LeanAttention
-from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm
+from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload

@@ -172,7 +172,7 @@ def test_the_planner_knows_the_weights_to_the_byte(form: str, tmp_path: Path) ->
     model = load(tmp_path, form, torch.bfloat16)
     tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in tables)
-    assert ModelShape.of(model.config).weight_bytes(form) == held
+    assert ModelShape.from_config(model.config).weight_bytes(form) == held
 
 
 def test_an_adapter_is_not_merged_into_codes() -> None:

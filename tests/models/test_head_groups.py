@@ -19,7 +19,7 @@ from lowmem_grpo.models.head_groups import by_head_groups, ranges, without_waiti
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout, packed_attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.offload.pages import ImmediateCopies
+from lowmem_grpo.offload.pages import Copies
 
 # of the largest value: attention over fewer heads at once may add up in another order
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -49,7 +49,7 @@ def test_groups_of_heads_are_as_accurate_as_all_heads_together(
     tensors, grad = made(*HEADS[kind], len(batch.input_ids), dtype)
 
     def run(groups: int, heads: list[Tensor]) -> dict[str, Tensor]:
-        layout = replace(PackedLayout.of(batch, groups), once=once)
+        layout = replace(PackedLayout.from_batch(batch, groups), once=once)
         return outcome(lambda q, k, v: packed_attention(q, k, v, layout, 0.3, 0.0, window), heads, grad)
 
     together, apart = run(1, tensors), run(groups, tensors)
@@ -100,7 +100,7 @@ def test_mixed_precision_and_a_backward_pass_inside_the_offload_lose_no_accuracy
     policy, batch = Policy(model, torch.bfloat16), batch_of(GROUPS["two groups"])
     together = trained(policy, batch)
     policy.head_groups = 2
-    with ActivationOffload(policy.model, ImmediateCopies(), min_bytes=1) as offload:
+    with ActivationOffload(policy.model, Copies(), min_bytes=1) as offload:
         found = trained(policy, batch)
         assert offload.host_bytes_peak > 0
     exact = trained(Policy(copy.deepcopy(model).double()), batch)
@@ -114,7 +114,7 @@ def test_with_dropout_the_heads_stay_together_since_random_numbers_would_differ(
     torch.manual_seed(0)
     found = causal(query, key, value)
     torch.manual_seed(0)
-    assert torch.equal(found, causal.whole(query, key, value)) and not calls
+    assert torch.equal(found, causal.attend(query, key, value)) and not calls
     with torch.no_grad():  # nothing to keep for backward
         assert Causal(None, 0.0, None, 6, {}, 2)(query, key, value).grad_fn is None
 
@@ -125,7 +125,7 @@ def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_a
 
     def attend(*heads: Tensor) -> Tensor:
         calls.append("attention")
-        return causal.whole(*heads)
+        return causal.attend(*heads)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         calls.append("before")
@@ -144,7 +144,7 @@ def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_a
 def test_keys_that_take_no_gradient_get_none() -> None:
     (query, key, value), grad = made(4, 2, 6, torch.float32)
     key = key.detach()
-    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).whole, 2)
+    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).attend, 2)
     result.backward(grad.transpose(1, 2))
     assert query.grad is not None and value.grad is not None and key.grad is None
 

@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lean_attention import LeanAttention
-from lowmem_grpo.models.lean_modules import LeanMLP, LeanRMSNorm, make_lean
+from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm, make_lean
 from lowmem_grpo.models.lora_layers import (
     JoinedWeights,
     KernelLinear,
+    KernelLinear4bit,
     computes,
-    kernel_linear_4bit,
     use_kernel_layers,
 )
 from lowmem_grpo.models.packing import pack
@@ -104,7 +103,7 @@ def test_modules_that_nobody_checked_stay_as_they_are() -> None:
 
 
 def test_peft_makes_our_layers_for_plain_and_4_bit_weights() -> None:
-    for four_bit, kind in ((False, KernelLinear), (True, kernel_linear_4bit())):
+    for four_bit, kind in ((False, KernelLinear), (True, KernelLinear4bit)):
         model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=four_bit, max_seq_length=64)
         adapted_model = FastLanguageModel.get_peft_model(model, r=4)
         layers = [module for module in adapted_model.modules() if hasattr(module, "lora_A")]
@@ -265,9 +264,9 @@ def test_adjacent_4_bit_weights_are_taken_as_one_and_found_anew_once_they_are_re
     attention = model.get_base_model().model.layers[0].self_attn
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     weights = JoinedWeights()
-    (whole,) = weights.of(layers)
+    (whole,) = weights.join(layers)
     assert isinstance(whole, NF4Weight) and whole.out_features == (256, 128, 128)
-    assert weights.of(layers)[0] is whole
+    assert weights.join(layers)[0] is whole
     lone = four_bit_llama(adjacent=False).get_base_model().model.layers[0].self_attn.k_proj
     layers[1].base_layer.weight = lone.base_layer.weight
-    assert len(weights.of(layers)) == 3
+    assert len(weights.join(layers)) == 3

@@ -68,7 +68,7 @@ def assert_as_accurate_as_alone(
     name: str, once: bool, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     batch = batch_of(GROUPS[name]).to(device)
-    layout = replace(PackedLayout.of(batch), once=once)
+    layout = replace(PackedLayout.from_batch(batch), once=once)
     heads, grad = heads_of(batch, dtype, device)
     exact = [one.detach().double().requires_grad_() for one in heads]
     ours = outcome(lambda q, k, v: packed_attention.packed_attention(q, k, v, layout, None, 0.0, window), heads, grad)
@@ -98,10 +98,10 @@ def test_a_model_that_computes_prompts_once_learns_the_same(
         policy.model.gradient_checkpointing_enable()
         policy.model.train()
     batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
-    assert not PackedLayout.of(batch).once
+    assert not PackedLayout.from_batch(batch).once
     expected, grads = trained(policy, batch)
     monkeypatch.setattr(token_rows, "PAIRS_A_CALL", -(10**9))
-    assert PackedLayout.of(batch).once
+    assert PackedLayout.from_batch(batch).once
     ours, ours_grads = trained(policy, batch)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     for one, other in zip(ours_grads, grads, strict=True):
@@ -160,7 +160,7 @@ def attention_flops(batch: MicroBatch, once: bool) -> tuple[int, int]:
     """FLOPs of one layer's attention, forward and backward, and its peak of bytes, on fake tensors."""
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        layout = replace(PackedLayout.of(replace(batch, **fakes)), once=once)
+        layout = replace(PackedLayout.from_batch(replace(batch, **fakes)), once=once)
         heads = layers_heads(len(batch.input_ids))
         with LiveStorage() as storage, FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
             result = packed_attention.packed_attention(*heads, layout, None, 0.0, None)
@@ -181,7 +181,7 @@ def test_a_window_makes_no_mask_of_tokens_by_tokens(once: bool) -> None:
     window, width = 1024, batch.max_seqlen
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        layout = replace(PackedLayout.of(replace(batch, **fakes)), once=once)
+        layout = replace(PackedLayout.from_batch(replace(batch, **fakes)), once=once)
         heads = [torch.empty(1, len(batch.input_ids), 1, 16, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
                  for _ in range(3)]
         with LiveStorage() as storage:
@@ -195,7 +195,7 @@ def test_a_window_makes_no_mask_of_tokens_by_tokens(once: bool) -> None:
 def test_the_mask_of_a_window_is_made_once_for_all_layers() -> None:
     policy = Policy(with_adapter(random_model("Mistral")))
     batch, made = batch_of([(30, [12, 9])]), []
-    layout = PackedLayout.of(batch)
+    layout = PackedLayout.from_batch(batch)
     heads, _ = heads_of(batch, torch.float32, torch.device("cpu"))
     for _ in range(3):
         packed_attention.packed_attention(*heads, layout, None, 0.0, 8)

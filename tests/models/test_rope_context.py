@@ -15,7 +15,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.rope_context import fix_frequencies
+from lowmem_grpo.models.pretrained import fix_frequencies
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 ORIGINAL = 24  # tokens of a text in pretraining

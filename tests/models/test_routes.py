@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.routes import Recorder, Replay, Routes, dtype_of, give_routes, one_prompt, routes_of
+from lowmem_grpo.models.routes import Replay, RouteRecorder, Routes, dtype_of, give_routes, one_prompt, routes_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 EXACT, NEAR = 1e-10, 1e-5  # in float64 and float32
@@ -154,7 +154,7 @@ def test_the_share_of_differing_routes_counts_experts_that_the_router_would_not_
 
 @pytest.mark.parametrize(("experts", "size"), [(128, 384), (256, 384), (257, 768)])
 def test_a_token_of_48_layers_takes_a_byte_for_each_expert_it_took(experts: int, size: int) -> None:
-    recorder = Recorder(experts)
+    recorder = RouteRecorder(experts)
     ids = torch.arange(experts - 8, experts).expand(10, 8)
     for layer in range(48):
         assert torch.equal(recorder.chosen(layer, ids), ids)
@@ -226,5 +226,5 @@ def test_routes_of_an_episode_are_put_back_where_they_were() -> None:
 
 def test_experts_beyond_a_byte_are_not_cut_off() -> None:
     assert EXPERTS <= 256
-    assert Recorder(300).chosen(0, torch.tensor([[299]])).tolist() == [[299]]
+    assert RouteRecorder(300).chosen(0, torch.tensor([[299]])).tolist() == [[299]]
     assert Routes.unpacked(Routes((torch.tensor([[[299]]], dtype=torch.int16),)).packed()).parts[0].item() == 299

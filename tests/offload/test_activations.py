@@ -23,12 +23,12 @@ from lowmem_grpo.offload.activations import (
     offload_activations,
 )
 from lowmem_grpo.offload.host_room import host_bytes_needed
-from lowmem_grpo.offload.pages import ImmediateCopies
+from lowmem_grpo.offload.pages import Copies
 
 
 @every_row("nested", [False, True])
 @every_row("inside", [False, True])
-@every_row("copies", [ImmediateCopies, LateCopies])
+@every_row("copies", [Copies, LateCopies])
 def test_gradients_are_those_of_plain_checkpointing_bit_for_bit(
     copies: Callable[[], Any], inside: bool, nested: bool
 ) -> None:
@@ -181,7 +181,7 @@ def fake_step(tokens: int, offloaded: bool) -> tuple[int, int, int, ActivationOf
         for layer in model.model.layers:
             layer.input_layernorm.weight.requires_grad_(True)
         enable_checkpointing(model.train(), True)
-        offload = ActivationOffload(model, ImmediateCopies()) if offloaded else nullcontext()
+        offload = ActivationOffload(model, Copies()) if offloaded else nullcontext()
         counter = DeviceStorage(offload)
         with counter:
             with offload:

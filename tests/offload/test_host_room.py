@@ -14,7 +14,7 @@ from lowmem_grpo.offload.host_room import (
     system_room,
 )
 from lowmem_grpo.offload.pages import PAGE_BYTES
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 
 def test_the_bytes_needed_are_whole_pages_for_each_layer_and_four_inputs_more() -> None:

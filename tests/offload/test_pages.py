@@ -8,16 +8,16 @@ import pytest
 import torch
 from card import HAS_CARD
 
-from lowmem_grpo.offload.pages import PAGE_BYTES, ImmediateCopies, PagePool, StreamCopies
+from lowmem_grpo.offload.pages import PAGE_BYTES, Copies, PagePool, StreamCopies
 
 
 def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
-    pool = PagePool(ImmediateCopies(), page_bytes=64)
-    first, second = pool.take(65), pool.take(1)
+    pool = PagePool(Copies(), page_bytes=64)
+    first, second = pool.take_pages(65), pool.take_pages(1)
     assert (len(first), len(second), pool.bytes_in_use, pool.peak_bytes) == (2, 1, 192, 192)
-    pool.give(first)
+    pool.return_pages(first)
     assert (pool.bytes_in_use, pool.peak_bytes) == (64, 192)
-    third = pool.take(129)
+    third = pool.take_pages(129)
     assert {id(page) for page in first} < {id(page) for page in third}
     assert (len(pool.storages()), pool.peak_bytes) == (4, 256)
     assert not {id(page) for page in second} & {id(page) for page in third}
@@ -25,17 +25,17 @@ def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
 
 def test_release_drops_free_pages_and_no_others_and_none_is_given_back_twice() -> None:
     assert PAGE_BYTES & (PAGE_BYTES - 1) == 0  # a size that torch does not round up
-    pool = PagePool(ImmediateCopies(), page_bytes=64)
-    kept, gone = pool.take(64), pool.take(128)
-    pool.give(gone)
+    pool = PagePool(Copies(), page_bytes=64)
+    kept, gone = pool.take_pages(64), pool.take_pages(128)
+    pool.return_pages(gone)
     with pytest.raises(KeyError):
-        pool.give(gone)
+        pool.return_pages(gone)
     pool.release()
     assert [storage._cdata for storage in pool.storages()] == [kept[0].untyped_storage()._cdata]
 
 
 def test_where_a_page_cannot_be_had_none_is_taken() -> None:
-    class Full(ImmediateCopies):
+    class Full(Copies):
         left = 2
 
         def page(self, num_bytes: int) -> torch.Tensor:
@@ -46,17 +46,17 @@ def test_where_a_page_cannot_be_had_none_is_taken() -> None:
 
     pool = PagePool(Full(), page_bytes=64)
     with pytest.raises(RuntimeError, match="no host memory"):
-        pool.take(64 * 3)
+        pool.take_pages(64 * 3)
     assert pool.bytes_in_use == 0
     with pytest.raises(RuntimeError, match="no host memory"):
-        pool.take(64)
+        pool.take_pages(64)
 
 
 def test_bytes_are_spread_over_pages_and_gathered_unchanged() -> None:
     for count, dtype in product((1, 31, 32, 33, 100), (torch.bfloat16, torch.float32, torch.float64)):
-        pool = PagePool(ImmediateCopies(), page_bytes=64)
+        pool = PagePool(Copies(), page_bytes=64)
         values, back = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
-        pages = pool.take(values.nbytes)
+        pages = pool.take_pages(values.nbytes)
         pool.copies.start(list(pool.pairs(pages, values)))
         pool.copies.start([(part, page) for page, part in pool.pairs(pages, back)])
         assert torch.equal(values, back), (count, dtype)
@@ -129,7 +129,7 @@ def test_refused_pinned_memory_is_pageable_and_said_once(
 ) -> None:
     copies = StreamCopies(torch.device("cuda"))
     with caplog.at_level(logging.WARNING, logger="lowmem_grpo"):
-        pages = PagePool(copies, page_bytes=64).take(64 * 3)
+        pages = PagePool(copies, page_bytes=64).take_pages(64 * 3)
     assert [page.nbytes for page in pages] == [64] * 3
     (record,) = caplog.records
     message = record.getMessage()

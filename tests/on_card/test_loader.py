@@ -14,7 +14,7 @@ from small_models import TINY
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
-from lowmem_grpo.models.dtypes import compute_dtype, is_bfloat16_supported
+from lowmem_grpo.models.card_check import compute_dtype, is_bfloat16_supported
 from lowmem_grpo.models.pretrained import linears_in_4bit
 
 

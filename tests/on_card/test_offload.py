@@ -116,13 +116,13 @@ def test_a_transformers_model_with_dropout_has_the_same_gradients(
 @gpu
 def test_pages_are_pinned_and_given_back() -> None:
     pool = PagePool(StreamCopies(CARD))
-    pages = pool.take(3 * pool.page_bytes)
+    pages = pool.take_pages(3 * pool.page_bytes)
     assert all(page.is_pinned() for page in pages)
     values = torch.randn(3 * pool.page_bytes // 4, device=CARD)
     pool.copies.start(list(pool.pairs(pages, values)))
     pool.copies.drain()
     assert torch.equal(torch.cat(pages).view(torch.float32), values.cpu())
-    pool.give(pages)
+    pool.return_pages(pages)
     del pages
     pool.release()
     assert pool.storages() == []

@@ -18,7 +18,7 @@ from trainer_runs import Gradients, digit_sum, same
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.memory.bounds import MemoryExhaustedError
+from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 # Of a size at which half the tokens are hundreds of MiB less on a card; much smaller on the CPU.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from expert_problem import problem
 from memory import LiveStorage
+from mixtures import problem
 
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
@@ -19,7 +19,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.memory.training_step import StepShape
 from lowmem_grpo.planning.planner import plan
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 routed = import_module("lowmem_grpo.kernels.routed_experts")  # whose function has its name
 NEAR = 0.05
@@ -46,7 +46,7 @@ def test_weights_are_planned_to_the_byte_and_a_step_within_five_percent(
     found = weighing.weigh(config, [context])
     settings = RunSettings(context, max_tokens=context, mlp_tile=4096, chunk_rows=1024, optim="adamw_8bit",
                            host_embedding=False)
-    planned = build(ModelShape.of(config), settings, device("1024GiB"))
+    planned = build(ModelShape.from_config(config), settings, device("1024GiB"))
     rows = {row.name: row.train for row in planned.rows}
     assert rows["weights"] + rows["embedding"] + rows["head"] == found.weights
     assert rows["adapters"] == found.adapters and rows["gradients"] == found.gradients
@@ -70,13 +70,13 @@ def test_what_the_experts_hold_inside_is_planned(monkeypatch: pytest.MonkeyPatch
     x, weights = given["x"].detach(), given["weights"].detach()
     with LiveStorage() as storage:
         routed.routed_backward(x, x, given["ids"], weights, *routed.flat(given["gate_up"], given["down"]))
-    shape = ModelShape.of(named_config(NAME) | {"hidden_size": 128})
+    shape = ModelShape.from_config(named_config(NAME) | {"hidden_size": 128})
     step = StepShape(shape, tokens, 0, 32, "offload", 4096, 1024)
     assert 0.8 * storage.peak <= step.at_experts(experts) <= 1.3 * storage.peak
 
 
 def test_experts_in_a_form_in_which_they_are_not_held_have_no_plan() -> None:
     with pytest.raises(ValueError, match=r"not held in FP8; plan it in 4 bits, or in 16"):
-        ModelShape.of(named_config(NAME)).weight_bytes("fp8")
+        ModelShape.from_config(named_config(NAME)).weight_bytes("fp8")
     with pytest.raises(ValueError, match=r"mixtral has several experts.*plans are made for Qwen3-MoE only"):
-        ModelShape.of(named_config(NAME) | {"model_type": "mixtral", "num_local_experts": 8})
+        ModelShape.from_config(named_config(NAME) | {"model_type": "mixtral", "num_local_experts": 8})

@@ -41,7 +41,7 @@ def test_a_step_holds_what_was_planned_within_five_percent(
     found = weigh.weigh(config, [tokens], weigh.Features(logits_chunk=chunk))
     settings = RunSettings(tokens, max_tokens=tokens, mlp_tile=4096, chunk_rows=chunk, optim="adamw_8bit",
                            host_embedding=False)
-    planned = build(ModelShape.of(config), settings, device("1024GiB"))
+    planned = build(ModelShape.from_config(config), settings, device("1024GiB"))
     rows = {row.name: row.train for row in planned.rows}
     assert rows["adapters"] == found.adapters
     assert math.isclose(rows["weights"] + rows["embedding"] + rows["head"], found.weights, rel_tol=1e-6)
@@ -54,7 +54,7 @@ def test_states_and_keys_of_a_sequence_are_planned_to_the_byte() -> None:
     ids = torch.arange(3, 13)[None]
     with torch.no_grad():
         policy.backbone(input_ids=ids, past_key_values=cache, use_cache=True)
-    assert cache.nbytes == ModelShape.of(model.config).kv_bytes(10)
+    assert cache.nbytes == ModelShape.from_config(model.config).kv_bytes(10)
     fields = model.config.to_dict()
     without = {name: value for name, value in fields.items() if name != "layer_types"}
-    assert ModelShape.of(without) == ModelShape.of(fields)
+    assert ModelShape.from_config(without) == ModelShape.from_config(fields)

@@ -33,7 +33,7 @@ from lowmem_grpo.planning.time_plan import (
 
 BENCH = Path(__file__).parents[2] / "bench"
 CONFIG = named_config("qwen2.5-3b")
-SHAPE = ModelShape.of(CONFIG)
+SHAPE = ModelShape.from_config(CONFIG)
 GSM8K = Workload(8, 8, 100, 200, 512)
 PARTS = ["prefill", "decode", "forward", "backward", "optimizer", "copies", "engine"]
 DOWN = next(linear for linear in SHAPE.linears() if linear.name == "down_proj")
@@ -176,7 +176,7 @@ def test_our_own_engine_computes_the_rows_of_its_graphs() -> None:
 def test_weights_in_16_bits_are_chosen_by_the_sum_over_falling_rows(
     model: str, card: str, codes: float, wide: float
 ) -> None:
-    shape = ModelShape.of(named_config(model))
+    shape = ModelShape.from_config(named_config(model))
     held = step(card, work=Workload(8, 8, 100, 202, 512), shape=shape)
     assert held.decode() == pytest.approx(codes, rel=0.1)
     assert replace(held, settings=RunSettings(640, **WIDE)).decode() == pytest.approx(wide, rel=0.1)
@@ -216,7 +216,7 @@ def test_our_own_engine_launches_more_than_vllm_and_records_its_graphs_in_each_s
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-30b-a3b"])
 def test_our_own_engine_waits_for_its_host_where_a_step_cannot_be_a_graph(name: str) -> None:
-    shape = ModelShape.of(named_config(name))
+    shape = ModelShape.from_config(named_config(name))
     assert step(rows=1, shape=shape, engine="transformers").token_step(1, 300) == pytest.approx(shape.layers * 1.2e-3)
 
 
@@ -266,7 +266,7 @@ def test_a_size_and_a_plan_that_does_not_fit_have_no_time_and_say_why() -> None:
     assert time.step_seconds is None and time.seconds == {}
     assert time.why is not None and "'16GiB'" in time.why and "name a card, such as t4" in time.why
     config = named_config("llama-3.3-70b")
-    time = plan_time(plan(config, RunSettings(2048), device("4090")), ModelShape.of(config), GSM8K)
+    time = plan_time(plan(config, RunSettings(2048), device("4090")), ModelShape.from_config(config), GSM8K)
     assert time.step_seconds is None and time.why == "the plan does not fit rtx4090"
 
 
@@ -280,7 +280,7 @@ def test_extremes_take_a_finite_and_positive_time() -> None:
         config = named_config(model)
         for engine in ("vllm", "transformers"):
             whole = plan(config, RunSettings(context, engine=engine), device("b200"))
-            time = plan_time(whole, ModelShape.of(config), work)
+            time = plan_time(whole, ModelShape.from_config(config), work)
             assert time.why is None, engine
             assert 0 < (time.step_seconds or 0) < 10**6, engine
             assert all(value >= 0 for value in time.seconds.values()), engine

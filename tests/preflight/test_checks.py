@@ -23,7 +23,7 @@ from lowmem_grpo.rewards.ready import code
 from lowmem_grpo.rewards.ready.code import code_passes_tests
 from lowmem_grpo.runs.findings import SEVERITIES
 from lowmem_grpo.train.run_memory import plan_run, settings_of
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 NO_HEADER = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -80,7 +80,7 @@ def test_the_pace_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> 
     now = [100.0]
     monkeypatch.setattr("lowmem_grpo.views.live.time", SimpleNamespace(monotonic=lambda: now[0]))
     pace = StepTimes()
-    pace.begin(10)
+    pace.start_at(10)
     assert pace.left(20) is None
     for step, at in ((11, 150.0), (12, 153.0), (12, 160.0), (14, 159.0)):
         now[0] = at

@@ -56,7 +56,7 @@ def test_a_step_is_planned_with_the_lengths_that_it_had() -> None:
     found = workload_of([group(10, 4, 8), group(30, 12, 16)], updates=2, iterations=1, forward_only=1)
     assert found == Workload(2, 2, 20, 10, 16, 1, 2, 1)
     seconds = planned().metrics([group(100, *[200] * 8)] * 8, [group(100, *[200] * 8)] * 8)
-    expected = plan_time(plan(CONFIG, RunSettings(640), device("h200")), ModelShape.of(CONFIG),
+    expected = plan_time(plan(CONFIG, RunSettings(640), device("h200")), ModelShape.from_config(CONFIG),
                          Workload(8, 8, 100, 200, 200))
     assert seconds == {
         "time/planned_generate_s": pytest.approx(expected.generate_seconds),

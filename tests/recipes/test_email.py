@@ -6,11 +6,11 @@ from itertools import islice
 from typing import Any
 
 from lowmem_grpo.recipes import email
-from lowmem_grpo.recipes.problems.email import KINDS, NAMES, SIGNATURE, Request, requests
+from lowmem_grpo.recipes.email import KINDS, NAMES, SIGNATURE, EmailRequest, requests
 from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
 
 
-def take(count: int, split: str = "train", seed: int = 0) -> list[Request]:
+def take(count: int, split: str = "train", seed: int = 0) -> list[EmailRequest]:
     return list(islice(requests(split, seed), count))
 
 

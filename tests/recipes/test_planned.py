@@ -8,13 +8,12 @@ import torch
 from card import gpu
 
 from lowmem_grpo.engines.vllm.capacity import default_kv_bytes
-from lowmem_grpo.jobs.admission import JobPlan, plan_recipe
+from lowmem_grpo.jobs.dispatcher import JobPlan, plan_recipe
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.options import fill
-from lowmem_grpo.recipes.planned import planned
-from lowmem_grpo.recipes.presets import prepare
-from lowmem_grpo.units import GIB
+from lowmem_grpo.recipes.presets import planned, prepare
+from lowmem_grpo.utils import GIB
 
 
 def setup_of(recipe: str, *arguments: str) -> Any:

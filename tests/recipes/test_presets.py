@@ -19,7 +19,7 @@ from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import OTHER_MODELS, SIZES, Preset, Presets, Setup, prepare
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 MODULES: dict[str, ModuleType] = {name: import_module(f"lowmem_grpo.recipes.{name}") for name in RECIPES}
 EVERY = [(name, size) for name, module in MODULES.items() for size in module.PRESETS]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from datasets import Dataset
-from report_page import Page
+from run_pages import Page
 from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -19,7 +19,7 @@ from bench.tiny_models.talks_model import (
     demonstrations,
 )
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.environments.marks import Marks
+from lowmem_grpo.environments.template import Marks
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.recipes.games.game2048 import MOVES, Game2048, move_in
 from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no

@@ -30,7 +30,7 @@ from lowmem_grpo.models.pretrained import linears_in_4bit
 from lowmem_grpo.preflight.checks import PreflightError
 from lowmem_grpo.rewards import RewardError, RewardScorer, check, reward_model
 from lowmem_grpo.rewards.reward_model import RewardModel, with_models
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
 TURN = [{"role": "user", "content": "9 + 1"}]
 SETTINGS = ("max_steps", "save_strategy", "save_steps", "max_completion_length")
@@ -227,7 +227,7 @@ def test_rewards_check_tries_it(folder: Path) -> None:
 
 
 def test_the_plan_counts_it_where_it_scores_and_where_it_waits() -> None:
-    shape, card = ModelShape.of(named_config("qwen2.5-3b")), device("24GiB")
+    shape, card = ModelShape.from_config(named_config("qwen2.5-3b")), device("24GiB")
     settings = RunSettings(640, max_tokens=640, mlp_tile=4096, chunk_rows=1024, optim="adamw_8bit",
                            host_embedding=False)
     without = build(shape, settings, card)

@@ -7,7 +7,7 @@ from scripted import TEMPLATE, played
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.environments import Anew
-from lowmem_grpo.models.sequences import sequences_of
+from lowmem_grpo.models.packing import sequences_of
 from lowmem_grpo.types import RolloutGroup
 
 ROW = {"prompt": [{"role": "system", "content": "Play."}, {"role": "user", "content": ""}]}

@@ -211,7 +211,7 @@ def test_each_step_and_each_round_has_its_own_seed_and_a_run_can_be_repeated() -
 
     assert len(set(seeds())) == 6
     assert seeds() == seeds()
-    assert seeds()[::3] == [GRPOConfig().draws.of(step).seed for step in range(2)]  # as without extra rounds
+    assert seeds()[::3] == [GRPOConfig().draws.for_step(step).seed for step in range(2)]  # as without extra rounds
 
 
 def test_what_was_sampled_and_dropped_counts_in_rewards_and_tokens() -> None:

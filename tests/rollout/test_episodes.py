@@ -12,7 +12,7 @@ from tables import every_row
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.environments.tools.results import FinalResult
-from lowmem_grpo.environments.workers import Job, Workers
+from lowmem_grpo.environments.workers import WorkerJob, Workers
 from lowmem_grpo.rollout import episodes
 
 ROW = {"prompt": [{"role": "user", "content": ""}], "size": 3}
@@ -220,7 +220,7 @@ def test_ctrl_c_does_not_wait_for_an_environment_that_hangs(monkeypatch: pytest.
         asked.set()
         return "on"
 
-    def interrupted(workers: Workers, wait: bool) -> list[Job]:
+    def interrupted(workers: Workers, wait: bool) -> list[WorkerJob]:
         if not pressed and hangs.wait(5.0 if asked.is_set() else 0.0):  # else it would wait for the one that hangs
             pressed.append(True)
             raise KeyboardInterrupt
@@ -378,7 +378,7 @@ def test_runs_are_the_same_however_long_the_environments_take(monkeypatch: pytes
         groups = played(says, [ROW | {"size": size} for size in range(4)], factory, n=2)
         return [one.completion_ids for group in groups for one in group], asked
 
-    begun, collected, more, collect = itertools.count(), list[Job](), threading.Condition(), Workers.collect
+    begun, collected, more, collect = itertools.count(), list[WorkerJob](), threading.Condition(), Workers.collect
 
     class Uneven(Game):
         """The first one to begin does each of its steps when what the others did is collected."""
@@ -392,7 +392,7 @@ def test_runs_are_the_same_however_long_the_environments_take(monkeypatch: pytes
                 assert not self.is_slow or more.wait_for(lambda: len(collected) >= 8 * self.number + 15, 30)
             return super().step(reply)
 
-    def noted(workers: Workers, wait: bool) -> list[Job]:
+    def noted(workers: Workers, wait: bool) -> list[WorkerJob]:
         found = collect(workers, wait)
         with more:
             collected.extend(found)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from exact_gradients import close, exact, gradient
 from tables import every_row
+from trainer_runs import close, exact, gradient
 
+from lowmem_grpo.models.packing import sequences_of
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.sequences import sequences_of
 from lowmem_grpo.rollout.from_turns import group_of, rollout_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 

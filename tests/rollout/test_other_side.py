@@ -10,7 +10,7 @@ from template_tokenizers import tokenizer_of
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments import AskBase
-from lowmem_grpo.environments.episode import Bounds
+from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import EnvironmentFailedError, Factories
 from lowmem_grpo.rollout.episodes import Episodes
@@ -66,7 +66,8 @@ def played(factory: Any, engine: Any, rows: int = 1, n: int = 2, **bounds: Any) 
     kits = Kits(tokenizer, [], Factories(factory), 1024, {})
     encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), kits)
     prompts = [prompt for _ in range(rows) if isinstance(prompt := encoder.encode(ROW), Prompt)]
-    return Episodes(kits, Bounds(**FREE | bounds)).play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))
+    params = SamplingParams(n=n, seed=1, max_tokens=4096)
+    return Episodes(kits, EpisodeBounds(**FREE | bounds)).play(engine, prompts, params)
 
 
 @pytest.mark.parametrize("name", ["transformers", "vllm"])
@@ -122,7 +123,7 @@ def test_episodes_that_ask_and_episodes_that_do_not_all_come_to_their_end(name: 
     engine.slots = 4  # type: ignore[attr-defined]
     kits = Kits(tokenizer, [], Factories(factory), 1024, {})
     prompts = [Prompt(ROW | {"environment": kind}, [], "") for kind in "abababab"]
-    groups = Episodes(kits, Bounds(**FREE)).play(engine, prompts, SamplingParams(n=3, seed=1, max_tokens=4096))  # type: ignore[arg-type]
+    groups = Episodes(kits, EpisodeBounds(**FREE)).play(engine, prompts, SamplingParams(n=3, seed=1, max_tokens=4096))  # type: ignore[arg-type]
     assert [one.ending for group in groups for one in group] == ["done"] * 24
     assert all(one.asked == 2 for group in groups for one in group)
 

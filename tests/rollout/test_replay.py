@@ -35,7 +35,7 @@ def held(buffer: ReplayBuffer) -> list[int]:
 
 
 def taken(buffer: ReplayBuffer, count: int, version: int = 9) -> list[int]:
-    return [kept.prompt_ids[-1] for kept in buffer.take(count, version)]
+    return [kept.prompt_ids[-1] for kept in buffer.take_groups(count, version)]
 
 
 def test_the_groups_of_the_largest_spread_stay_and_of_equal_ones_the_newest() -> None:
@@ -61,7 +61,7 @@ def test_the_largest_spread_is_taken_first_and_nothing_twice() -> None:
     buffer.offer([group(0, 0, 1), group(1, 0, 3), group(2, 0, 1), group(3, 0, 2)])
     assert taken(buffer, 0) == []
     assert taken(buffer, 3) == [1, 3, 2]
-    buffer.offer(buffer.take(1, 9))  # a replayed group is not kept again
+    buffer.offer(buffer.take_groups(1, 9))  # a replayed group is not kept again
     assert taken(buffer, 3) == []
 
 
@@ -86,13 +86,13 @@ def test_a_replayed_group_has_what_was_sampled_and_nothing_that_an_update_filled
     buffer.offer([fresh])
     fresh.rollouts[0].rewards["a"], fresh.rollouts[0].old_logprobs = 99.0, torch.zeros(2)
     marked = buffer.entries
-    (replayed,) = buffer.take(1, 9)
+    (replayed,) = buffer.take_groups(1, 9)
     assert (replayed.replayed, replayed.row, replayed.baseline, replayed.row_index) == (True, ROWS[4], 0.25, 4)
     expected = Rollout([3, 151_000], [-0.1, -1 / 3], "stop", "text 0", 7, rewards={"a": 0, "b": None}, reward=0)
     assert replayed.rollouts[0] == expected  # every other field has its default
     replayed.rollouts[0].old_logprobs, replayed.rollouts[0].advantage = torch.ones(2), 5.0
     buffer.entries = marked  # as where an update is given up
-    assert buffer.take(1, 9)[0].rollouts[0] == expected
+    assert buffer.take_groups(1, 9)[0].rollouts[0] == expected
 
 
 def restored(buffer: ReplayBuffer, size: int, names: Any = ("a", "b"), generations: int = 2) -> ReplayBuffer:

@@ -39,7 +39,7 @@ def scored(*rollouts: Rollout, functions: Any = (style,), weights: list[float] |
     scorer = RewardScorer([*functions, EnvironmentReward(Game)], own, episodes=True)
     scoring = Scoring(scorer, config, TrainerState(), credit=config)
     group = RolloutGroup({"prompt": CHAT}, [1], list(rollouts))
-    scoring.apply([group], scoring.begin([group]).settle([group]))
+    scoring.apply([group], scoring.start_batch([group]).settle([group]))
     return group
 
 
@@ -76,7 +76,7 @@ def test_a_completion_that_no_function_rewards_is_shown_once_with_its_row(caplog
     for _ in range(2):
         group = RolloutGroup({"prompt": "1+1=", "answer": "2"}, [1], [
             Rollout([5], [0.0], "stop", text=text) for text in "ab"])
-        scoring.apply([group], scoring.begin([group]).settle([group]))
+        scoring.apply([group], scoring.start_batch([group]).settle([group]))
         assert [one.reward for one in group.rollouts] == [1.0, None]
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("All reward functions returned None for the following kwargs: {'prompt': '1+1=', "

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.export.formats import ExportSettings, export
-from lowmem_grpo.export.lora_pairs import read_pairs
+from lowmem_grpo.export.merge import read_pairs
 from lowmem_grpo.fast_model import FastPeftModel, adapter_for
 from lowmem_grpo.runs.whole_files import AdapterError
 

@@ -19,7 +19,7 @@ NAN = float("nan")
 def records(tmp_path: Path) -> RunRecords:
     """A run directory that has just begun."""
     made = RunRecords(tmp_path / "run")
-    made.begin()
+    made.start_run()
     return made
 
 
@@ -101,7 +101,7 @@ def test_another_run_is_never_overwritten_unasked(tmp_path: Path, held: str) -> 
 def test_a_new_run_moves_the_earlier_ones_aside_whole_and_leaves_other_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     RunRecords(tmp_path).refuse_another_run()
-    assert RunRecords(tmp_path).begin() is None
+    assert RunRecords(tmp_path).start_run() is None
     names = {"metrics.jsonl", "completions.jsonl", "summary.json", "report.html", "nonfinite.jsonl", "checkpoint-5",
              "adapter"}
     for number in ("1", "2"):
@@ -110,7 +110,7 @@ def test_a_new_run_moves_the_earlier_ones_aside_whole_and_leaves_other_files(tmp
         if number == "2":  # a process was killed while it moved them
             (tmp_path / "earlier" / ".moving").mkdir()
             (tmp_path / "summary.json").rename(tmp_path / "earlier" / ".moving" / "summary.json")
-        assert RunRecords(tmp_path).begin() == tmp_path / "earlier" / number
+        assert RunRecords(tmp_path).start_run() == tmp_path / "earlier" / number
         assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "earlier"}
         assert {path.name for path in (tmp_path / "earlier" / number).iterdir()} == names
     for number in ("1", "2"):

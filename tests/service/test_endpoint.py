@@ -201,6 +201,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_while_a_request_waits_and_ctrl_c_is_its_own() -> None:
     code = PROGRAM.format(support=os.path.join(os.path.dirname(__file__), "..", "support"))
     with ThreadPoolExecutor(1) as pool, program(sys.executable, "-c", code, stderr=subprocess.PIPE) as ends:

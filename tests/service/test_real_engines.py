@@ -13,10 +13,10 @@ from vllm_models import NEEDS_VLLM
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.desk import Desk
+from lowmem_grpo.service.waiting import LIVE
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 GUESS: Any = {"role": "user", "content": "Guess a number from 1 to 32."}

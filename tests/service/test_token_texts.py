@@ -3,7 +3,7 @@
 from small_models import TINY
 from transformers import AutoTokenizer
 
-from lowmem_grpo.service.token_texts import TokenTexts
+from lowmem_grpo.service.pending import TokenTexts
 
 
 def test_an_id_that_pads_the_vocabulary_has_no_text_and_every_token_has_its_own() -> None:

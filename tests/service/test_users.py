@@ -7,7 +7,7 @@ import pytest
 from tables import every_row
 
 from lowmem_grpo.service.users import JOBS, LEAST, OWNER, Allowance, User, Users, new_key, read_users
-from lowmem_grpo.units import GIB, MIB
+from lowmem_grpo.utils import GIB, MIB
 
 KEY = "k" * LEAST
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import LIVE, Call
-from lowmem_grpo.service.sitting import Keys, Sitting
-from lowmem_grpo.service.waiting import FIRST, NO_ROUND, Asked, Job, Round, Waiting
+from lowmem_grpo.service.waiting import FIRST, LIVE, NO_ROUND, Call, DeskJob, Keys, OpenCall, Round, Sitting, Waiting
 from lowmem_grpo.types import Rollout
 
 WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
@@ -24,9 +22,7 @@ CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The only clock: it stands still unless a test moves it."""
     found = [100.0]
-    for name in ("waiting", "sitting"):
-        clock = SimpleNamespace(monotonic=lambda: found[0])
-        monkeypatch.setattr(f"lowmem_grpo.service.{name}.time", clock)
+    monkeypatch.setattr("lowmem_grpo.service.waiting.time", SimpleNamespace(monotonic=lambda: found[0]))
     return found
 
 
@@ -56,13 +52,13 @@ class Line:
         self.call()
 
     def call(self) -> None:
-        self.waiting.add(CALL.flavour, Asked(CALL, 0, Future()))
+        self.waiting.add(CALL.flavour, OpenCall(CALL, 0, Future()))
 
     def job(self) -> None:
-        self.waiting.add(None, Job(lambda: None, False, Future()))
+        self.waiting.add(None, DeskJob(lambda: None, False, Future()))
 
     def taken(self, first: bool, last: Round, widest: Round) -> int:
-        return len(self.waiting.take(CALL.flavour, None, True, first, last, widest))
+        return len(self.waiting.take_calls(CALL.flavour, None, True, first, last, widest))
 
 
 @pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
@@ -116,11 +112,11 @@ def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(m
     known, saved = Keys(), Path("saved")
     asked = [(call(1), 0), (call(2), 0), (call(1, None), 0), (call(1, saved), 0), (call(1, saved), 1), (call(None), 0),
              (call(None), 0)]
-    first = [known.of(*one) for one in asked]
+    first = [known.number_of(*one) for one in asked]
     assert len(set(first)) == len(asked)
-    again = [known.of(one, 0) for one, _ in asked]
+    again = [known.number_of(one, 0) for one, _ in asked]
     assert again[:4] == first[:4] and not set(again[5:]) & set(first)
-    monkeypatch.setattr("lowmem_grpo.service.sitting.MOST", 3)
+    monkeypatch.setattr("lowmem_grpo.service.waiting.MOST", 3)
     for number in range(10, 16):
-        known.of(call(number), 0)
-    assert len(known.known) <= 5 and known.of(call(1), 0) not in first
+        known.number_of(call(number), 0)
+    assert len(known.known) <= 5 and known.number_of(call(1), 0) not in first

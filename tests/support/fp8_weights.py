@@ -35,7 +35,7 @@ def all_codes(block: tuple[int, int] = (1, 256), dtype: torch.dtype = torch.floa
     """(3, 256): each row has all 256 codes, and its own scales."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(3, 1)
     scales = torch.rand(scales_shape((3, 256), block), generator=torch.Generator().manual_seed(1)) + 0.1
-    return FP8Weight.of(codes, scales, block, dtype)
+    return FP8Weight.from_codes(codes, scales, block, dtype)
 
 
 def joined(features: Sequence[int], columns: int, dtype: torch.dtype, kind: str = "row") -> FP8Weight:
@@ -115,7 +115,8 @@ def rewrite_in_fp8(folder: Path, kind: str, of: str = "") -> dict[str, Tensor]:
             continue
         weight = fp8_quantize(tensor, tuple(tensor.shape) if block == "all" else block)
         scales = as_stored(weight.scales)
-        weight = FP8Weight.of(weight.codes, scales.float().reshape(weight.scales.shape), weight.block, torch.float32)
+        wide = scales.float().reshape(weight.scales.shape)
+        weight = FP8Weight.from_codes(weight.codes, wide, weight.block, torch.float32)
         values[name] = fp8_dequantize(weight)
         tensors |= {name: weight.codes.view(torch.float8_e4m3fn), f"{name}{ending}": scales,
                     f"{name.removesuffix('weight')}input_scale": torch.ones(1)}

@@ -16,18 +16,16 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from starlette.types import ASGIApp
 
-from lowmem_grpo.service.page.card import CardUse
-from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.routes import page_app
-from lowmem_grpo.service.page.sign_in import SignIn
-from lowmem_grpo.service.page.sources import RunsSource, Source
+from lowmem_grpo.service.page.page import Page, page_app
+from lowmem_grpo.service.page.sources import RunSource, RunsSource
+from lowmem_grpo.service.page.watching import CardUse
 from lowmem_grpo.service.server import made_for, open_socket
-from lowmem_grpo.service.users import OWNER, User, Users
+from lowmem_grpo.service.users import OWNER, SignIn, User, Users
 
 KEY, GUEST_KEY = "tml-owner-owner-owner-owner", "tml-guest-guest-guest-guest"
 
 
-def page_of(source: Source | Path) -> Page:
+def page_of(source: RunSource | Path) -> Page:
     """The page of a folder or of another source, for an owner and a guest."""
     users = Users(KEY, [(User("guest"), GUEST_KEY)])
     return Page(RunsSource(source) if isinstance(source, Path) else source, SignIn(users), CardUse(command="/none"))

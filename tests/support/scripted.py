@@ -11,10 +11,10 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.engines.base import Conversation, OnGroup
 from lowmem_grpo.engines.rounds import in_rounds
-from lowmem_grpo.environments.episode import Bounds
+from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import Factories
-from lowmem_grpo.environments.workers import Job
+from lowmem_grpo.environments.workers import WorkerJob
 from lowmem_grpo.rewards.judge.judge import Judge, Round, unanswered
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rollout.episodes import Episodes
@@ -68,7 +68,7 @@ def played(
     assert all(isinstance(prompt, Prompt) for prompt in prompts), prompts
     engine: Any = ScriptedEngine(says)
     engine.slots = slots
-    episodes = Episodes(kits, Bounds(**FREE | bounds, append=append))
+    episodes = Episodes(kits, EpisodeBounds(**FREE | bounds, append=append))
     return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]
 
 
@@ -78,13 +78,13 @@ class Hang:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here, self.over = threading.local(), threading.Event()
         self.threads: list[threading.Thread] = []
-        call = Job.call
+        call = WorkerJob.call
 
-        def noted(job: Job, *given: Any) -> Any:
+        def noted(job: WorkerJob, *given: Any) -> Any:
             self.here.job = job
             return call(job, *given)
 
-        monkeypatch.setattr(Job, "call", noted)
+        monkeypatch.setattr(WorkerJob, "call", noted)
 
     def __call__(self) -> None:
         self.threads.append(threading.current_thread())

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import openai
 
-from lowmem_grpo.service.call import LIVE
 from lowmem_grpo.service.errors import ChatError
 from lowmem_grpo.service.pending import Record, unrecorded
+from lowmem_grpo.service.waiting import LIVE
 
 Says = Callable[[list[dict[str, Any]]], Awaitable[str]]
 

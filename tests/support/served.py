@@ -18,7 +18,6 @@ from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.rewards import DeskJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
-from lowmem_grpo.service.call import LIVE, Call
 from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.client import client_of
 from lowmem_grpo.service.database import Database
@@ -27,6 +26,7 @@ from lowmem_grpo.service.errors import Limits
 from lowmem_grpo.service.server import made_for, make_server_app, open_socket
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.service.users import Allowances, User, Users
+from lowmem_grpo.service.waiting import LIVE, Call
 from lowmem_grpo.types import Rollout
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed
-from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, borrowed_linear
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.kernels.nf4 import NF4Weight
@@ -32,8 +31,7 @@ from lowmem_grpo.models.fp8_loading import to_quantize
 from lowmem_grpo.models.fused_weights import fuse_fp8
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.rope_context import fix_frequencies
+from lowmem_grpo.models.pretrained import fix_frequencies, nf4
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NEEDS_VLLM = [
@@ -243,9 +241,9 @@ def fuse(model: Any, layer: str) -> None:
         fuse_plain(modules)
 
 
-def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = None) -> Loan:
+def borrow(model: Any, adapter: str | None = None) -> Loan:
     """What an engine would borrow of the first layer."""
-    loan = Loan(model.get_base_model(), CPU, adapter, copied)
+    loan = Loan(model.get_base_model(), CPU, adapter)
     for name in MODULES:
         loan.linear(name, PARTS)
     loan.embedding("model.embed_tokens", head=False)
@@ -257,7 +255,7 @@ def borrow(model: Any, adapter: str | None = None, copied: AdapterCopy | None = 
 
 def sampled(loan: Loan, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
     """What the next call of an engine computes with."""
-    loan.take(base_model)
+    loan.use_policy(base_model)
     return ours(layer, x)
 
 

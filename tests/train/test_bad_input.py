@@ -16,9 +16,18 @@ from trainer_runs import (
     same,
 )
 
+from lowmem_grpo import GRPOTrainer, RLOOTrainer, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs.records import read_lines
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer, SFTTrainer])
+@pytest.mark.parametrize("given", [{}, {"model": None, "train_dataset": [{"prompt": "?"}]}])
+def test_a_trainer_without_a_model_says_what_it_takes(trainer: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"{trainer.__name__} needs model: what FastLanguageModel\.get_peft_model ret"):
+        trainer(**given)
+
 
 # Data that cannot be used
 

@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
+from trl import RichProgressCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
@@ -284,8 +285,11 @@ def test_settings_may_stand_second_as_in_trl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("parts", "error", "message"), [
     ({"compute_loss_func": len}, ValueError, "compute_loss_func .* is not supported; the loss is that of the trainer"),
+    ({"formatting_func": 5}, DataError, "formatting_func is 5; it must be a function that makes a text of a row"),
+    ({"callbacks": 5}, TypeError, "callbacks is a int; it must be a list of callbacks"),
     ({"formatting_func": lambda row: 5}, DataError, "formatting_func returned a int for the first row"),
-    ({"chat_template_path": "x"}, ValueError, "chat_template_path='x' is not supported"),
+    ({"chat_template_path": "x"}, ValueError, r"chat_template_path is 'x'; it must be a file of a chat template"),
+    ({"eos_token": "<x>"}, ValueError, r"eos_token is '<x>', which is no token of the tokenizer; take one of its own"),
     ({"tokenizer": 1, "processing_class": 2}, TypeError, "two names of the same"),
 ])
 def test_what_fine_tuning_cannot_do_is_refused(
@@ -387,6 +391,12 @@ def test_callbacks_can_be_added_popped_and_removed(tmp_path: Path) -> None:
     assert trainer.state.log_history[-1]["mine"] == 0.5
     trainer.train()
     assert seen.calls == []
+
+
+def test_trls_bar_is_left_out_as_the_view_shows_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = taught(tmp_path, callbacks=[RichProgressCallback()])
+    assert "RichProgressCallback is left out, as the live view shows progress" in caplog.text
+    assert trainer.pop_callback(RichProgressCallback) is None
 
 
 @pytest.mark.parametrize(("callback", "message"), [

@@ -160,7 +160,7 @@ def test_epochs_say_when_to_evaluate_and_to_save(tmp_path: Path) -> None:
 def test_accuracy_is_the_share_of_trained_tokens_that_the_model_finds_likeliest(tmp_path: Path) -> None:
     trainer = taught(tmp_path, TEXTS[:4])
     plain, right, entropies = plain_peft(trainer.model, tmp_path / "plain"), [], []
-    for group in trainer.eval_groups:
+    for group in trainer.eval_sets:
         (rollout,) = group.rollouts
         ids = torch.tensor([group.prompt_ids + rollout.completion_ids])
         with torch.no_grad():
@@ -170,4 +170,4 @@ def test_accuracy_is_the_share_of_trained_tokens_that_the_model_finds_likeliest(
     found, share = trainer.evaluate(), sum(right) / len(right)
     assert 0 < share < 1 and found["eval_mean_token_accuracy"] == pytest.approx(share)
     assert found["eval_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
-    assert 0 < trainer.update(trainer.eval_groups)["mean_token_accuracy"] == pytest.approx(share)
+    assert 0 < trainer.update(trainer.eval_sets)["mean_token_accuracy"] == pytest.approx(share)

@@ -23,7 +23,7 @@ def rollouts(*versions: int) -> list[Rollout]:
 
 def step(objective: GRPOObjective, versions: tuple[int, ...], now: int, ratios: torch.Tensor) -> dict[str, float]:
     """One update on rollouts of these versions, with these ratios to the sampler; its metrics."""
-    objective.begin(rollouts(*versions), now)
+    objective.start_update(rollouts(*versions), now)
     reducer = Reducer()
     reducer.keep({"mismatch": ratios, "ratio": torch.ones(2)})
     return objective.measured(reducer)
@@ -76,7 +76,7 @@ def test_what_was_measured_is_kept_when_a_run_is_resumed() -> None:
     objective.entropy.update(0.5)
     resumed.restore(objective.state())
     assert resumed.state() == objective.state() and resumed.entropy.applied == objective.entropy.applied > 0
-    resumed.begin(rollouts(1), 1)
+    resumed.start_update(rollouts(1), 1)
     assert resumed.correct_mismatch
 
 
@@ -113,7 +113,7 @@ def test_log_probabilities_and_the_loss_never_wait_for_a_card(tiny_policy: Polic
     group = RolloutGroup({}, [5, 6, 7], [Rollout([8, 9], [-1.0, -2.0], "stop", advantage=a) for a in (1.0, -1.0)])
     batch = collate([(group, rollout) for rollout in group.rollouts])
     objective = GRPOObjective(GRPOConfig())
-    objective.begin(group.rollouts, 0)
+    objective.start_update(group.rollouts, 0)
     with Waits() as waits:
         logprobs, entropy = tiny_policy.logprobs(batch, 1.0)
         objective.loss(batch, logprobs, entropy, StepTotals(2, 4, 4)).loss.backward()

@@ -23,10 +23,10 @@ from lowmem_grpo.train.nonfinite import FILE, WRITTEN, BadRollout, Flags, Guard,
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN, INF = math.nan, math.inf
-TOKENS = 160  # of a micro-batch: the groups below make at least three of them
+TOKENS = 100  # of a micro-batch: the groups below make at least three of them
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SETTINGS: dict[str, Any] = {
-    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 6,
+    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 6,
     "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0,
     "max_tokens_per_micro_batch": TOKENS,
 }
@@ -120,6 +120,7 @@ def check_skips(trainer: GRPOTrainer, groups: list[RolloutGroup], what: set[str]
     assert trainer.objective.state() == objective or what == {"gradient"}  # what was measured then is sound
     assert trainer.state.global_step == done + 1 and trainer.learner.scheduler.get_last_lr() < rate
     assert (metrics["optimizer/skipped"], metrics["nonfinite/rollouts"]) == (1, len(rollouts))
+    assert what != {"advantages"} or math.isnan(metrics["grad_norm"])
     found = written(trainer.run_dir)
     assert {line["what"] for line in found} == what
     assert sorted(line["completion_ids"] for line in found) == sorted(r.completion_ids for r in rollouts)
@@ -271,7 +272,7 @@ def test_looking_at_a_micro_batch_does_not_wait_for_the_device(
     trained = int(batch.loss_mask.sum())
     with FakeTensorMode() as mode:  # which has no values: reading one raises
         fakes = {name: mode.from_tensor(v) for name, v in vars(batch).items() if torch.is_tensor(v)}
-        Flags().look(replace(batch, **fakes), torch.empty(trained), torch.empty(()))
+        Flags().check_batch(replace(batch, **fakes), torch.empty(trained), torch.empty(()))
 
 
 # What is skipped
@@ -363,13 +364,6 @@ def test_a_loop_of_ones_own_is_stopped_too(tmp_path: Path, sampled: list[Rollout
     assert trainer.update(copy.deepcopy(sampled))["optimizer/skipped"] == 0  # who caught it can go on
 
 
-def test_nonfinite_steps_sets_the_limit(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
-    with pytest.raises(NonFiniteError, match="in 1 steps in a row"):
-        make(tmp_path, nonfinite_steps=1).update(broken(sampled, "reward"))
-    with pytest.raises(ValueError, match="nonfinite_steps is 0; it must be a whole number, at least 1"):
-        GRPOConfig(nonfinite_steps=0)
-
-
 def test_overflows_by_which_fp16_finds_its_scale_do_not_stop_the_run(
     tmp_path: Path, sampled: list[RolloutGroup]
 ) -> None:
@@ -439,7 +433,7 @@ def test_what_went_wrong_is_said_even_if_the_file_cannot_be_written(
 
 
 def test_a_nan_from_the_sampler_skips_a_step_of_the_parity_check_and_does_not_end_the_run(tmp_path: Path) -> None:
-    trainer = make(tmp_path, parity_steps=1, max_steps=3, seed=3)
+    trainer = make(tmp_path, parity_steps=1, max_steps=3, seed=3, max_completion_length=24)
     engine = trainer.engine
     generate, calls = engine.generate, []
 

@@ -13,17 +13,17 @@ from memory import Failing
 from trainer_runs import Gradients, adapter, digit_sum, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory, Shortage
+from lowmem_grpo.memory.oom import MemoryExhaustedError, OutOfMemory, RunMemory
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.units import GIB
+from lowmem_grpo.utils import GIB
 
-TOKENS = 160  # of a micro-batch: the groups below make at least three of them
+TOKENS = 100  # of a micro-batch: the groups below make at least three of them
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SETTINGS: dict[str, Any] = {
-    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 24, "max_steps": 3,
+    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 3,
     "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0,
 }
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_made_smaller_changes_nothing_and_says_what_would_help(
         trainer.forward_backward(sampled)
     message = str(caught.value)
     assert "cannot be made smaller" in message
-    expected = ("MLP tile      3.00 GiB", "together      7.00 GiB", "Measured peak: ", "max_completion_length (now 24)",
+    expected = ("MLP tile      3.00 GiB", "together      7.00 GiB", "Measured peak: ", "max_completion_length (now 12)",
                 "max_seq_length (now 128)", 'use_gradient_checkpointing="offload"', "load_in_4bit=True")
     assert [part for part in expected if part not in message] == []
     assert "8bit" not in message  # three settings, no more
@@ -350,11 +350,11 @@ def test_a_resumed_run_keeps_its_bounds_and_old_checkpoints_can_be_read(tmp_path
     settings = {"max_tokens_per_micro_batch": TOKENS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trainer = make(tmp_path, **settings)
     handle = fail_forward(trainer, Failing(0))  # the sampler comes first
-    trainer.memory.train.lower("a test", Shortage("", None, 0), 50)
+    trainer.memory.train.lower("a test", OutOfMemory("", None, 0), 30)
     trainer.train()
     handle.remove()
     line = read_lines(tmp_path / "metrics.jsonl")[-1]
-    assert trainer.memory.state() == {"train": {"lowered": 50, "failures": 1},
+    assert trainer.memory.state() == {"train": {"lowered": 30, "failures": 1},
                                       "rollout": {"lowered": 8, "failures": 1, "kv_bytes": None}}
     assert (line["memory/oom_train"], line["memory/oom_generate"]) == (1, 1)
     resumed = make(tmp_path, **(settings | {"max_steps": 3}))

@@ -18,7 +18,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.plan import MemoryPlan, Row, RunSettings
+from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings
 from lowmem_grpo.train import overlap as module
 
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 17)]
@@ -123,7 +123,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
     expected = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
     run.learner.optimizer.zero_grad(set_to_none=True)
     prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
-    with run.scoring.begin(groups) as calls:
+    with run.scoring.start_batch(groups) as calls:
         run.overlap.start_step(prompts, calls)
         for index, group in enumerate(groups):
             run.overlap.on_group(index, group.rollouts)
@@ -303,7 +303,7 @@ def test_what_cannot_be_trained_early_is_refused_before_the_first_step(tmp_path:
 def test_on_a_card_a_micro_batch_waits_until_the_cache_leaves_the_room_that_is_planned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, used: int, fits: bool
 ) -> None:
-    rows = (Row("weights", rollout=40, train=40), Row("cache", rollout=60), Row("activations", train=30))
+    rows = (PlanRow("weights", rollout=40, train=40), PlanRow("cache", rollout=60), PlanRow("activations", train=30))
     plan = MemoryPlan("a model", Device("a card", 200, 200), RunSettings(8), rows)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 - used - 5, 200))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 45)

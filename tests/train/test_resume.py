@@ -133,6 +133,7 @@ def test_resumed_fine_tuning_is_the_undisturbed_one(tmp_path: Path) -> None:
 # Ctrl-C
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [

@@ -65,10 +65,10 @@ def test_a_step_that_is_undone_leaves_nothing_changed(name: str, steps: int) -> 
     optimizer = make(name, held)
     copy = OptimizerCopy(optimizer, each_step=True)
     for _ in range(steps):
-        assert copy.take(held)
+        assert copy.copy_state(held)
         optimizer.step()
     before = everything(optimizer, held)
-    assert copy.take(held)
+    assert copy.copy_state(held)
     optimizer.step()
     assert not same(everything(optimizer, held), before)
     copy.restore()
@@ -81,12 +81,12 @@ def test_a_parameter_that_is_new_to_the_optimizer_is_restored_too() -> None:
     copy = OptimizerCopy(optimizer, each_step=False)
     later = held[0].grad
     held[0].grad = None
-    assert copy.take(held[1:])
+    assert copy.copy_state(held[1:])
     optimizer.step()
-    assert not copy.take(held[1:]), "all states are there"
+    assert not copy.copy_state(held[1:]), "all states are there"
     held[0].grad = later
     before = everything(optimizer, held)
-    assert copy.take(held)
+    assert copy.copy_state(held)
     optimizer.step()
     copy.restore()
     assert same(everything(optimizer, held), before)
@@ -149,11 +149,11 @@ def test_every_step_uses_the_same_memory_of_the_host(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rewind.torch, "empty", counted)
     for _ in range(4):
-        copy.take(held)
+        copy.copy_state(held)
         optimizer.step()
     assert len(taken) == 1
     with Fresh() as fresh:
-        copy.take(held)
+        copy.copy_state(held)
     assert fresh.bytes == 0
 
 

@@ -8,8 +8,8 @@ import torch
 from card import gpu
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
-from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cards import device
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.planner import plan

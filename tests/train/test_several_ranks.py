@@ -119,6 +119,7 @@ class StopOne:
             control.should_training_stop = state.global_step >= self.stop
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     run = Ranked(tmp_path, 2, train, max_steps=1000, save_steps=1000)
     wait_for_step(run, 3)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from memory import LiveStorage
-from report_page import Page, texts_of
+from run_pages import Page, texts_of
 from small_models import SHAPE, TINY
 from tables import every_row
 from trainer_runs import Gradients, adapter_of, moved, relative
@@ -69,6 +69,17 @@ def make(folder: Path, rows: Any = ROWS, model: Any = None, **settings: Any) -> 
     parts = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "processing_class") if name in settings}
     known = {"max_steps": 2, "learning_rate": 3e-3, "disable_tqdm": True} | settings
     return SFTTrainer(model or load(), rows, SFTConfig(output_dir=str(folder), **known), **parts)
+
+
+def test_chat_template_and_end_token_of_the_settings_are_the_tokenizers(tmp_path: Path) -> None:
+    """As TRL's own scripts set them."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}")
+    trainer = make(tmp_path, [{"messages": [*question("3"), {"role": "assistant", "content": "4"}]}],
+                   chat_template_path=str(template), eos_token="<|im_start|>", activation_offloading=True)
+    rendered = trainer.tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+    assert rendered == "user: 3<|im_start|>assistant: 4<|im_start|>"
+    assert trainer.tokenizer.eos_token == "<|im_start|>"
 
 
 def groups_of(trainer: SFTTrainer, rows: list[dict[str, Any]]) -> list[RolloutGroup]:

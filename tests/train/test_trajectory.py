@@ -10,9 +10,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from exact_gradients import close, exact, gradient, learner, row
 from tables import every_row
 from torch import Tensor
+from trainer_runs import close, exact, gradient, learner, row
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.losses.credit import assign_credit

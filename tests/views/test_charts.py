@@ -1,7 +1,7 @@
 """Several runs on one chart."""
 
 from lowmem_grpo.views.charts import comparison, figures
-from tests.support.written_runs import metric
+from tests.support.run_pages import metric
 
 
 def test_each_run_has_its_first_line_under_its_name_and_keeps_its_place() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.rules import check_value
+from lowmem_grpo.utils import check_value
 from lowmem_grpo.views.console import any_console, print_line
 from lowmem_grpo.views.live import LiveView
 from lowmem_grpo.views.terminal import BetweenWords, CurrentStderr, plain_errors

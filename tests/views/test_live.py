@@ -11,7 +11,7 @@ from rich.console import Console
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.views import live
-from lowmem_grpo.views.answers import print_accuracy, print_samples
+from lowmem_grpo.views.console import print_accuracy, print_samples
 from lowmem_grpo.views.live import BLOCKS, SAMPLE_SECONDS, LiveView, sparkline
 
 SHOW_CURSOR = "\x1b[?25h"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_page import Page
+from run_pages import Page
 
 from lowmem_grpo.runs.accuracy import KINDS, changed_first
 from lowmem_grpo.views.palette import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG

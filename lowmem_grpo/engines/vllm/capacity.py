@@ -2,30 +2,28 @@
 
 import torch
 
-from lowmem_grpo.memory.bounds import RolloutBound, RunMemory, Shortage
 from lowmem_grpo.memory.cache_dtype import AUTO, cache_itemsize
 from lowmem_grpo.memory.cards import sequences_at_once
 from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
-CPU_KV_BYTES = 1 << 30  # of the key-value cache on the CPU, where no card's memory sets the size
+CPU_KV_BYTES = 1 << 30  # key-value cache on the CPU, where no card's memory sets the size
 BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave more; vLLM never uses one of the blocks
 
 
 class Capacity:
     """The sizes that were asked for, and those that memory had room for (`bound`, which shrinks at each shortage).
 
-    `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
-    room. `kv_bytes` sizes the cache; None takes what `utilization` of the card leaves. One sequence of `max_seq_length`
-    tokens always fits. `block` are the tokens of a block of the cache, where the user gave them,
-    and `cache_dtype` is what its numbers are held in.
+    `max_num_seqs` None takes the `sampled` sequences of a call, as far as the cache has room; `kv_bytes` None takes
+    what `utilization` of the card leaves. One sequence of `max_seq_length` tokens always fits. `block`: tokens of a
+    block, where the user gave them.
     """
 
-    def __init__(
-        self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float, max_num_seqs: int | None,
-        sampled: int | None, bound: RolloutBound | None, block: int | None = None, cache_dtype: str = AUTO,
-    ) -> None:
+    def __init__(self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float,
+                 max_num_seqs: int | None, sampled: int | None, bound: RolloutLimit | None, block: int | None = None,
+                 cache_dtype: str = AUTO) -> None:
         self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
         self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
         self.given_seqs, self.sampled, self.block = max_num_seqs, sampled, block
@@ -35,7 +33,6 @@ class Capacity:
 
     @property
     def cache(self) -> int:
-        """Bytes of the cache: what was asked for, or what memory had room for."""
         return max(self.bound.cache_under(self.kv_budget) or 0, self.least_cache)
 
     @property
@@ -47,13 +44,12 @@ class Capacity:
 
     @property
     def seqs(self) -> int:
-        """Sequences decoded together: what was asked for, or what memory had room for."""
         bound = self.bound.under(self.wanted_seqs)
         return self.wanted_seqs if bound is None else bound
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError where one sequence of the longest length does not fit, or the cache has more bytes than are
-        free. A cache that was too large before (`bound`) is no error: it is answered like any shortage."""
+        """ValueError where one sequence of the longest length does not fit, or the cache has more bytes than are free.
+        A cache that was too large before (`bound`) is no error: it is answered like any shortage."""
         if self.bound.kv_bytes is not None:
             return
         if self.kv_budget < self.least_cache:
@@ -67,16 +63,15 @@ class Capacity:
             raise ValueError(f"the key-value cache should have {self.kv_budget:,} bytes, but only {free:,} are free on "
                              "the card. Lower gpu_memory_utilization or kv_cache_bytes")
 
-    def lower(self, shortage: Shortage, sampling: bool) -> None:
-        """Halve the cache, down to one sequence of the longest length. Where memory ran out while `sampling`, halve
-        the sequences too; otherwise it was the cache itself that had no room. MemoryExhaustedError where neither can
-        be less."""
+    def lower(self, shortage: OutOfMemory, sampling: bool) -> None:
+        """Halve the cache, and the sequences where memory ran out while `sampling`: down to one sequence of the longest
+        length. MemoryExhaustedError where neither can be less."""
         before, less = self.cache, max(self.least_cache, self.cache // 2)
         seqs, fewer = self.seqs, max(1, self.seqs // 2) if sampling else self.seqs
         what = f"sampling at most {seqs} at once" if sampling else "making room for vLLM's cache"
         if (less, fewer) == (before, seqs):
-            self.bound.end(f"{what} ({size_text(before)}, what one sequence of max_seq_length={self.max_seq_length} "
-                           "needs)", shortage)
+            self.bound.raise_exhausted(f"{what} ({size_text(before)}, what one sequence of max_seq_length="
+                                       f"{self.max_seq_length} needs)", shortage)
         self.bound.kv_bytes = less
         if sampling:
             self.bound.lowered = fewer
@@ -87,18 +82,17 @@ class Capacity:
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Bytes that one sequence of `tokens` tokens takes of the cache, without sliding windows."""
-    return ModelShape.of(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
+    return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Bytes of the smallest cache: that of one sequence of the longest length, and a block that is never used."""
-    whole = ModelShape.of(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
+    whole = ModelShape.from_config(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
     blocks = -(-max_seq_length // whole) + 1
     return kv_bytes_of(policy, blocks * whole, block, cache_dtype)
 
 
 def itemsize_of(policy: Policy, cache_dtype: str) -> int:
-    """Bytes of a number of the cache."""
     return cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
 
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, Meanwhile, OnGroup
-from lowmem_grpo.engines.expected import ExpectedLengths
+from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, ExpectedLengths, Meanwhile, OnGroup
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.vllm import capacity as vllm_capacity
 from lowmem_grpo.engines.vllm import pool as vllm_pool
@@ -23,14 +22,14 @@ from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import check_family
-from lowmem_grpo.engines.vllm.loan import Loan, active_adapter, copy_to_publish
-from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, undisturbed
-from lowmem_grpo.engines.vllm.requests import Prompts, Sampling, Steps, Turns
-from lowmem_grpo.memory.bounds import RolloutBound, Shortage, free, is_out_of_memory, tried
+from lowmem_grpo.engines.vllm.loan import Loan, active_adapter
+from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, random_states_kept
+from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
+from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +40,20 @@ class VLLMEngine:
     name = "vllm"
     capabilities = EVERYTHING
 
-    def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
-        gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
-        max_num_seqs: int | None = None, enforce_eager: bool | None = None, rollout_copy: bool = False,
-        sampling_weights: str | None = None, bound: RolloutBound | None = None, sampled: int | None = None,
-        block_size: int | None = None, kv_cache_dtype: str = AUTO,
-    ) -> None:
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
+                 gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
+                 max_num_seqs: int | None = None, enforce_eager: bool | None = None,
+                 sampling_weights: str | None = None, bound: RolloutLimit | None = None, sampled: int | None = None,
+                 block_size: int | None = None, kv_cache_dtype: str = AUTO) -> None:
         """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
         `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
         room. A call may ask for more at any time: the rest waits. `block_size` is that of the cache, in tokens; None
         takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU. `kv_cache_dtype` is what its keys and
         values are held in: "auto" for the model's dtype, or "fp8", "fp8_e4m3" and "fp8_e5m2" for 8-bit floats.
 
-        `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. With `rollout_copy` the
-        engine samples with a copy of the adapter as it was at the last `on_policy_update`, so that training can go on
-        meanwhile. `sampling_weights="16bit"` dequantizes 4-bit weights once for each phase of sampling, "4bit" never;
-        None does it on a card where memory has room for it. `bound` is what memory had room for before.
+        `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. `sampling_weights="16bit"`
+        dequantizes 4-bit weights once for each phase of sampling, "4bit" never; None does it on a card where memory has
+        room for it. `bound` is what memory had room for before.
 
         Raises EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map onto vLLM's,
         ValueError where the cache is too small for one sequence, and MemoryExhaustedError where memory does not even
@@ -82,7 +78,6 @@ class VLLMEngine:
         self.eos_ids = policy.eos_token_ids(tokenizer)
         self.vllm.check_architecture(type(policy.base).__name__)
         self.adapter = active_adapter(policy.base)
-        self.copy = copy_to_publish(policy, self.adapter) if rollout_copy else None
         if self.tells_routes:
             self.vllm.check_routes()
         if in_8_bits(kv_cache_dtype):
@@ -90,12 +85,12 @@ class VLLMEngine:
         self.in_less_memory(self.start_or_do_without)
 
     @property
-    def bound(self) -> RolloutBound:
+    def bound(self) -> RolloutLimit:
         """The sizes that memory had room for; a run sets its own."""
         return self.capacity.bound
 
     @bound.setter
-    def bound(self, bound: RolloutBound) -> None:
+    def bound(self, bound: RolloutLimit) -> None:
         self.capacity.bound = bound
 
     @property
@@ -104,7 +99,6 @@ class VLLMEngine:
 
     @property
     def cache_dtype(self) -> str:
-        """The dtype of its keys and values."""
         return self.capacity.cache_dtype
 
     def start_or_do_without(self) -> None:
@@ -118,8 +112,8 @@ class VLLMEngine:
             # again, but not in the handler: the error's traceback keeps alive what was made
 
     def does_without(self, error: Exception) -> bool:
-        """Return whether vLLM did not start because of what can be left out: sleep, where the driver or this vLLM has
-        no memory pool for it, or routes."""
+        """Return whether vLLM did not start because of what can be left out: sleep, where there is no memory pool for
+        it, or routes."""
         if self.sleeps and vllm_pool.is_missing(error):
             self.sleeps = False
             self.sampling_weights = self.sampling_weights if self.eager else FOUR
@@ -134,18 +128,17 @@ class VLLMEngine:
         return False
 
     def start(self) -> None:
-        """Make vLLM's engine around the trainer's tensors."""
         if not PROCESS.clean:
             vllm_pool.reset()
         vllm_capacity.check_room(self.policy.device, self.capacity.cache)
         PROCESS.clean = not self.on_card  # until it has started: a start that fails leaves the pool as it is
         room = vllm_pool.room_for(self.sampling_weights, self.eager)
         with torch.inference_mode(False):
-            self.loan = Loan(self.policy.base, self.policy.device, self.adapter, self.copy, room)
+            self.loan = Loan(self.policy.base, self.policy.device, self.adapter, room)
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.loan):
             vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:
-                with undisturbed(self.policy.device):
+                with random_states_kept(self.policy.device):
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
                         self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps,
                         self.tells_routes))
@@ -162,10 +155,8 @@ class VLLMEngine:
         self.ending = weakref.finalize(self, end, self.llm, self.loan)
         PROCESS.engine = weakref.ref(self)
 
-    def generate(
-        self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> list[list[Rollout]]:
+    def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
+                 meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """n rollouts of each prompt. If vLLM dies, a new one is made once and samples what is missing; a second death
         raises, and so does a call that cannot be right. If memory runs out (in waking too), a new one is made with a
         smaller cache: see `Capacity.lower`."""
@@ -174,36 +165,34 @@ class VLLMEngine:
             return []
         waiting = len(prompts) * params.n > self.slots
         call = Prompts(prompts, self.sampling(params), on_group, meanwhile, self.expected if waiting else None)
-        with undisturbed(self.policy.device):
-            self.in_less_memory(lambda: self.run_surely(call), call)
-        found = call.result()
-        for prompt, rollouts in zip(prompts, found, strict=True):
+        with random_states_kept(self.policy.device):
+            self.in_less_memory(lambda: self.run_with_restart(call), call)
+        groups = call.result()
+        for prompt, rollouts in zip(prompts, groups, strict=True):
             self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
-        return found
+        return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""
         self.check_open()
-        call = Turns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
-        self.in_less_memory(lambda: self.run_surely(call), call)
+        call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
+        self.in_less_memory(lambda: self.run_with_restart(call), call)
 
-    def sampling(self, params: SamplingParams) -> Sampling:
-        """Return vLLM's sampling parameters of a call."""
-        return Sampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
+    def sampling(self, params: SamplingParams) -> CallSampling:
+        return CallSampling(params, self.max_seq_length, self.policy.head.weight.shape[0], self.eos_ids, self.tokenizer,
                         self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
-        """Repeat the attempt, each time with less, until memory has room for it. An error of the caller's own ends it,
-        also where memory ran out there."""
-        while isinstance(shortage := tried(attempt, self.policy.device), Shortage):
+        """Repeat the attempt, each time with less, until memory has room for it. An error of the caller's own ends
+        it."""
+        while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
-            if not self.back_to_four(shortage):
+            if not self.fall_back_to_4bit(shortage):
                 self.capacity.lower(shortage, sampling=self.llm is not None and not self.asleep)
 
-    def back_to_four(self, shortage: Shortage) -> bool:
-        """Give up dequantized weights first where memory ran out beside them: whether there were any. The engine of
-        the next attempt computes with the 4-bit ones."""
+    def fall_back_to_4bit(self, shortage: OutOfMemory) -> bool:
+        """Give up dequantized weights first where memory ran out beside them; returns whether there were any."""
         if self.sampling_weights == FOUR:
             return False
         self.bound.note("sampling with weights in 16 bits", shortage,
@@ -223,7 +212,7 @@ class VLLMEngine:
         return (self.llm is None or self.unfinished
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
-    def run_surely(self, call: Prompts | Turns) -> None:
+    def run_with_restart(self, call: Prompts | OpenTurns) -> None:
         """`run` in an engine that is up to date, and once more in a new one if that dies."""
         if self.outdated:
             self.restart()  # a call that broke off would leave its sequences to the next one
@@ -241,19 +230,17 @@ class VLLMEngine:
 
     @property
     def unfinished(self) -> bool:
-        """Whether vLLM was stopped in the middle of a call."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def run(self, call: Prompts | Turns) -> None:
+    def run(self, call: Prompts | OpenTurns) -> None:
         """Run what is left of a call, with the policy as the trainer would compute with it now."""
         self.loan.check()
         self.wake()
         self.loan.fill_weights()
-        identity = self.loan.take(self.base)
-        version = self.policy_version if self.copy is None else self.copy.version
-        self.forget_prefixes(identity if identity == "base" else (identity, version))
-        self.pace.begin()
-        call.run(Steps(self.llm, self.pace), version)
+        identity = self.loan.use_policy(self.base)
+        self.forget_prefixes(identity if identity == "base" else (identity, self.policy_version))
+        self.pace.start_call()
+        call.run(Steps(self.llm, self.pace), self.policy_version)
 
     def forget_prefixes(self, identity: Hashable) -> None:
         """Drop cached prefixes that were computed with anything else than `identity`."""
@@ -272,14 +259,8 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Note the new version; nothing moves now. The next call drops what was cached with the old weights and copies
-        the adapter as it is then. Only a rollout copy takes over the adapter now (the same as `publish`). A closed
-        engine has nothing to forget."""
+        """Note the new version. The next call copies the adapter as it is then, and drops what the old one cached."""
         self.policy_version = policy_version
-        if self.llm is not None:
-            self.loan.publish(policy_version)
-
-    publish = on_policy_update
 
     def sleep(self) -> None:
         """Free dequantized weights, and on a card the key-value cache (the other weights are not vLLM's). vLLM cannot
@@ -308,7 +289,6 @@ class VLLMEngine:
         self.asleep, self.kv_bytes, self.prefixes = False, self.cache, None  # the cache came back empty
 
     def restart(self) -> None:
-        """Make vLLM anew around the same tensors."""
         self.close()
         self.start_or_do_without()
 
@@ -321,6 +301,5 @@ class VLLMEngine:
         free(self.policy.device)
 
     def check_open(self) -> None:
-        """Raise EngineUnavailableError after `close`."""
         if self.llm is None:
             raise EngineUnavailableError("this engine was closed; make a new one")

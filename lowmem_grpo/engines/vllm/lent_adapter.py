@@ -1,13 +1,11 @@
 """The adapter that an engine samples with: which one the trainer would use now, and its numbers in fixed places.
 
-An engine reads the same tensors in every call: slots in its compute dtype, those of one layer side by side, so that no
-token needs a cast or a concatenation. We fill the slots before each call: with the active adapter, with another one,
-or with zeros for the base model. That takes 2 bytes for each number of the adapter, copied once a call.
+An engine reads the same tensors in every call: slots in its compute dtype, those of one layer side by side. We fill
+them before each call: with the active adapter, another one, or zeros for the base model.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -35,14 +33,13 @@ def active_in(modules: Mapping[str, Any]) -> ActiveAdapter:
                           "model.set_adapter(NAME)")
     off = {path: bool(module.disable_adapters) for path, module in modules.items() if active_names(module)}
     if len(set(off.values())) > 1:
-        one = next(path for path, value in off.items() if value)
-        raise BorrowError(f"the adapter is turned off in some layers ({one}) and not in others; an engine samples with "
-                          "all of them or with none")
+        layer = next(path for path, value in off.items() if value)
+        raise BorrowError(f"the adapter is turned off in some layers ({layer}) and not in others; an engine samples "
+                          "with all of them or with none")
     return ActiveAdapter(next(iter(names), None), True in off.values())
 
 
 def active_names(module: Any) -> list[str]:
-    """The active adapters that a module has."""
     held = getattr(module, "lora_A", {})
     return [name for name in getattr(module, "active_adapters", []) if name in held]
 
@@ -123,7 +120,6 @@ def form(lora: LoRA | None) -> tuple[Any, ...] | None:
 
 
 def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None, LoRA | None]]:
-    """(layer, target, source) of each module."""
     for layer, loras in targets.items():
         for target, source in zip(loras, sources[layer], strict=True):
             yield layer, target, source
@@ -132,96 +128,45 @@ def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None,
 class AdapterCopy:
     """An adapter's numbers as an engine reads them: in its dtype, side by side, in places that never move.
 
-    With one slot, each call samples with the adapter as it is when the call begins. With two, `publish` fills the
-    second slot and the next call begins with that, so that one version is sampled with while the next is trained. The
-    slots are made before an engine starts, because vLLM owns what is allocated while it loads a model and may move it
-    away.
+    Each call samples with the adapter as it is when the call begins. Room is made before an engine starts, because vLLM
+    owns, and may move, what is allocated while it loads a model.
     """
 
-    def __init__(
-        self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device, published: bool = False
-    ) -> None:
-        """Make room for `loras`, and with `published` also for a second slot: the last version given to `publish`."""
+    def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for `loras`."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
-        self.rooms = [torch.zeros(size, dtype=dtype, device=device) for _ in range(1 + published)]
-        self.taken = 0
-        self.slots: list[dict[str, list[LoRA | None]]] = [{} for _ in self.rooms]
-        self.version = 0  # that is sampled with
-        self.adopted = 0  # how often that has changed
-        self.next_version: int | None = None  # that was published since
-        self.lock = Lock()
-
-    @property
-    def sampled(self) -> Loras:
-        """The LoRAs that are sampled with."""
-        return self.slots[0]
-
-    @property
-    def is_published(self) -> bool:
-        """Whether only `publish` changes what is sampled with."""
-        return len(self.slots) > 1
+        self.room, self.taken = torch.zeros(size, dtype=dtype, device=device), 0
+        self.sampled: dict[str, list[LoRA | None]] = {}  # what is sampled with, by layer
 
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
         """The tensors of a layer that are sampled with; new ones begin with the values of `live`."""
         if layer not in self.sampled:
-            for slot, room in zip(self.slots, self.rooms, strict=True):
-                slot[layer] = self.carve(live, room)
-                fill({layer: slot[layer]}, {layer: live})
-            self.taken += sum(lora.a.numel() + lora.b.numel() for lora in live if lora is not None)
-        return self.slots[0][layer]
+            self.sampled[layer] = self.carve(live)
+            fill({layer: self.sampled[layer]}, {layer: live})
+        return self.sampled[layer]
 
-    def carve(self, live: Sequence[LoRA | None], room: Tensor) -> list[LoRA | None]:
+    def carve(self, live: Sequence[LoRA | None]) -> list[LoRA | None]:
         """Room for the LoRAs of one layer: first all the a, then all the b, side by side."""
-        present = [lora for lora in live if lora is not None]
-        places, start = [], self.taken
+        present, places = [lora for lora in live if lora is not None], list[Tensor]()
         for like in [*(lora.a for lora in present), *(lora.b for lora in present)]:
-            places.append(room[start : start + like.numel()].view(like.shape))
-            start += like.numel()
+            places.append(self.room[self.taken : self.taken + like.numel()].view(like.shape))
+            self.taken += like.numel()
         pairs = iter(zip(places[: len(present)], places[len(present) :], strict=True))
         return [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
 
-    def take(self, live: Loras) -> Hashable:
-        """Sample with `live`, or with what was published last; returns what identifies it, as far as we can tell.
-
-        We copy even if no tensor's version counter has moved: the optimizers of bitsandbytes write through addresses,
-        which no counter notices.
-        """
-        if self.is_published:
-            return self.adopt()
+    def use_adapter(self, live: Loras) -> Hashable:
+        """Sample with `live`; returns what identifies it, as far as we can tell. We copy in any case: the optimizers of
+        bitsandbytes write through addresses, which no version counter notices."""
         fill(self.sampled, live)
         tensors = [tensor for loras in live.values() for lora in loras if lora is not None
                    for tensor in (lora.a, lora.b)]
         return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in tensors))
 
     def substitute(self, other: Loras, name: str) -> None:
-        """Sample with another adapter, of at most this rank, until the next `take`."""
+        """Sample with another adapter, of at most this rank, until the next `use_adapter`."""
         check_fits(self.sampled, other, name)
         fill(self.sampled, other)
 
     def clear(self) -> None:
-        """Sample with the base model until the next `take`: all numbers of the adapter are zero."""
-        self.rooms[0].zero_()
-
-    def publish(self, live: Loras, version: int) -> None:
-        """Copy the values of `live` for the next `take`. With one slot nothing is done: each call copies them."""
-        if not self.is_published:
-            return
-        with self.lock:
-            fill(self.slots[1], live)
-            self.next_version = version
-            self.wait()
-
-    def adopt(self) -> Hashable:
-        """From now on, sample with what was published last."""
-        with self.lock:
-            self.rooms[0].copy_(self.rooms[1])
-            if self.next_version is not None:
-                self.version, self.next_version = self.next_version, None
-                self.adopted += 1
-            self.wait()
-        return "published", self.adopted
-
-    def wait(self) -> None:
-        """Wait until the copies are made, because the reader may use another stream."""
-        if self.rooms[0].is_cuda:
-            torch.cuda.current_stream(self.rooms[0].device).synchronize()
+        """Sample with the base model until the next `use_adapter`: all numbers of the adapter are zero."""
+        self.room.zero_()

@@ -1,14 +1,12 @@
 """The trainer's linear layers, experts and routers as another engine computes with them: on the same frozen tensors.
 
-An engine's layer may stand for several modules of the trainer side by side (qkv_proj for q_proj, k_proj, v_proj). Its
-output is the concatenation of theirs, with LoRA and biases, by one product where their weights lie side by side.
+An engine's layer may stand for several modules of the trainer (qkv_proj for q_proj, k_proj, v_proj): its output is
+theirs side by side, with LoRA and biases, by one product where their weights lie so. Everything goes through one opaque
+op, which an engine's compiler and CUDA graphs do not look into. A graph keeps addresses and what Python decided, so the
+op decides nothing: the same tensors hold the adapter's numbers or zeros.
 
-Everything goes through one opaque op, which an engine's compiler and CUDA graphs do not look into; the op finds its
-layer by name. A captured graph keeps the addresses of tensors and what Python decided during the capture. So the op
-decides nothing: it always applies the same tensors, which hold the adapter's numbers or zeros (lent_adapter.py).
-
-Of a mixture, the engine's own router chooses, from the logits of the trainer's, and the engine tells which experts each
-token took. Logits are given in float32, as the trainer takes the softmax in float32 as well.
+Of a mixture, the engine's own router chooses, from the trainer's logits in float32, and tells which experts tokens
+took.
 """
 
 from collections.abc import Sequence
@@ -19,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
 from lowmem_grpo.kernels.frozen import FrozenWeight, can_decode, decode, project
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
-from lowmem_grpo.kernels.opaque import opaque
 from lowmem_grpo.memory.families import FAMILIES, family_of, has_experts
 from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.fused_weights import joined, joined_weights
@@ -63,15 +61,12 @@ def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 class Product:
     """Matrices that lie side by side, or a single one: x (N, in) -> (N, sum of out), with biases and LoRA.
 
-    A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card:
-    x A^T, and one kernel for all the rest. `wide` is the same weight dequantized, if there is one; it takes a product,
-    x A^T, and one product for each B, and is for more than `few` rows.
+    A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card.
+    `wide` is the same weight dequantized, if there is one, for more than `few` rows.
     """
 
-    def __init__(
-        self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
+                 dtype: torch.dtype) -> None:
         self.weight, self.loras = weight, loras
         self.wide: Tensor | None = None
         self.few = 0  # rows up to which the codes are read all the same: a CUDA graph is of one number of rows
@@ -85,7 +80,6 @@ class Product:
         self.one_kernel = one_kind and not isinstance(weight, Tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, in) -> (N, out), with biases and adapters."""
         codes = self.wide is None or x.shape[0] <= self.few
         if self.one_kernel and codes:
             if isinstance(self.weight, NF4Weight):
@@ -103,20 +97,19 @@ class Product:
 
     @property
     def scale(self) -> float:
-        """The scale of every LoRA, where they have one."""
         return next(lora.scale for lora in self.loras if lora is not None)
 
 
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
-    """(sum of out,) in `dtype`, with zeros for a matrix without a bias; None if no matrix has one. It is a view of the
-    trainer's where these lie side by side, otherwise a copy, which is made once because they are frozen."""
-    given = [bias.detach() for bias in biases if bias is not None]
-    if not given:
+    """Return (sum of out,) in `dtype`, with zeros where a matrix has no bias; None if none has. A view of the trainer's
+    where these lie side by side, else a copy, made once because they are frozen."""
+    present = [bias.detach() for bias in biases if bias is not None]
+    if not present:
         return None
-    whole = joined(given) if len(given) == len(biases) else None
+    whole = joined(present) if len(present) == len(biases) else None
     if whole is not None and whole.dtype == dtype:
         return whole
-    return torch.cat([given[0].new_zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
+    return torch.cat([present[0].new_zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
                       for bias, size in zip(biases, features, strict=True)])
 
 
@@ -125,7 +118,7 @@ class BorrowedLinear:
     """Linear modules of the trainer (plain, 4-bit or FP8) on one input, with the LoRA tensors that are sampled with."""
 
     name: str  # the engine's name of the layer
-    modules: dict[str, nn.Module]  # of the trainer, by their path
+    modules: dict[str, nn.Module]  # the trainer's, by their path
     loras: list[LoRA | None]  # in `dtype`; all the a lie side by side, and so do the b
     dtype: torch.dtype  # that the engine computes in
     twice: bool = False  # the last module's output stands for two parts: keys that are the values too
@@ -140,7 +133,6 @@ class BorrowedLinear:
         LAYERS[self.name] = self
 
     def make_products(self, weights: Sequence[FrozenWeight]) -> list[Product]:
-        """One product if all weights lie side by side, otherwise one for each."""
         features = [weight.shape[0] for weight in weights]
         biases = [base_of(module).bias for module in self.modules.values()]
         whole = joined_weights(weights) if len(weights) > 1 else None
@@ -156,12 +148,12 @@ class BorrowedLinear:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the trainer that the products read, except adapters."""
-        found = []
+        tensors = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
-            found += [weight] if isinstance(weight, Tensor) else weight.tensors
-            found += [] if bias is None else [bias]
-        return found
+            tensors += [weight] if isinstance(weight, Tensor) else weight.tensors
+            tensors += [] if bias is None else [bias]
+        return tensors
 
     def check(self) -> None:
         """Raise BorrowError if a tensor has been moved, replaced or merged since."""
@@ -171,14 +163,12 @@ class BorrowedLinear:
         same_tensors(self.name, self.held, self.tensors())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in) -> (N, sum of out)."""
         outputs = [product.forward(x) for product in self.products]
         if self.twice:
             outputs.append(outputs[-1][:, -self.shapes[-1][0] :])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def close(self) -> None:
-        """Release the trainer's tensors, even if somebody still holds this object."""
         if LAYERS.get(self.name) is self:
             del LAYERS[self.name]
         self.modules, self.loras, self.products, self.held = {}, [], [], []
@@ -189,7 +179,7 @@ class BorrowedExperts:
     """The experts of one layer, and its router."""
 
     name: str  # the engine's name of the experts
-    path: str  # of the trainer's block
+    path: str  # the trainer's block
     block: Any  # RoutedBlock
     held: list[Tensor] = field(init=False)  # holding what was borrowed keeps its addresses from being reused
 
@@ -197,15 +187,15 @@ class BorrowedExperts:
         self.held = self.tensors()
 
     @classmethod
-    def of(cls, base: Any, prefix: str) -> "BorrowedExperts":
+    def from_model(cls, base: Any, prefix: str) -> "BorrowedExperts":
         """Those behind the engine's layer `prefix`; BorrowError where the trainer has no block of ours there."""
         path = prefix.rpartition(".")[0]
-        try:
-            block = base.get_submodule(path)
-        except AttributeError:
-            block = None
+        block = dict(base.named_modules()).get(path)
         if not isinstance(block, RoutedBlock):
-            raise no_experts(f"{type(base).__name__} ({prefix})")
+            lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
+            raise BorrowError(f"{type(base).__name__} ({prefix}) is a mixture of experts that is not shared with vLLM, "
+                              f"which would allocate its experts a second time, in 16 bits; those of {lent} are "
+                              f"shared. {OTHER_ENGINE}")
         return cls(prefix, path, block)
 
     @property
@@ -215,37 +205,27 @@ class BorrowedExperts:
         return experts, width, inner, k
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the trainer that is read."""
         stacks = (self.block.experts.gate_up_proj.frozen, self.block.experts.down_proj.frozen)
         return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
 
     def check(self) -> None:
-        """Raise BorrowError if a tensor has been moved or replaced since."""
         same_tensors(self.name, self.held, self.tensors())
 
     @torch.no_grad()
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """(T, D), from x (T, D), and of each token the experts (T, k) and the values of their gates (T, k)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        found: Tensor = self.block.experts(x, ids, weights.to(wide))
-        return found
+        y: Tensor = self.block.experts(x, ids, weights.to(wide))
+        return y
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """(T, E) float32, of the router."""
-        found: Tensor = self.block.logits(x).float()
-        return found
+        logits: Tensor = self.block.logits(x).float()
+        return logits
 
     def close(self) -> None:
-        """Release the trainer's tensors, even if somebody still holds this object."""
         self.block, self.held = None, []
-
-
-def no_experts(name: str) -> BorrowError:
-    """For a mixture whose experts we do not lend."""
-    lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
-    return BorrowError(f"{name} is a mixture of experts that is not shared with vLLM, which would allocate its experts "
-                       f"a second time, in 16 bits; those of {lent} are shared. {OTHER_ENGINE}")
 
 
 def weight_of(path: str, module: Any) -> FrozenWeight:
@@ -255,18 +235,17 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
         raise BorrowError(f"{path} is a {type(base).__name__}; expected a torch.nn.Linear or one of bitsandbytes. "
                           f"{OTHER_ENGINE}")
     try:
-        found = held_weight(base)
+        weight = held_weight(base)
     except ValueError as error:
         raise BorrowError(f"{path}: {error}. {ADVICE}") from error
-    if found.dtype not in DTYPES:
-        raise BorrowError(f"{path} has weights of {found.dtype}; expected one of {DTYPES}, 4 bits of bitsandbytes or "
+    if weight.dtype not in DTYPES:
+        raise BorrowError(f"{path} has weights of {weight.dtype}; expected one of {DTYPES}, 4 bits of bitsandbytes or "
                           f"FP8. {OTHER_ENGINE}")
-    return found.detach() if isinstance(found, Tensor) else found
+    return weight.detach() if isinstance(weight, Tensor) else weight
 
 
-def same_tensors(name: str, held: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """Raise BorrowError if the tensors that are there now are not those that were borrowed."""
-    places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, found)]
+def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+    places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, now)]
     if places[0] != places[1]:
         raise BorrowError(
             f"{name}: the trainer's tensors were moved or replaced while an engine samples with them. {ADVICE}"
@@ -274,11 +253,10 @@ def same_tensors(name: str, held: Sequence[Tensor], found: Sequence[Tensor]) -> 
 
 
 def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
-    """x (..., in) -> (..., out_features) by the trainer's modules of `layer`."""
     with torch.no_grad():
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 
 
-borrowed_linear = opaque(
+borrowed_linear = custom_op(
     "borrowed_linear", linear_by_name, fake=lambda x, out_features, _: x.new_empty(*x.shape[:-1], out_features)
 )

@@ -20,10 +20,9 @@ from lowmem_grpo.engines.vllm.lent_layers import (
 )
 from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights, few_rows
 from lowmem_grpo.kernels.lora import LoRA
-from lowmem_grpo.memory.bounds import is_out_of_memory
 from lowmem_grpo.memory.families import FUSED_GATE_UP, family_of
+from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.experts import RoutedBlock
-from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +30,16 @@ logger = logging.getLogger(__name__)
 class Loan:
     """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
 
-    base: the trainer's transformers model, with peft's layers in place. adapter: the name of the one to sample with;
-    None takes the active one. copy: the slots to sample from, if they should outlive this object; None makes one slot.
-    room: where dequantized 4-bit weights lie while the engine samples; None computes with the 4-bit ones.
+    `base` has peft's layers in place. `adapter` None takes the active one. `room`: where dequantized weights lie while
+    the engine samples; None computes with the codes.
     """
 
-    def __init__(
-        self, base: Any, device: torch.device, adapter: str | None = None, copy: AdapterCopy | None = None,
-        room: Room | None = None,
-    ) -> None:
+    def __init__(self, base: Any, device: torch.device, adapter: str | None = None, room: Room | None = None) -> None:
         self.base, self.device, self.room = base, device, room
         self.wide: SamplingWeights | None = None
         self.dtype = base.get_input_embeddings().weight.dtype  # that the engine computes in
         self.adapter = adapter or active_adapter(base)
-        self.copy = copy or AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
+        self.copy = AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
         self.row = family_of(base.config)
         stored = () if self.row is None else self.row.buffers
         self.buffers = [name for name, _ in base.named_buffers() if name.rpartition(".")[2] in stored]
@@ -68,9 +63,8 @@ class Loan:
         return self.linears[prefix]
 
     def routed(self, prefix: str) -> BorrowedExperts:
-        """The trainer's block behind the engine's experts `prefix`, or behind their router."""
-        found = BorrowedExperts.of(self.base, prefix)
-        return self.experts.setdefault(found.path, found)
+        experts = BorrowedExperts.from_model(self.base, prefix)
+        return self.experts.setdefault(experts.path, experts)
 
     def is_router(self, prefix: str) -> bool:
         """Return whether the engine's linear layer `prefix` is the router of a block with experts."""
@@ -78,7 +72,6 @@ class Loan:
         return name == "gate" and isinstance(dict(self.base.named_modules()).get(parent), RoutedBlock)
 
     def lacks(self, path: str) -> bool:
-        """Return whether the trainer has nothing at `path`."""
         parent, _, name = path.rpartition(".")
         return getattr(self.base.get_submodule(parent), name, None) is None
 
@@ -91,11 +84,10 @@ class Loan:
                               f"for. {OTHER_ENGINE}") from error
 
     def embedding(self, prefix: str, head: bool) -> nn.Module:
-        """The trainer's input embedding, or its output head."""
         module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
         other = None if head or not prefix or self.lacks(prefix) else self.base.get_submodule(prefix)
         module = other if isinstance(other, nn.Embedding) else module  # a family may have a second table
-        name = next(path for path, found in self.base.named_modules() if found is module)
+        name = next(path for path, own in self.base.named_modules() if own is module)
         if hasattr(module, "base_layer") or (prefix and not head and prefix != name):
             raise BorrowError(f"the engine's {prefix} is not the trainer's plain embedding {name} "
                               f"({type(module).__name__}). {OTHER_ENGINE}")
@@ -103,8 +95,8 @@ class Loan:
         return module
 
     def parameter(self, name: str, like: Tensor) -> Tensor:
-        """The trainer's tensor of that name, as a replacement for the engine's `like`. A vector that the engine wants
-        in float32 (decays of a gated delta net) is copied: it is frozen, and a few numbers."""
+        """The trainer's tensor of that name, in place of the engine's `like`. A vector that the engine wants in float32
+        (decays of a gated delta net) is copied: it is frozen, and a few numbers."""
         theirs = next(iter(tensor_at(self.base, name)), None)
         if theirs is not None and theirs.ndim == 1 and like.dtype == torch.float32:
             self.others[name] = theirs.detach()
@@ -155,54 +147,40 @@ class Loan:
             experts.check()
         for name, tensor in self.others.items():
             same_tensors(name, [tensor], tensor_at(self.base, name))
-        if not self.copy.is_published:
-            adapters.check_same(self.copy.sampled, self.loras(self.adapter), str(self.adapter))
-
-    def publish(self, version: int) -> None:
-        """Copy the adapter as it is now into the second slot, if there is one."""
-        if self.copy.is_published:
-            live = self.loras(self.adapter)
-            adapters.check_same(self.copy.sampled, live, str(self.adapter))
-            self.copy.publish(live, version)
+        adapters.check_same(self.copy.sampled, self.loras(self.adapter), str(self.adapter))
 
     def fill_weights(self) -> None:
-        """Dequantize what sleeping threw away."""
         if self.wide is not None:
             self.wide.fill()
 
     def drop_weights(self) -> None:
-        """Release dequantized weights, before training or sleep."""
         if self.wide is not None:
             self.wide.drop()
 
     def loras(self, name: str | None) -> Loras:
-        """The trainer's own LoRAs of that name."""
         return {prefix: [lora_of(path, module, name) for path, module in linear.modules.items()]
                 for prefix, linear in self.linears.items()}
 
-    def take(self, base_model: bool) -> Hashable:
+    def use_policy(self, base_model: bool) -> Hashable:
         """From now on compute what the trainer would compute now, or the base model; returns what identifies it."""
         active = adapters.active_in(self.modules())
         if base_model or active.off or active.name is None:
             self.copy.clear()
             return "base"
         if active.name == self.adapter:
-            return self.copy.take(self.loras(active.name))
+            return self.copy.use_adapter(self.loras(active.name))
         self.copy.substitute(self.loras(active.name), active.name)
         return object()  # equal to nothing else, because we do not track these values
 
     def modules(self) -> dict[str, nn.Module]:
-        """Every borrowed linear module, by its path."""
         return {path: module for linear in self.linears.values() for path, module in linear.modules.items()}
 
     def close(self) -> None:
-        """Release the trainer's tensors, and the room for dequantized ones."""
         self.drop_weights()
         self.wide = self.room = None
-        for linear in self.linears.values():
-            linear.close()
-        for experts in self.experts.values():
-            experts.close()
+        parts: list[BorrowedLinear | BorrowedExperts] = [*self.linears.values(), *self.experts.values()]
+        for part in parts:
+            part.close()
         self.linears.clear()
         self.experts.clear()
         self.others.clear()
@@ -210,10 +188,10 @@ class Loan:
 
 def adapted(base: nn.Module) -> dict[str, Any]:
     """The modules that have adapters, by their path; BorrowError if one is not LoRA."""
-    found = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
-    for path, module in found.items():
+    modules = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
+    for path, module in modules.items():
         adapters.check_kind(path, module, None)
-    return found
+    return modules
 
 
 def active_adapter(base: nn.Module) -> str | None:
@@ -222,15 +200,8 @@ def active_adapter(base: nn.Module) -> str | None:
 
 
 def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
-    """All LoRAs of that name in a model."""
-    found = [lora_of(path, module, name) for path, module in adapted(base).items()]
-    return [lora for lora in found if lora is not None]
-
-
-def copy_to_publish(policy: Policy, adapter: str | None) -> AdapterCopy:
-    """Two slots, which a restarted engine takes over: what was published stays published."""
-    with torch.inference_mode(False):
-        return AdapterCopy(loras_of(policy.base, adapter), policy.head.weight.dtype, policy.device, published=True)
+    loras = [lora_of(path, module, name) for path, module in adapted(base).items()]
+    return [lora for lora in loras if lora is not None]
 
 
 def tensor_at(base: nn.Module, name: str) -> list[Tensor]:

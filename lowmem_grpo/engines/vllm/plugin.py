@@ -1,9 +1,8 @@
-"""How vLLM is made to compute with the trainer's tensors: a quantization method and a model loader, both registered.
+"""vLLM computes with the trainer's tensors by a quantization method and a model loader, both registered.
 
-vLLM asks the quantization config for a method for each linear layer, embedding and head; ours makes no weights and
-computes with the trainer's. Then vLLM asks the loader for the rest; ours points each remaining parameter (the norms) at
-the trainer's storage. We copy no weight and change nothing of vLLM. Both registries are public and the same in all
-versions that `installed.py` allows.
+vLLM asks the quantization config for a method for each linear layer, embedding and head, and ours make no weights; then
+the loader points each remaining parameter (the norms) at the trainer's storage. No weight is copied, and nothing of
+vLLM is changed. Both registries are public and the same in all versions that `installed.py` allows.
 """
 
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ __all__ = [
     "LLM", "NAME", "SamplingParams", "check_architecture", "check_cache_dtype", "check_routes",
     "cleanup_dist_env_and_memory", "envs", "lending",
 ]
-NAME = "lowmem_grpo"  # of the quantization method and of the load format
+NAME = "lowmem_grpo"  # the quantization method and the load format
 EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's layer of experts; older versions have another
 ROUTES = "enable_return_routed_experts"
 LENT: list[Loan] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name
@@ -50,7 +49,6 @@ LENT: list[Loan] = []  # the loan that vLLM's registries serve now, because vLLM
 
 @contextmanager
 def lending(loan: Loan) -> Iterator[None]:
-    """Inside, `loan` provides what vLLM loads in this format."""
     LENT.append(loan)
     try:
         yield
@@ -66,11 +64,8 @@ def current() -> Loan:
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError where vLLM has no model of that name.
-
-    The model is registered again as a class: otherwise vLLM starts a process that imports it (about 8 s, once for each
-    architecture and machine), only to keep this one free of CUDA, which it holds anyway.
-    """
+    """Raise BorrowError where vLLM has no model of that name. It is registered again as a class: otherwise vLLM starts
+    a process that imports it (about 8 s), only to keep this one free of CUDA, which it holds anyway."""
     known = ModelRegistry.models.get(name)
     if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
@@ -85,48 +80,45 @@ def check_cache_dtype(name: str) -> None:
                           f"{', '.join(kinds) or 'no such setting'}). {IN_16_BITS}, or install vLLM 0.32")
 
 
-class BorrowedLinearMethod(LinearMethodBase):
+class NoWeights:
+    """A method that creates nothing: the weights are the trainer's."""
+
+    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
+        """Create nothing."""
+
+
+class BorrowedLinearMethod(NoWeights, LinearMethodBase):
     """A linear layer without weights, which computes with the trainer's, LoRA and bias included."""
 
     def __init__(self, linear: BorrowedLinear) -> None:
         self.name, self.out_features = linear.name, linear.out_features
 
-    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
-        """Nothing to create: they are the trainer's."""
-
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return borrowed_linear(x, self.out_features, self.name)  # the trainer's bias is included
 
 
-class BorrowedRouterMethod(LinearMethodBase):
+class BorrowedRouterMethod(NoWeights, LinearMethodBase):
     """The router of a layer with experts: float32 logits, from which vLLM's own chooses."""
 
     def __init__(self, experts: BorrowedExperts) -> None:
         self.experts = experts
 
-    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
-        """Nothing to create: they are the trainer's."""
-
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.experts.logits(x)
 
 
-class BorrowedExpertsMethod(fused_moe.FusedMoEMethodBase):
+class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
     """Experts without weights, which computes with the trainer's, by the trainer's own operation."""
 
     def __init__(self, experts: BorrowedExperts, moe: Any) -> None:
         super().__init__(moe)
         self.experts = experts
 
-    def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
-        """Nothing to create: they are the trainer's."""
-
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         """Return the settings of vLLM's own kernels, which do not run here."""
 
-    def apply(
-        self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **options: Any
-    ) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any,
+              **options: Any) -> Tensor:
         return self.experts.forward(x, topk_ids, topk_weights)
 
 
@@ -242,7 +234,7 @@ class BorrowedLoader(BaseModelLoader):
         return super().load_model(vllm_config, model_config, prefix)
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing to fetch."""
+        """Fetch nothing."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         loan = current()

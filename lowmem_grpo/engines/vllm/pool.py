@@ -1,15 +1,15 @@
 """vLLM's memory pool, which sleep unmaps and waking maps again at the same addresses: what to do when it runs out of
 memory, and a buffer of our own in it.
 
-The pool (CUDA's virtual memory, `csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what
-is not mapped sets it, and later allocations then return nothing, or leak. So after a shortage we leave all of the pool
-mapped, or none of it, and clear its error. It records a segment before it maps it and keeps the record where mapping
-fails, so it looks in use: we drop such records. The pool holds tagged segments. `sleep(level=1)` copies those tagged
-"weights" to the host and drops the rest, so a buffer under a tag of ours costs nothing while it sleeps.
+The pool (`csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what is not mapped sets it,
+and later allocations then return nothing, or leak. So after a shortage we leave all of the pool mapped, or none of it,
+and clear its error. Where mapping a segment fails, its record stays and looks in use: we drop such records.
+`sleep(level=1)` copies segments tagged "weights" to the host and drops the rest, so a buffer under a tag of ours costs
+nothing.
 
-torch keeps a workspace of its library for products (32 MiB on an H100) for each stream that one ran on, and that of a
-stream on which graphs were recorded lies in the memory of these graphs. It outlives them, and torch then refuses to
-record the graphs of another engine there ("use_count > 0 INTERNAL ASSERT FAILED"). So an engine that ends drops them.
+torch keeps a workspace for products for each stream; that of a stream on which graphs were recorded lies in their
+memory, outlives them, and torch then refuses to record another engine's graphs there ("use_count > 0 INTERNAL ASSERT
+FAILED"). So an engine that ends drops them.
 
 None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33, and ran it on an H100
 (vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
@@ -39,7 +39,7 @@ ALLOCATOR = "vllm.device_allocator.cumem"
 CLEAR = "_cuda_clearCublasWorkspaces"  # torch._C has it
 EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
 CHECKED = ((0, 26), (0, 33))  # first and last version
-TAG = "sampling_weights"  # of segments whose contents may be dropped
+TAG = "sampling_weights"  # names segments whose contents may be dropped
 SEGMENT = 32 << 20  # bytes: torch gives 10 MiB or more a segment of its own, in steps of 2 MiB, with nothing left over
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
@@ -47,8 +47,7 @@ MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether vLLM did not start because it lacks its pool: the build has none, the driver has no virtual
-    memory, or the pool is still in use."""
+    """Return whether vLLM did not start because its pool is not in the build or the driver, or is still in use."""
     return any(words in str(error) for words in MISSING)
 
 
@@ -59,7 +58,7 @@ def unmap(llm: Any) -> None:
         llm.collective_rpc("sleep", kwargs={"level": 1})
 
 
-def woken(llm: Any) -> bool:
+def wake_if_room(llm: Any) -> bool:
     """Wake an engine before it ends, if memory has room for it; returns whether it is awake."""
     if not llm.llm_engine.is_sleeping():
         return True
@@ -96,16 +95,15 @@ def reset() -> None:
 
 
 def drop_records_of_failures(allocator: Any) -> None:
-    """Drop what the pool still records and torch does not hold. vLLM starts no engine while there is a record, and
-    sleep would unmap what was never mapped."""
+    """Drop what the pool still records and torch does not hold: no engine starts while there is a record."""
     held = {segment["address"] for segment in torch.cuda.memory_snapshot()} if torch.cuda.is_available() else set()
     for address in allocator.pointer_to_data.keys() - held:
         del allocator.pointer_to_data[address]
 
 
 def forget(extension: Any) -> None:
-    """Clear the extension's error. Its own calls clear it when they raise it, so we make one that fails: unmapping
-    nothing. A driver that accepts it goes on to release the handle, so we pass one that refers to nothing."""
+    """Clear the extension's error, by a call that fails: unmapping nothing. A driver that accepts it goes on to release
+    the handle, so we pass one that refers to nothing."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
@@ -117,9 +115,8 @@ def pool() -> Any:
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM, under either name."""
-    found = installed()
-    return "0" if found is None else found[1]
+    package = installed()
+    return "0" if package is None else package[1]
 
 
 def why_not() -> str | None:
@@ -134,13 +131,13 @@ def why_not() -> str | None:
 
 
 class SleepingRoom:
-    """One buffer in vLLM's pool, which lives as long as the engine; made while vLLM loads the model."""
+    """A buffer in vLLM's pool, which lives as long as the engine; made while vLLM loads the model."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None  # bytes
 
-    def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numbers,), always at the same address. Raises BorrowError if the pool is not as we read it in the source."""
+    def __call__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return (numbers,), always at the same address. BorrowError if the pool is not as we read it in the source."""
         size = numbers * dtype.itemsize
         if self.buffer is None:
             self.buffer = made_in_pool(-(-size // SEGMENT) * SEGMENT, device)
@@ -156,8 +153,8 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     segment = allocator.pointer_to_data.get(buffer.data_ptr())
     if segment is None or (segment.tag, segment.handle[1]) != (TAG, size):
-        found = "none" if segment is None else f"{segment.handle[1]:,} bytes tagged {segment.tag!r}"
-        raise BorrowError(f"vLLM's memory pool gave no segment of {size:,} bytes tagged {TAG!r}, but {found}. {ADVICE}")
+        got = "none" if segment is None else f"{segment.handle[1]:,} bytes tagged {segment.tag!r}"
+        raise BorrowError(f"vLLM's memory pool gave no segment of {size:,} bytes tagged {TAG!r}, but {got}. {ADVICE}")
     return buffer
 
 
@@ -179,4 +176,4 @@ def room_for(form: str, eager: bool) -> wide.Room | None:
     """Return the memory for dequantized weights. CUDA graphs need addresses that last, which vLLM's pool has."""
     if form == FOUR:
         return None
-    return wide.PlainRoom() if eager else SleepingRoom()
+    return wide.new_buffer if eager else SleepingRoom()

@@ -1,7 +1,7 @@
 """What vLLM changes in the process it runs in, and how we put it back; and the one engine that a process can have.
 
-When it starts, vLLM seeds every random generator of the process, hooks torch.distributed into tracebacks, and freezes
-every object against garbage collection. Its import keeps the errors of imports that failed.
+When it starts, vLLM seeds every random generator, hooks torch.distributed into tracebacks, and freezes every object
+against garbage collection. Its import keeps the errors of imports that failed.
 """
 
 import gc
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def random_states_kept(device: torch.device) -> Iterator[None]:
     """Whatever happens inside, the random states of Python, numpy and torch (CPU and `device`) are as before."""
     states, hook = (random.getstate(), np.random.get_state()), sys.excepthook
     try:
-        with torch_undisturbed(device):
+        with torch_states_kept(device):
             yield
     finally:
         random.setstate(states[0])
@@ -38,14 +38,14 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def torch_undisturbed(device: torch.device) -> AbstractContextManager[None]:
+def torch_states_kept(device: torch.device) -> AbstractContextManager[None]:
     """The same for torch's random states, the only ones that a step of the engine changes."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def import_from_a_thread() -> None:
-    """Import vLLM on a stack of its own. It keeps the errors of imports that failed, and each error keeps the frames
-    of all callers: a model that is a local variable of one of these could never be freed."""
+    """Import vLLM on a stack of its own: it keeps errors of failed imports, and these the frames of all callers, with
+    what is local there."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         thread.submit(import_plugin).result()
 
@@ -62,17 +62,9 @@ def collectable() -> Iterator[None]:
             gc.unfreeze()
 
 
-class Open(Protocol):
-    """An engine, as far as its end is concerned."""
-
-    llm: Any  # vLLM's; None once it is closed
-
-
 @dataclass
 class Process:
-    """The state that a process has once."""
-
-    engine: "weakref.ref[Open] | None" = None  # the one that is open
+    engine: "weakref.ref[Any] | None" = None  # the VLLMEngine that is open
     clean: bool = True  # whether vLLM's memory pool can serve another engine as it is
 
 
@@ -80,13 +72,11 @@ PROCESS = Process()
 
 
 def living() -> Any:
-    """The open VLLMEngine of this process, or None."""
     engine = None if PROCESS.engine is None else PROCESS.engine()
     return engine if engine is not None and engine.llm is not None else None
 
 
 def check_alone() -> None:
-    """Raise EngineUnavailableError where another engine is open."""
     if living() is not None:
         gc.collect()  # it may be unreachable already
     if living() is not None:
@@ -98,7 +88,7 @@ def end(llm: Any, loan: Loan) -> None:
     is unmapped already, and the pool fails if it unmaps it again, so we wake it first where memory has room."""
     loan.close()
     try:
-        PROCESS.clean = vllm_pool.woken(llm)
+        PROCESS.clean = vllm_pool.wake_if_room(llm)
         llm.llm_engine.engine_core.shutdown()
     except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
         PROCESS.clean = False

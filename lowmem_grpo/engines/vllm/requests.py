@@ -1,12 +1,9 @@
 """What vLLM is asked for, prompts or turns of a conversation, its steps, and its outputs as rollouts.
 
-`LLM.generate` returns when all requests are finished. To report each prompt as soon as it is finished, to let turns
-enter meanwhile, and to measure each step, we use the two public methods that it consists of: `LLM.enqueue` and
-`LLMEngine.step`. Both have this form in vLLM 0.26 to 0.33.
-
-`LLMEngine.step` tells only which requests have ended. How many run is asked of the scheduler, an object of vLLM's own
-in this process. Its method `get_request_counts` belongs to the interface that all of vLLM's schedulers have, but the
-way to it is not public, so it stands here and nowhere else.
+`LLM.generate` returns when all is finished. To report each prompt at once, to let turns enter, and to measure steps, we
+use the two public methods that it consists of: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26 to 0.33). How
+many sequences run is asked of the scheduler, by `get_request_counts`, which all of vLLM's schedulers have; the way to
+it is not public, so it stands here and nowhere else.
 """
 
 import math
@@ -19,11 +16,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Calls, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
-from lowmem_grpo.engines.expected import ExpectedLengths
 from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.vllm.process_state import torch_undisturbed
+from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
 
@@ -31,7 +27,7 @@ COLDEST = 0.01  # vLLM raises a lower temperature to this one
 
 
 @dataclass(frozen=True)
-class Sampling:
+class CallSampling:
     """vLLM's sampling options in one call of the engine."""
 
     params: SamplingParams
@@ -44,14 +40,24 @@ class Sampling:
 
     def settings(self, asked: list[Request]) -> list[Any]:
         """Return vLLM's own settings for each request; ValueError for what vLLM would change or cannot compute."""
-        check_temperature(self.params)
+        if 0 < (temperature := self.params.temperature) < COLDEST:
+            raise ValueError(f"temperature is {temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
         check_vocabulary([request.ids for request in asked], self.vocabulary)
-        budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in asked]
-        return settings_of(self.params, budgets, [request.seed for request in asked], self.eos_ids, self.make)
+        return [self.settings_of(request) for request in asked]
+
+    def settings_of(self, request: Request) -> Any:
+        """Return vLLM's settings for a request. We pass the end tokens; vLLM decodes text only for stop strings."""
+        params, budget = self.params, budget_of(request.ids, request.max_tokens, self.max_seq_length)
+        return self.make(
+            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
+            min_p=params.min_p or 0.0, max_tokens=budget, seed=request.seed, stop=params.stop_strings or None,
+            stop_token_ids=[*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)],
+            ignore_eos=True, include_stop_str_in_output=True, logprobs=0, detokenize=bool(params.stop_strings),
+            skip_special_tokens=False,
+        )
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """Return one completion of vLLM as a rollout, with the log-probability of each sampled token, and routes if
-        vLLM returned them."""
+        """Return a completion of vLLM as a rollout, with log-probabilities, and routes if vLLM returned them."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
@@ -65,13 +71,13 @@ class Sampling:
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
         """Return the routes of so many tokens; None where vLLM returned none. RuntimeError where they do not fit."""
-        given = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
-        if given is None:
+        experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
+        if experts is None:
             return None
-        if len(given) != tokens:
-            raise RuntimeError(f"vLLM returned the routes of {len(given)} tokens, and {tokens} ran; sample with "
+        if len(experts) != tokens:
+            raise RuntimeError(f"vLLM returned the routes of {len(experts)} tokens, and {tokens} ran; sample with "
                                'fast_inference="transformers", and report it with the version of vLLM')
-        small = given if given.dtype.itemsize == 1 else given.astype("int16")
+        small = experts if experts.dtype.itemsize == 1 else experts.astype("int16")
         return Routes((torch.from_numpy(small)[:, list(self.routed)],))
 
 
@@ -89,16 +95,13 @@ class Steps:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is anything to decode."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     @property
     def open(self) -> int:
-        """Sequences that are not finished."""
         return int(self.llm.llm_engine.get_num_unfinished_requests())
 
     def abort(self, numbers: list[str]) -> None:
-        """Take back requests, by their numbers."""
         if numbers:
             self.llm.llm_engine.abort_request(numbers)
 
@@ -128,7 +131,7 @@ class Steps:
 class Prompts(FinishedPrompts):
     """The prompts of one call of `generate`, and which of them are finished."""
 
-    def __init__(self, prompts: list[list[int]], sampling: Sampling, on_group: OnGroup | None,
+    def __init__(self, prompts: list[list[int]], sampling: CallSampling, on_group: OnGroup | None,
                  meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
         """With `expected` the prompts enter vLLM in its order. Their seeds follow from the given order."""
         super().__init__(len(prompts), on_group, meanwhile)
@@ -145,10 +148,10 @@ class Prompts(FinishedPrompts):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
                 steps.was_read(len(ids))
-                self.add(prompt, one_prompt([self.sampling.rollout(one, ids, version) for one in output.outputs], ids))
+                rollouts = [self.sampling.rollout(completion, ids, version) for completion in output.outputs]
+                self.add(prompt, one_prompt(rollouts, ids))
 
     def in_order(self) -> list[int]:
-        """Return the prompts that are missing, as they enter."""
         missing = self.missing
         if self.expected is None:
             return missing
@@ -166,14 +169,14 @@ class Prompts(FinishedPrompts):
                 self.between(steps.open)
 
 
-class Turns(Calls):
+class OpenTurns(Calls):
     """The turns of one call of `converse` that are asked for and not given yet, in the order in which they came."""
 
-    def __init__(self, conversation: Conversation, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, conversation: Conversation, sampling: CallSampling, device: torch.device) -> None:
         self.conversation, self.sampling, self.device = conversation, sampling, device
         self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
-        self.routes: dict[int, tuple[list[int], Routes]] = {}  # of the last turn of a key, and the tokens they are of
-        self.keys: dict[str, int] = {}  # of the open turns, by the number of vLLM's request
+        self.routes: dict[int, tuple[list[int], Routes]] = {}  # by key: the tokens that ran, and their routes
+        self.keys: dict[str, int] = {}  # the open turns, by the number of vLLM's request
 
     def run(self, steps: Steps, version: int) -> None:
         """Decode until the conversation has no more. Turns that were lost with another engine are asked for again;
@@ -182,17 +185,16 @@ class Turns(Calls):
         self.enter(steps, list(self.open.values()))
         try:
             while self.more(steps):
-                with torch_undisturbed(self.device):  # not the conversation, whose environments may draw numbers
+                with torch_states_kept(self.device):  # not the conversation, whose environments may draw numbers
                     outputs = steps.step()
                 for output in outputs:
-                    steps.was_read(self.give(output, version))
+                    steps.was_read(self.give_turn(output, version))
         except Exception:
             if self.failed_outside is not None:
                 steps.abort(list(self.keys))
             raise
 
     def more(self, steps: Steps) -> bool:
-        """Let the turns in that are ready now; whether there are turns to decode."""
         with self.outside_the_engine():
             asked = self.conversation.take(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
@@ -202,12 +204,11 @@ class Turns(Calls):
         return bool(self.open)
 
     def enter(self, steps: Steps, turns: list[tuple[Request, Any]]) -> None:
-        """Ask vLLM for these turns."""
         if turns:
             names = steps.enqueue([request.ids for request, _ in turns], [settings for _, settings in turns])
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
-    def give(self, output: Any, version: int) -> int:
+    def give_turn(self, output: Any, version: int) -> int:
         """Give a turn that is drawn; whatever happens then, it is not given again. Returns how many tokens of its
         prompt were computed."""
         key = self.keys.pop(number_of(output.request_id))
@@ -215,33 +216,17 @@ class Turns(Calls):
         cached = output.num_cached_tokens or 0
         with self.outside_the_engine():
             rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
-            self.go_on(request, rollout)
+            self.share_routes(request, rollout)
             self.conversation.give(key, rollout)
         return len(request.ids) - cached
 
-    def go_on(self, request: Request, rollout: Rollout) -> None:
+    def share_routes(self, request: Request, rollout: Rollout) -> None:
         """Let the routes of a turn share those of the last turn that it goes on from."""
         if rollout.routes is not None:
             ids, known = self.routes.get(request.key, ([], Routes(())))
             if request.ids[: len(ids)] == ids:
                 rollout.routes = known.then(rollout.routes)
             self.routes[request.key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
-
-
-def settings_of(
-    params: SamplingParams, budgets: list[int], seeds: list[int], eos_ids: list[int], make: Callable[..., Any]
-) -> list[Any]:
-    """Return vLLM's settings for each prompt. We pass the end tokens; vLLM decodes text only for stop strings."""
-    ending = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
-    return [
-        make(
-            n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
-            min_p=params.min_p or 0.0, max_tokens=budget, seed=seed, stop=params.stop_strings or None,
-            stop_token_ids=ending, ignore_eos=True, include_stop_str_in_output=True, logprobs=0,
-            detokenize=bool(params.stop_strings), skip_special_tokens=False,
-        )
-        for seed, budget in zip(seeds, budgets, strict=True)
-    ]
 
 
 def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) -> list[int]:
@@ -253,14 +238,8 @@ def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) 
 
 
 def number_of(name: str) -> str:
-    """Return the number of a request: vLLM appends a random ending to the name under which it keeps the request."""
+    """Return a request's number: vLLM appends a random ending to its name."""
     return name.partition("-")[0]
-
-
-def check_temperature(params: SamplingParams) -> None:
-    """Raise ValueError for a temperature that vLLM would silently change."""
-    if 0 < params.temperature < COLDEST:
-        raise ValueError(f"temperature is {params.temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
 
 
 def check_vocabulary(prompts: list[list[int]], size: int) -> None:

@@ -8,8 +8,8 @@ bits on a card, 32 for a float32 model.
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,34 +24,25 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.time_plan import faster_in_16_bit, rows_of_codes
-from lowmem_grpo.units import size_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 
 ALIGN = 128  # numbers: each group begins at a multiple
+# Memory for so many numbers, uninitialised; where CUDA graphs read it, it has the same addresses each time
+Room = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
-class Room(Protocol):
-    """The memory of the buffer."""
-
-    def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numbers,), uninitialised. Where CUDA graphs read it, it has the same addresses each time."""
-        ...
-
-
-class PlainRoom:
-    """A new tensor each time. It is freed when nobody holds it, so nothing may remember its address."""
-
-    def take(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numbers, dtype=dtype, device=device)
+def new_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new tensor each time. It is freed when nobody holds it, so nothing may remember its address."""
+    return torch.empty(numbers, dtype=dtype, device=device)
 
 
 class SamplingWeights:
     """The dequantized weights of an engine's quantized products, from `fill` to `drop`."""
 
-    def __init__(
-        self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room, few: int = 0
-    ) -> None:
+    def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room,
+                 few: int = 0) -> None:
         """They serve more than `few` rows; fewer are multiplied with the codes."""
         self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
         self.dtype, self.device, self.room, self.few = dtype, device, room, few
@@ -59,7 +50,6 @@ class SamplingWeights:
 
     @property
     def numbers(self) -> int:
-        """Weights in the buffer, with the gaps between groups."""
         return sum(aligned(math.prod(weight.shape)) for _, weight in self.pairs)
 
     @property
@@ -72,7 +62,7 @@ class SamplingWeights:
         if self.filled:
             return
         with torch.inference_mode(False):
-            buffer, start = self.room.take(self.numbers, self.dtype, self.device), 0
+            buffer, start = self.room(self.numbers, self.dtype, self.device), 0
             for product, weight in self.pairs:
                 size = math.prod(weight.shape)
                 product.few = self.few
@@ -89,7 +79,6 @@ class SamplingWeights:
 
 
 def aligned(numbers: int) -> int:
-    """The next multiple of ALIGN, at which another group may begin."""
     return -(-numbers // ALIGN) * ALIGN
 
 
@@ -100,17 +89,14 @@ def wide_bytes(policy: Policy) -> int:
     return sum(aligned(math.prod(shape)) for shape in shapes) * policy.head.weight.dtype.itemsize
 
 
-def choose(
-    asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int,
-    cache_dtype: str = AUTO,
-) -> tuple[str, int]:
+def choose(asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int,
+           cache_dtype: str = AUTO) -> tuple[str, int]:
     """The form to sample with, and the bytes that are left for the key-value cache.
 
-    `FOUR` is the form in which they are held, 4 bits or FP8. `kv_bytes` is the cache's size with it; unless the user
-    gave it, the dequantized weights take their room from it. If the user `asked` for no form, we dequantize only on a
-    card, only where the cache of `sequences` of `tokens` tokens still fits beside the weights (so that as many
-    sequences are decoded together), and only where the card's data sheet says that it decodes faster. Raises
-    ValueError for a model that is not quantized.
+    `FOUR` is the form in which weights are held, 4 bits or FP8, and `kv_bytes` the cache's size with it; dequantized
+    ones take their room from it, unless the user gave it. If no form is `asked`, we dequantize only on a card whose
+    data sheet says that it decodes faster, and where the cache of `sequences` of `tokens` tokens still fits. ValueError
+    for a model that is not quantized.
     """
     size = wide_bytes(policy)
     check_four_bit(asked, size > 0)
@@ -151,13 +137,12 @@ def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | N
     """Return the shape of a model, its card, and the form of its weights; None where no plan can be made for it."""
     form = FP8 if any(fp8_linears(base)) else NF4
     try:
-        shape = ModelShape.of(base.config)
+        shape = ModelShape.from_config(base.config)
     except ValueError:
         return None
     return shape, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, form
 
 
 def free_share(device: torch.device) -> int:
-    """Bytes of a card that may still be filled."""
     free, total = torch.cuda.mem_get_info(device)
     return free - int((1 - DEFAULT_SHARE) * total)

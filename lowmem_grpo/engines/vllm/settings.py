@@ -35,17 +35,17 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
         values["max_position_embeddings"] = max(max_seq_length, max(original, default=0) + 1)
     row = family_of(config)
     if row is not None and row.attention.stretched:  # vLLM reads it under another name
-        (given,) = rope
-        values["llama_4_scaling"] = {"beta": given["llama_4_scaling_beta"],
-                                     "original_max_position_embeddings": given["original_max_position_embeddings"]}
+        (scaling,) = rope
+        values["llama_4_scaling"] = {"beta": scaling["llama_4_scaling_beta"],
+                                     "original_max_position_embeddings": scaling["original_max_position_embeddings"]}
     type(config).from_dict(values).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
     """The rope parameters; one entry for each kind of layer where these differ."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return [found] if "rope_type" in found else [part for part in found.values() if isinstance(part, dict)]
+    settings = getattr(config, "rope_parameters", None) or {}
+    return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
 def on_card(policy: Policy) -> bool:
@@ -53,10 +53,8 @@ def on_card(policy: Policy) -> bool:
     return policy.device.type == "cuda"
 
 
-def llm_options(
-    policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
-    routes: bool = False,
-) -> dict[str, Any]:
+def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
+                routes: bool = False) -> dict[str, Any]:
     """The options of vLLM's `LLM`. `name` is that of our quantization method and loader; `routes`: whether vLLM returns
     which experts tokens took."""
     cache, sequences = capacity.cache, capacity.seqs
@@ -74,32 +72,30 @@ def llm_options(
 
 
 def memory_share(policy: Policy, budget: int) -> dict[str, float]:
-    """The share of the card that vLLM may ask for. vLLM checks that so much is free even where the cache has a size,
-    and its default share would count what the trainer holds."""
+    """The share of the card that vLLM may ask for; its default would count what the trainer holds."""
     if policy.device.type != "cuda":
         return {}
     return {"gpu_memory_utilization": budget / torch.cuda.mem_get_info(policy.device)[1]}
 
 
 def has_states(policy: Policy) -> bool:
-    """Return whether the model has gated delta nets. vLLM keeps their states of a prefix only where it may cut prompts,
-    which it must not on the CPU (`prefill`); on a card this was not tried."""
+    """Return whether the model has gated delta nets, whose states vLLM keeps only where it may cut prompts (see
+    `prefill`)."""
     family = family_of(policy.base.config)
     return family is not None and bool(family.delta_net)
 
 
-def block_size(policy: Policy, max_seq_length: int, given: int | None) -> dict[str, int]:
-    """Tokens of a block of the cache, vLLM's own unless they are `given`. A turn takes whole blocks of its history from
-    the cache and computes the rest again, so they are small on the CPU too, where contexts are short."""
-    if given is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
+def block_size(policy: Policy, max_seq_length: int, asked: int | None) -> dict[str, int]:
+    """Tokens of a block of the cache, vLLM's own unless `asked`. A turn takes whole blocks of its history, so they are
+    small on the CPU too, where contexts are short."""
+    if asked is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
         return {}
-    return {"block_size": BLOCK_ON_CPU if given is None else given}
+    return {"block_size": BLOCK_ON_CPU if asked is None else asked}
 
 
 def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
-    """Tokens that vLLM reads in one pass: on a card as many as the memory plan counts. On the CPU it must not cut a
-    prompt: for a half-read prompt vLLM takes random numbers back, which a generator of the CPU cannot do, so a call
-    with a seed would fail."""
+    """Tokens that vLLM reads in one pass: on a card as many as the memory plan counts. On the CPU a prompt must not be
+    cut: vLLM would take random numbers back, which a generator of the CPU cannot do."""
     if policy.device.type == "cuda":
         total = torch.cuda.get_device_properties(policy.device).total_memory
         return {"max_num_batched_tokens": prefill_tokens(total, sequences)}

@@ -20,7 +20,7 @@ BOUNDS = {
     "exclusiveMaximum": (lambda value, bound: value < bound, "below"),
 }
 SHOWN = 60  # characters of a wrong value in a message
-DEPTH = 50  # of lists in lists; all that handles a call later can still follow it
+DEPTH = 50  # lists in lists; all that handles a call later can still follow it
 INTEGER_BITS = 4096  # Python prints no much longer ones
 
 
@@ -35,7 +35,6 @@ def loads(text: str) -> Any:
 
 
 def writable(value: Any, depth: int = 0) -> Any:
-    """The value, if it can be written as JSON and shown: neither endlessly deep nor long, and of whole characters."""
     if depth > DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, float) and not math.isfinite(value):
@@ -51,7 +50,7 @@ def writable(value: Any, depth: int = 0) -> Any:
 
 
 def fault(schema: Any, value: Any, where: str = "") -> str | None:
-    """Why a value does not fit the schema, as the policy reads it; None if it does."""
+    """Return why a value does not fit the schema, as the policy reads it; None if it does."""
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return None
     choices = schema.get("anyOf") or schema.get("oneOf")
@@ -77,7 +76,7 @@ def fault(schema: Any, value: Any, where: str = "") -> str | None:
 
 
 def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -> str | None:
-    """The first of: what is missing, what is unknown, and what has the wrong type."""
+    """Return the first of: what is missing, what is unknown, and what has the wrong type."""
     properties = schema.get("properties") or {}
     if missing := [name for name in schema.get("required") or [] if name not in value]:
         return f"{inside(where, str(missing[0]))} is missing"
@@ -86,42 +85,38 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
         if name not in properties and rest is False:
             known = f"; known are {', '.join(properties)}" if properties else ""
             return f"{inside(where, name[:SHOWN])} is unknown{known}"
-        if found := fault(properties.get(name, rest), item, inside(where, name[:SHOWN])):
-            return found
+        if problem := fault(properties.get(name, rest), item, inside(where, name[:SHOWN])):
+            return problem
     return None
 
 
 def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
-    """The first item that does not fit; a tuple has as many items as its hint."""
+    """Return the first item that does not fit; a tuple has as many items as its hint."""
     places = schema.get("prefixItems")
     if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"
     for at, item in enumerate(value):
         rule = places[at] if isinstance(places, list) and at < len(places) else schema.get("items")
-        if found := fault(rule, item, f"{where}[{at}]"):
-            return found
+        if problem := fault(rule, item, f"{where}[{at}]"):
+            return problem
     return None
 
 
 def has_type(value: Any, name: str) -> bool:
-    """Return whether a value has the type of that name; types that JSON schema does not have are left to the tool."""
     if isinstance(value, bool):
         return name == "boolean" or name not in TYPES
     return name not in TYPES or isinstance(value, TYPES[name])
 
 
 def same(value: Any, choice: Any) -> bool:
-    """Return whether they are equal in JSON, where true is not 1."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def inside(where: str, name: str) -> str:
-    """The path of a value in an object."""
     return f"{where}.{name}" if where else name
 
 
 def shown(value: Any, most: int = SHOWN) -> str:
-    """A value as JSON, cut."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):  # a number of endless digits
@@ -130,7 +125,7 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 
 def typed(schema: Any, text: str) -> Any:
-    """The value of an argument that was written as plain text: text where the schema wants text, else what it says."""
+    """Return the value of an argument that was written as text: text where the schema wants it, else what it says."""
     if allows_text(schema):
         return text
     word = text.strip()

@@ -12,7 +12,7 @@ from lowmem_grpo.environments.tools.arguments import loads, typed, writable
 from lowmem_grpo.types import ToolCall
 
 Schemas = Mapping[str, Any]  # JSON schema of the arguments, by name of the tool
-PYTHON_CHARACTERS = 100_000  # of a Python list: its parser takes a hundred times the text in memory
+PYTHON_CHARACTERS = 100_000  # in a Python list: its parser takes a hundred times the text in memory
 CONSTANTS = {"true": True, "false": False, "null": None}
 PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
 PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
@@ -34,7 +34,7 @@ def json_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def call_of(value: Any) -> ToolCall:
-    """The call that an object of JSON stands for. Arguments may be JSON in a string, as OpenAI has them."""
+    """Return the call that an object of JSON stands for. Arguments may be JSON in a string, as OpenAI has them."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise CallError('it has no "name"')
     key = next((key for key in ARGUMENTS if key in value), None)
@@ -61,48 +61,42 @@ def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     name, closed, rest = body.removeprefix("<function=").removesuffix("</function>").partition(">")
     if not closed or "\n" in name:
         raise CallError("<function=NAME> is not closed")
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     rest = rest.strip()
     while rest:
         key, closed, rest = rest.removeprefix("<parameter=").partition(">") if rest[:11] == "<parameter=" else ("",) * 3
         end = PARAMETER_END.search(rest)
         if not closed or "\n" in key or end is None:
             raise CallError("in <function=NAME> ... </function> stands what is no <parameter=KEY>VALUE</parameter>")
-        add(found, key.strip(), without_breaks(rest[:end.start()]))
+        value = rest[:end.start()].removeprefix("\n").removesuffix("\n")  # line breaks that the template writes
+        add(arguments, key.strip(), value)
         rest = rest[end.end():]
-    return [typed_call(name.strip(), found, schemas)]
+    return [typed_call(name.strip(), arguments, schemas)]
 
 
 def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     """NAME, then pairs of <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value>."""
     name, mark, rest = body.strip().partition("<arg_key>")
-    rest, at, found = mark + rest, 0, dict[str, str]()
+    rest, at, arguments = mark + rest, 0, dict[str, str]()
     if not name.strip() or "\n" in name.strip():
         raise CallError("it does not begin with the name of a tool")
     while at < len(rest):
         if (pair := PAIR.match(rest, at)) is None:
             raise CallError("behind the name stands what is no <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-        add(found, pair[1].strip(), pair[2])
+        add(arguments, pair[1].strip(), pair[2])
         at = pair.end()
-    return [typed_call(name.strip(), found, schemas)]
+    return [typed_call(name.strip(), arguments, schemas)]
 
 
-def add(found: dict[str, str], key: str, value: str) -> None:
-    """Put in a new argument. CallError for one that is there."""
-    if key in found:
+def add(arguments: dict[str, str], key: str, value: str) -> None:
+    if key in arguments:
         raise CallError(f"{key[:60]} is given twice")
-    found[key] = value
+    arguments[key] = value
 
 
-def without_breaks(text: str) -> str:
-    """A value without the line breaks that the template writes around it."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-def typed_call(name: str, found: dict[str, str], schemas: Schemas) -> ToolCall:
-    """A call whose arguments were written as text, each read as its schema says."""
+def typed_call(name: str, arguments: dict[str, str], schemas: Schemas) -> ToolCall:
     properties = schemas.get(name, {}).get("properties", {})
-    return ToolCall(name, {key: typed(properties.get(key), value) for key, value in found.items()})
+    return ToolCall(name, {key: typed(properties.get(key), value) for key, value in arguments.items()})
 
 
 def python_calls(body: str, schemas: Schemas) -> list[ToolCall]:
@@ -145,7 +139,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def literal(node: ast.expr) -> Any:
-    """The value of a literal of Python or JSON. CallError for anything else."""
+    """Return the value of a literal of Python or JSON. CallError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
@@ -164,8 +158,7 @@ def literal(node: ast.expr) -> Any:
 
 
 def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """NAME[ARGS]{...}, with [CALL_ID] and an id behind the name in some models, or as older models write it a JSON list
-    of calls."""
+    """NAME[ARGS]{...}, with [CALL_ID] and an id behind the name in some models; in older ones a JSON list of calls."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
         return json_calls(body, schemas)

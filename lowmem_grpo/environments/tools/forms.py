@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,10 +29,40 @@ class ToolFormError(ValueError):
     """A tokenizer whose template has no tool calls, or has them in a form that is not known here."""
 
 
-class Reads(Protocol):
-    """A reader of completions."""
+class TemplateParser:
+    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn. See
+    https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template for
+    models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
+    with other arguments, and the policy would not be told. `example` is a turn with a call as the template writes it.
+    Its tokens that `answer`, a turn without one, has not are the `signs` of a call: the response template passes over
+    what it cannot read, and that must not be taken for text."""
 
-    def read(self, ids: Sequence[int], text: str) -> Reading: ...
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
+                 answer: str) -> None:
+        self.tokenizer, self.prefix, self.example = tokenizer, prefix, example.strip()
+        self.schemas: list[Any] = [*schemas]
+        self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
+
+    def read(self, ids: Sequence[int], text: str) -> Reading:
+        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
+        whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
+        try:
+            fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
+            calls = [call_of(writable(call["function"])) for call in fields.pop("tool_calls", None) or []]
+        except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
+            return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
+        if not calls and any(sign in whole for sign in self.signs):
+            return self.failed(text, "it is not in the form of the chat template")
+        content, _ = fields.pop("content", None), fields.pop("role", None)
+        if not content and not calls:  # what the response template passed over
+            return Reading(text)
+        return Reading(content or "", calls, fields=fields)
+
+    def failed(self, text: str, why: str) -> Reading:
+        return Reading(text, errors=[unreadable(why, self.example)])
+
+
+Reads = Parser | TemplateParser
 
 
 def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
@@ -41,16 +71,16 @@ def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]],
     if named not in (None, OWN, *FORMS):
         raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
                             "function of a completion's text")
-    template = Template(tokenizer, template_kwargs)
+    template = ToolCallTemplate(tokenizer, template_kwargs)
     if named != OWN and (form := FORMS[named] if named else template.form()):
         properties = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in schemas}
         return Parser(form, properties, tokenizer, template.opens_thought())
-    if template.has_response_template():
+    if getattr(tokenizer, OWN, None) is not None:
         return TemplateParser(tokenizer, schemas, template.prompt(), template.call(), template.answer())
     raise template.error()
 
 
-class Template:
+class ToolCallTemplate:
     """A tokenizer's chat template, as it renders a question and an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
@@ -61,7 +91,7 @@ class Template:
         self.calls = list(self.renderings())
 
     def renderings(self) -> Iterator[str]:
-        """A turn with a call, for each way in which templates want a message."""
+        """Yield a turn with a call, for each way in which templates want a message."""
         for arguments in (CALL.arguments, '{"place": "New York", "days": 3}'):
             for content in ("", None):
                 called = {"name": CALL.name, "arguments": arguments}
@@ -72,11 +102,9 @@ class Template:
                     logger.debug("the chat template refuses a call written as %s: %s", called, error)
 
     def turn(self, message: Message) -> str:
-        """Return what the template writes behind the question."""
         return self.rendered([{"role": "user", "content": ASKED}, message], False).rpartition(ASKED)[2]
 
     def prompt(self) -> str:
-        """A prompt, up to where the policy goes on."""
         return self.rendered([{"role": "user", "content": ASKED}], True)
 
     def rendered(self, messages: list[Message], prompts: bool) -> str:
@@ -84,15 +112,13 @@ class Template:
             messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=prompts, **self.template_kwargs))
 
     def call(self) -> str:
-        """A turn with a call; empty where the template leaves it out."""
+        """Return a turn with a call; empty where the template leaves it out."""
         return next((text for text in self.calls if CALL.name in text), "")
 
     def answer(self) -> str:
-        """A turn without one."""
         return self.turn({"role": "assistant", "content": ANSWER})
 
     def opens_thought(self) -> bool:
-        """Return whether a prompt ends inside of a thought."""
         scaffold = self.prompt().rpartition(ASKED)[2]
         return THINK in scaffold and THOUGHT not in scaffold.rpartition(THINK)[2]
 
@@ -113,11 +139,7 @@ class Template:
         forms = [form for form in FORMS.values() if form.open in known and form.close in known]
         return forms[0] if len(forms) == 1 and CALL.name in self.prompt() else None
 
-    def has_response_template(self) -> bool:
-        return getattr(self.tokenizer, OWN, None) is not None
-
     def error(self) -> ToolFormError:
-        """Why calls cannot be read, and what to do."""
         if not self.call():
             return ToolFormError(
                 "the chat template of the tokenizer has no tool calls: it leaves them out. Take a model whose template "
@@ -126,39 +148,3 @@ class Template:
             f"the chat template writes tool calls in a form that is not known here: {self.call()[-300:]!r}. Known are "
             f"{', '.join(FORMS)}: name one as in parse=\"hermes\", give a function of a completion's text that returns "
             "its calls, or set the tokenizer's response_template, as TRL's add_response_schema does for its models")
-
-
-class TemplateParser:
-    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn.
-
-    See https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template
-    for models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
-    with other arguments, and the policy would not be told.
-
-    `example` is a turn with a call as the template writes it. Its tokens that `answer`, a turn without one, has not are
-    the `signs` of a call: the response template passes over what it cannot read, and that must not be taken for text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
-                 answer: str) -> None:
-        self.tokenizer, self.prefix, self.example = tokenizer, prefix, example.strip()
-        self.schemas: list[Any] = [*schemas]
-        self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
-
-    def read(self, ids: Sequence[int], text: str) -> Reading:
-        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
-        whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
-        try:
-            found = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
-            calls = [call_of(writable(call["function"])) for call in found.pop("tool_calls", None) or []]
-        except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
-            return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
-        if not calls and any(sign in whole for sign in self.signs):
-            return self.failed(text, "it is not in the form of the chat template")
-        content, _ = found.pop("content", None), found.pop("role", None)
-        if not content and not calls:  # what the response template passed over
-            return Reading(text)
-        return Reading(content or "", calls, fields=found)
-
-    def failed(self, text: str, why: str) -> Reading:
-        return Reading(text, errors=[unreadable(why, self.example)])

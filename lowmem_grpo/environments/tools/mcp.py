@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage, described
-from lowmem_grpo.environments.tools.schema import Tool
+from lowmem_grpo.environments.tools.toolbox import Tool
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,11 @@ PACKAGE = "tools of an MCP server need the package mcp: pip install 'mcp>=2.0'"
 class MCPTools(list[Tool]):
     """The tools of one server, each of which a Toolbox takes as a function."""
 
-    def __init__(self, tools: list[Tool], session: "Session") -> None:
+    def __init__(self, tools: list[Tool], session: "MCPSession") -> None:
         super().__init__(tools)
         self.session = session
 
     def close(self) -> None:
-        """End the session, and with it a server that was started for it."""
         self.session.close()
 
     def __enter__(self) -> "MCPTools":
@@ -46,7 +45,7 @@ class MCPTools(list[Tool]):
 def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, server: Any = None,
               names: Sequence[str] | None = None, prefix: str = "", env: dict[str, str] | None = None,
               start_seconds: float = 60.0) -> MCPTools:
-    """The tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
+    """Return the tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
 
     `server` is anything else that mcp.Client takes: a transport with headers of your own, or a server in this process.
     `names` are those of its tools to take, all by default; `prefix` goes before each, where two servers share a name.
@@ -55,18 +54,18 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     Raises ValueError for none or several of the three and for an unknown name, ImportError without the library, and
     ToolOutage if the server does not answer within `start_seconds`.
     """
-    given = [source for source in (command, url, server) if source is not None]
-    if len(given) != 1 or not given[0] or isinstance(command, str):
+    sources = [source for source in (command, url, server) if source is not None]
+    if len(sources) != 1 or not sources[0] or isinstance(command, str):
         raise ValueError("give one of command=[\"program\", \"argument\", ...], url=\"http://...\" and server=...; "
                          f"got command={command!r}, url={url!r}, server={server!r}")
     try:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
         raise ImportError(PACKAGE) from error
-    source: Any = given[0]
+    source: Any = sources[0]
     if command is not None:
         source = StdioServerParameters(command=command[0], args=[*command[1:]], env=env)
-    session = Session(Client(source), " ".join(command) if command else str(given[0]))
+    session = MCPSession(Client(source), " ".join(command) if command else str(sources[0]))
     offered = {tool.name: tool for tool in session.open(start_seconds)}
     if unknown := [name for name in names or () if name not in offered]:
         session.close()
@@ -74,8 +73,7 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     return MCPTools([tool_of(offered[name], prefix, session) for name in names or offered], session)
 
 
-def tool_of(offered: Any, prefix: str, session: "Session") -> Tool:
-    """A tool of the server as one of ours; `offered` is mcp.types.Tool."""
+def tool_of(offered: Any, prefix: str, session: "MCPSession") -> Tool:
     name = prefix + offered.name
 
     async def call(**arguments: Any) -> str:
@@ -85,7 +83,7 @@ def tool_of(offered: Any, prefix: str, session: "Session") -> Tool:
         "name": name, "description": offered.description or "", "parameters": offered.input_schema}}, call)
 
 
-class Session:
+class MCPSession:
     """One client in one event loop."""
 
     def __init__(self, client: Any, name: str) -> None:
@@ -153,7 +151,6 @@ async def answer_to(call: Callable[[], Coroutine[Any, Any, Any]], serving: "asyn
 
 
 async def all_tools(client: Any) -> list[Any]:
-    """The tools of all pages."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:
@@ -163,7 +160,6 @@ async def all_tools(client: Any) -> list[Any]:
 
 
 def end(loop: BackgroundLoop, stop: asyncio.Event, ended: "Future[None]") -> None:
-    """End a session, and wait until its server has ended."""
     if loop.loop is None or ended.done():
         return
     loop.loop.call_soon_threadsafe(stop.set)
@@ -173,7 +169,7 @@ def end(loop: BackgroundLoop, stop: asyncio.Event, ended: "Future[None]") -> Non
 
 
 def text_of(result: Any) -> str:
-    """The text of mcp.types.CallToolResult. ToolError for a failure, and for pictures and sound."""
+    """Return the text of mcp.types.CallToolResult. ToolError for a failure, and for pictures and sound."""
     parts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise ToolError("\n".join(parts) or "the tool failed without a word")

@@ -31,7 +31,7 @@ THINK, THOUGHT = "<think>", "</think>"
 CALL_LIKE = re.compile(r'\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
 UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
 LISTED = re.compile(r"\s*\[([\w.-]+)\(")
-MOST_FAULTS = 5  # of one completion that are told
+MOST_FAULTS = 5  # that are told about one completion
 Piece = tuple[str, str]  # a mark and "", or "" and text
 
 
@@ -42,10 +42,10 @@ class Reading:
     content: str
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    fields: Message = field(default_factory=dict)  # of the message beside these, such as thoughts
+    fields: Message = field(default_factory=dict)  # what else the message has, such as thoughts
 
     def message(self) -> Message:
-        """The assistant's message, in OpenAI's form."""
+        """Return the assistant's message, in OpenAI's form."""
         called = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                   for call in self.calls]
         calls = {"tool_calls": called} if called else {}
@@ -112,7 +112,7 @@ class Parser:
         return Reading(thoughts + (said.rstrip() if calls else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
-        """Marks and the text between them. Text that only looks like a mark, and has a token of its own, is text."""
+        """Return marks and the text between them. Text that looks like a mark with a token of its own is text."""
         pieces: list[Piece] = []
         for token, run in groupby(ids, lambda token: token if token in self.tokens else None):
             if token is not None:
@@ -122,7 +122,7 @@ class Parser:
         return pieces
 
     def thoughts(self, pieces: list[Piece]) -> tuple[str, list[Piece], list[str]]:
-        """The thoughts at the beginning, what follows them, and what is wrong with them."""
+        """Return the thoughts at the beginning, what follows them, and what is wrong with them."""
         first = next((mark for mark, text in pieces if mark or text.strip()), "")
         end = next((at for at, (mark, _) in enumerate(pieces) if mark == THOUGHT), -1)
         if end < 0 and first == THINK:  # all that was written
@@ -134,7 +134,7 @@ class Parser:
         return joined(pieces[:end + 1]), pieces[end + 1:], []
 
     def parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """(whether it is inside of a call, text). The last mark may be missing where all of the call is there."""
+        """Yield (is it inside of a call, text). The last mark may be missing where all of the call is there."""
         inside: list[str] | None = None
         for mark, text in [*pieces, (self.form.open, "")]:
             if mark and mark in (self.form.open, self.form.close):
@@ -149,7 +149,7 @@ class Parser:
                 inside.append(mark or text)
 
     def bare_parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """The same where calls are JSON without marks. Objects that are no calls are text."""
+        """Yield the same where calls are JSON without marks. Objects that are no calls are text."""
         text, at = joined(pieces), 0
         decoder = json.JSONDecoder()
         while begin := CALL_LIKE.search(text, at):
@@ -173,7 +173,6 @@ class Parser:
 
 
 def split(text: str, marks: Sequence[str]) -> list[Piece]:
-    """Marks and the text between them."""
     if not marks:
         return [("", text)] if text else []
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
@@ -181,7 +180,6 @@ def split(text: str, marks: Sequence[str]) -> list[Piece]:
 
 
 def joined(pieces: Sequence[Piece]) -> str:
-    """The pieces as one text."""
     return "".join(mark or text for mark, text in pieces)
 
 
@@ -194,10 +192,10 @@ def custom(parse: Callable[..., Any], text: str) -> Reading:
     """Read a completion by the caller's function, which returns a Reading, or calls as ToolCall or in OpenAI's form. An
     error that it raises is that of a call that could not be read."""
     try:
-        given = parse(text)
-        if isinstance(given, Reading):
-            return given
-        calls = [item if isinstance(item, ToolCall) else call_of(item.get("function", item)) for item in given or []]
+        result = parse(text)
+        if isinstance(result, Reading):
+            return result
+        calls = [item if isinstance(item, ToolCall) else call_of(item.get("function", item)) for item in result or []]
     except Exception as error:  # noqa: BLE001, of the user's function
         return Reading(text, errors=[f"error: the tool call could not be read: {error}"])
     return Reading("" if calls else text, calls)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def python_tool(isolation: str | None = None, limits: Limits | None = None) -> Callable[[str], str]:
-    """A tool `python(code)`: what the program prints. Each call is a process of its own, in an empty folder.
+    """Return a tool `python(code)`: what the program prints. Each call is a process of its own, in an empty folder.
 
     `isolation`: None takes bubblewrap; "process" is an opt-in to less protection.
     `limits` hold for one call. Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown
@@ -56,7 +56,7 @@ def printed_by(code: str, sandbox: Sandbox) -> str:
 
 
 def started(code: str, sandbox: Sandbox) -> Worker:
-    """A process for the program; a second try, since the machine may be short of something for a moment."""
+    """Return a process for the program; a second try, since the machine may be short of something for a moment."""
     try:
         return sandbox.start("program", code, stdin="")
     except CannotStart as error:

@@ -1,8 +1,13 @@
-"""What a tool returned, as the text that the policy reads."""
+"""What a tool returned, as the text that the policy reads, cut to so many tokens."""
 
+import copy
 import json
+import threading
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
 
 class ToolError(Exception):
     """A call that failed. Its text is what the policy reads."""
@@ -23,7 +28,7 @@ class FinalResult(str):
 
 
 def text_of(result: Any) -> str:
-    """Text as it is, and plain data as JSON. ToolError for anything else."""
+    """Return text as it is, and plain data as JSON. ToolError for anything else."""
     if isinstance(result, str):
         return result
     try:
@@ -33,9 +38,56 @@ def text_of(result: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line; one that has no text, or raises in telling it, by its type."""
+    """Return an exception in one line; one that has no text, or raises in telling it, by its type."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001, a class of the user's
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class TokenLimit:
+    """Cuts texts to so many tokens, in any thread. A tokenizer keeps the options of its last call, so that two threads
+    must not use one: this one has a copy."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+        self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
+
+    def cut(self, text: str) -> str:
+        with self.lock:
+            return within_tokens(text, self.tokenizer, self.most)
+
+
+def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
+    """The text if it has at most `max_tokens` tokens, else its head and its tail with a note of what was left out. Only
+    so much of the text is encoded as could be kept, however long it is. Half a surrogate pair, which no tokenizer
+    takes, becomes a question mark."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    bound = MOST_CHARACTERS * max_tokens
+    if len(text) <= bound and fits(text, tokenizer, max_tokens):
+        return text
+    kept = most_kept(text, tokenizer, max_tokens, min(bound, len(text)))
+    if kept:
+        return joined(text, kept)
+    return next((note for note in (joined(text, 0).strip(), "...") if fits(note, tokenizer, max_tokens)), "")
+
+
+def most_kept(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, bound: int) -> int:
+    """Return the largest number of characters, below `bound`, for which the cut text was seen to fit."""
+    low, high = 0, bound
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(joined(text, middle), tokenizer, max_tokens) else (low, middle)
+    return low
+
+
+def joined(text: str, kept: int) -> str:
+    """Head and tail, of `kept` characters together, around a note."""
+    head = (kept + 1) // 2
+    tail = text[len(text) - (kept - head):]
+    return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{tail}"
+
+
+def fits(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> bool:
+    """Return whether a text has at most so many tokens. What looks like a special token counts as plain text."""
+    return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)) <= max_tokens

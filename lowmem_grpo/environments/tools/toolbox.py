@@ -1,22 +1,126 @@
-"""The tools of a run, or of an episode: what the template is told of them, which are called, and what they answer."""
+"""The tools of a run, or of an episode: what the template is told of them, which are called, and what they answer.
+
+A tool is a function that a policy may call, with the schema that a chat template is told of it.
+"""
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.environments.token_limit import TokenLimit
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
-from lowmem_grpo.environments.tools.results import FinalResult, ToolError, ToolOutage, described, text_of
-from lowmem_grpo.environments.tools.schema import Tool, tool_of
+from lowmem_grpo.environments.tools.results import FinalResult, TokenLimit, ToolError, ToolOutage, described, text_of
 from lowmem_grpo.types import Message, ToolCall
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # what OpenAI allows, and the dots of MCP servers; "_" leads nowhere
+JSON_TYPES = (str, int, float, bool, NoneType, list, tuple, dict)
+EXAMPLE = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+'''
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function and its schema."""
+
+    name: str
+    schema: dict[str, Any]  # in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
+    function: Callable[..., Any]
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.function(**arguments)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return self.schema["function"].get("parameters") or {"type": "object", "properties": {}}
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(inspect.unwrap(self.function))
+
+
+class ToolSchemaError(ValueError):
+    """A function that cannot be a tool. The message says which, why, and what to write."""
+
+
+def tool_of(function: Any) -> Tool:
+    """Return the tool of a function, a bound method or an async one; a Tool as it is. Raises ToolSchemaError."""
+    if isinstance(function, Tool):
+        return checked_name(function)
+    name = getattr(function, "__name__", None)
+    if not callable(function) or isinstance(function, type) or not isinstance(name, str):
+        raise ToolSchemaError("a tool must be a function, a bound method or a tool of an MCP server, got "
+                              f"{function!r}; write a function around it, for example:{EXAMPLE}")
+    from transformers.utils import get_json_schema  # takes seconds to import
+
+    check_signature(name, function)
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # there are several kinds, with words for developers
+        raise ToolSchemaError(f"the tool {name} has no schema: {error}. A tool reads like this:{EXAMPLE}") from error
+    return checked_name(Tool(name, schema, function))
+
+
+def checked_name(tool: Tool) -> Tool:
+    """Return the tool, if a policy may write its name."""
+    if not NAME.fullmatch(tool.name):
+        raise ToolSchemaError(f"a tool cannot be called {tool.name!r}: a name begins with a letter and has letters, "
+                              "digits, _, . and - after it, 64 at most; rename the function")
+    return tool
+
+
+def check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that has arguments without a type, a description, or a name that a call can give."""
+    try:
+        arguments = inspect.signature(function).parameters.values()
+        hints = get_type_hints(function)
+    except Exception as error:  # a hint may name what does not exist
+        raise ToolSchemaError(f"the arguments of the tool {name} cannot be read ({error}); write their types as in:"
+                              f"{EXAMPLE}") from error
+    doc = inspect.getdoc(function)
+    if not doc:
+        raise ToolSchemaError(f"the tool {name} has no docstring, which tells the policy what it does; write one as in:"
+                              f"{EXAMPLE}")
+    for argument in arguments:
+        what = f"argument {argument.name!r} of the tool {name}"
+        if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD, argument.POSITIONAL_ONLY):
+            raise ToolSchemaError(f"{what} takes {argument}, but a policy gives each argument by its name: write the "
+                                  "arguments one by one")
+        if argument.name not in hints:
+            raise ToolSchemaError(f"{what} has no type: write it as in `{argument.name}: int`")
+        if strange := next(not_json(hints[argument.name]), None):
+            raise ToolSchemaError(f"{what} has the type {strange}, which JSON cannot hold: take str, int, float, bool, "
+                                  "list, dict, Literal or None, and make the rest of them in the function")
+        if not re.search(rf"^\s*{re.escape(argument.name)}:\s*\S", doc, re.MULTILINE):
+            raise ToolSchemaError(f"{what} has no description: write `{argument.name}: ...` below \"Args:\" in the "
+                                  f"docstring, without its type, as in:{EXAMPLE}")
+
+
+def not_json(hint: Any) -> Iterator[str]:
+    """Yield the types in a hint that JSON has no value for."""
+    if get_origin(hint) is Literal or hint in (Any, ...):
+        return
+    if inner := get_args(hint):
+        for part in inner:
+            yield from not_json(part)
+    elif hint not in JSON_TYPES:
+        yield getattr(hint, "__name__", str(hint))
 
 
 class Toolbox:
@@ -41,15 +145,14 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's form, as a template takes them."""
         return [tool.schema for tool in self.tools.values()]
 
-    def of(self, functions: Sequence[Any]) -> "Toolbox":
-        """The same for other functions of these names, such as the methods of another instance of an environment."""
+    def with_functions(self, functions: Sequence[Any]) -> "Toolbox":
+        """Do the same for other functions of these names, such as the methods of another instance of an environment."""
         known = {shared(tool.function): tool for tool in self.tools.values()}  # their schemas are not made again
         other = copy(self)
-        other.tools = named([tool_of(one) if isinstance(one, Tool) or shared(one) not in known
-                             else replace(known[shared(one)], function=one) for one in functions])
+        other.tools = named([tool_of(function) if isinstance(function, Tool) or shared(function) not in known
+                             else replace(known[shared(function)], function=function) for function in functions])
         if other.schemas != self.schemas:
             raise ValueError(f"the tools {', '.join(other.tools)} differ from those that the template was told of: "
                              f"{', '.join(self.tools)}")
@@ -67,20 +170,18 @@ class Toolbox:
         return tool is not None and tool.is_async
 
     def run(self, call: ToolCall) -> str:
-        """Call a tool, and return what the policy reads. Raises ToolError, whose text the policy reads, for a call that
-        failed, and ToolOutage for a tool that does not work at all, which is not the policy's failure."""
+        """Return what the policy reads of a call. ToolError for one that failed, ToolOutage for a broken tool."""
         with self.failures_told():
             result = self.started(call)
-            return self.told(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
+            return self.as_text(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
 
     async def answer(self, call: ToolCall) -> str:
-        """The same in an event loop."""
+        """Do the same in an event loop."""
         with self.failures_told():
             result = self.started(call)
-            return self.told(await result if inspect.isawaitable(result) else result)
+            return self.as_text(await result if inspect.isawaitable(result) else result)
 
     def started(self, call: ToolCall) -> Any:
-        """Call the function, and return its result, or something to await."""
         tool = self.tools.get(call.name)
         if tool is None:
             raise ToolError(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
@@ -88,8 +189,8 @@ class Toolbox:
             raise ToolError(f"{call.name}: {wrong}")
         return tool.function(**call.arguments)
 
-    def told(self, result: Any) -> str:
-        """A result as text, cut. One that ends the episode still does."""
+    def as_text(self, result: Any) -> str:
+        """Return a result as text, cut. One that ends the episode still does."""
         text = self.limit.cut(text_of(result))
         return FinalResult(text) if isinstance(result, FinalResult) else text
 
@@ -105,18 +206,16 @@ class Toolbox:
             raise ToolError(self.limit.cut(words)) from error
 
     def message(self, call: ToolCall, content: str) -> Message:
-        """The message that answers a call."""
         return {"role": "tool", "name": call.name if call.name in self.tools else "unknown", "content": content}
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
-    """The tools by name. ValueError for a name that comes twice."""
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in by_name:
             raise ValueError(f"two tools are called {tool.name!r}, so a call could mean either; rename one of them")
-        found[tool.name] = tool
-    return found
+        by_name[tool.name] = tool
+    return by_name
 
 
 def shared(function: Any) -> Any:
@@ -125,5 +224,4 @@ def shared(function: Any) -> Any:
 
 
 async def awaited(result: Any) -> Any:
-    """An awaitable as a coroutine, which `asyncio.run` asks for."""
     return await result

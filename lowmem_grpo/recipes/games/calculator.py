@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from lowmem_grpo.recipes.problems.countdown import evaluate
-from lowmem_grpo.recipes.problems.splits import distinct, split_of
+from lowmem_grpo.recipes.problems.splits import distinct
 
 SIGNS = "+-*"
 SMALLEST, LARGEST = 10, 99
@@ -32,9 +32,6 @@ class Sum:
     def answer(self) -> int:
         return {"+": self.left + self.right, "-": self.left - self.right, "*": self.left * self.right}[self.sign]
 
-    @property
-    def split(self) -> str:
-        return split_of(self.expression)
 
 
 def draw_sum(rng: random.Random) -> Sum:
@@ -45,7 +42,7 @@ def draw_sum(rng: random.Random) -> Sum:
 
 def sums(split: str, seed: int) -> Iterator[Sum]:
     """Different problems of one split ("train" or "test"). Raises ValueError once there are no more."""
-    return distinct(split, seed, draw_sum)
+    return distinct(split, seed, draw_sum, lambda problem: problem.expression)
 
 
 def calculate(expression: str) -> str:
@@ -57,12 +54,11 @@ def calculate(expression: str) -> str:
     Returns:
         The value: a whole number, or a fraction such as 7/3.
     """
-    found = evaluate(expression)
-    if found is None:
+    answer = evaluate(expression)
+    if answer is None:
         raise ValueError(f"{expression[:60]!r} is no expression of whole numbers, + - * / and parentheses")
-    return text_of(found.value)
+    return text_of(answer.value)
 
 
 def text_of(value: Fraction) -> str:
-    """A whole number, or a fraction in lowest terms."""
     return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"

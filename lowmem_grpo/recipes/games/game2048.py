@@ -54,8 +54,7 @@ class Game2048:
         return self.shown()
 
     def step(self, reply: str) -> tuple[Anew, float, bool]:
-        """Slide the tiles, and let a new one appear. A move that changes nothing is lost; a reply that is no move ends
-        the game."""
+        """Slide the tiles, and add one. A move that changes nothing is lost; no move at all ends the game."""
         move = move_in(reply)
         if not move:
             return Anew(f"That is no move.\n{self.shown()}"), self.pay(INVALID), True
@@ -69,18 +68,15 @@ class Game2048:
         return Anew(self.shown()), self.pay(reached - IN_VAIN * self.in_vain), self.over
 
     def pay(self, earned: float) -> float:
-        """Return what this step adds to the episode's reward."""
         before, self.earned = self.earned, earned
         return earned - before
 
     def grown(self, board: Board) -> Board:
-        """The board with a new tile on an empty place."""
         free = [(y, x) for y, row in enumerate(board) for x, tile in enumerate(row) if not tile]
         y, x = self.rng.choice(free)
         return placed(board, y, x, 4 if self.rng.random() < FOURS else 2)
 
     def shown(self) -> str:
-        """Return the observation for the policy."""
         rows = "\n".join(" ".join(str(tile) for tile in row) for row in self.board)
         return f"2048: reach {self.size.goal}. Reply with a move.\n{rows}\nPossible: {' '.join(possible(self.board))}"
 
@@ -99,12 +95,11 @@ class Game2048:
 
 def move_in(reply: str) -> str:
     """The only move that a reply names; else nothing."""
-    found = set(re.findall(r"\b(?:left|down|right|up)\b", reply.lower()))
-    return found.pop() if len(found) == 1 else ""
+    moves = set(re.findall(r"\b(?:left|down|right|up)\b", reply.lower()))
+    return moves.pop() if len(moves) == 1 else ""
 
 
 def placed(board: Board, y: int, x: int, tile: int) -> Board:
-    """The board with another tile on a place."""
     row = (*board[y][:x], tile, *board[y][x + 1 :])
     return (*board[:y], row, *board[y + 1 :])
 
@@ -141,12 +136,10 @@ def slid(board: Board, move: str) -> Board:
 
 
 def possible(board: Board) -> list[str]:
-    """The moves that change the board."""
     return [move for move in MOVES if slid(board, move) != board]
 
 
 def largest(board: Board) -> int:
-    """The largest tile."""
     return max(max(row) for row in board)
 
 

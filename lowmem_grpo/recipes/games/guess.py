@@ -46,8 +46,8 @@ class Guess:
 
 def number_in(reply: str) -> int | None:
     """The whole number of a reply that has exactly one, of at most nine digits; else None."""
-    found = re.findall(r"-?\d+", reply, re.ASCII)
-    return int(found[0]) if len(found) == 1 and len(found[0]) < 10 else None
+    numbers = re.findall(r"-?\d+", reply, re.ASCII)
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 10 else None
 
 
 def blind(game: Guess, rng: random.Random) -> str:
@@ -56,7 +56,6 @@ def blind(game: Guess, rng: random.Random) -> str:
 
 
 def in_range(game: Guess, rng: random.Random) -> str:
-    """A player that guesses any number that is still possible."""
     return str(rng.randint(game.low, game.high))
 
 

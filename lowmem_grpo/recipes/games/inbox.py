@@ -20,8 +20,7 @@ class Inbox:
 
     def reset(self, mailbox: str, mail_seed: int, answer: str, source: int, calls: int | None = None,
               unknown: float = UNKNOWN, **row: object) -> None:
-        """Open the mailbox of a row. `calls` are those of tools that may be made; None takes the mailbox's own.
-        `unknown` is what the answer "unknown" earns at least."""
+        """Open a row's mailbox, for so many `calls` of tools; the answer "unknown" earns `unknown` at least."""
         check_name(mailbox)
         self.world = WORLDS[mailbox]
         self._database = database_of(mailbox, mail_seed)
@@ -73,7 +72,6 @@ class Inbox:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is the expected one."""
         return self.given is not None and says(self.given, self.expected)
 
     won = right
@@ -95,13 +93,11 @@ class Inbox:
 
 
 def line(hit: Hit) -> str:
-    """A result of a search; of a mailbox without snippets only the id and the subject."""
     shown = (hit.sender, hit.date, hit.subject, hit.snippet) if hit.snippet else (hit.subject,)
     return " | ".join((str(hit.id), *shown))
 
 
 def letter(mail: Mail) -> str:
-    """A mail as it is read."""
     heads = {"From": mail.sender, "To": mail.recipient, "Date": mail.date, "Subject": mail.subject}
     return "\n".join([*(f"{name}: {text}" for name, text in heads.items() if text), "", mail.body])
 
@@ -113,11 +109,11 @@ def words_of(text: str) -> list[str]:
 
 def says(answer: str, expected: str) -> bool:
     """Return whether an answer has the expected words in their order, and no other number or name of a person."""
-    given, wanted = words_of(answer), words_of(expected)
-    at = next((at for at in range(len(given)) if given[at : at + len(wanted)] == wanted), None)
+    words, wanted = words_of(answer), words_of(expected)
+    at = next((at for at in range(len(words)) if words[at : at + len(wanted)] == wanted), None)
     if at is None:
         return False
-    rest = given[:at] + given[at + len(wanted) :]
+    rest = words[:at] + words[at + len(wanted) :]
     return not any(word in PEOPLE or any(letter.isdigit() for letter in word) for word in rest)
 
 

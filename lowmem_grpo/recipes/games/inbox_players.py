@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lowmem_grpo.recipes.games.inbox import Inbox
-from lowmem_grpo.recipes.problems.inbox_worlds import Kind, World
+from lowmem_grpo.recipes.problems.inbox_worlds import Kind, MailWorld
 
 Asker = Callable[[Inbox, str, random.Random], tuple[str, list[int]]]  # (inbox, question) -> answer and sources
 VALUE = r"(\d(?:[\d.,:]*\d)?(?: euros| [A-Z]\w+)?|[A-Z]\w+(?: [A-Z]\w+)?)"  # a number, an amount, a day, or a name
@@ -14,10 +14,10 @@ VALUE = r"(\d(?:[\d.,:]*\d)?(?: euros| [A-Z]\w+)?|[A-Z]\w+(?: [A-Z]\w+)?)"  # a 
 
 def random_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str, list[int]]:
     """Searches for one word of the question, reads any result, and gives any value that stands there."""
-    found = ids_in(inbox.search(rng.choice(re.findall(r"\w+", question))))
-    if not found:
+    ids = ids_in(inbox.search(rng.choice(re.findall(r"\w+", question))))
+    if not ids:
         return "unknown", []
-    chosen = rng.choice(found)
+    chosen = rng.choice(ids)
     values = re.findall(VALUE, inbox.read(chosen).partition("\n\n")[2])
     return rng.choice(values or ["unknown"]), [chosen]
 
@@ -36,7 +36,7 @@ def keyword_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str
     return value, [number]
 
 
-def understood(question: str, world: World) -> tuple[Kind, str]:
+def understood(question: str, world: MailWorld) -> tuple[Kind, str]:
     """Which kind of fact is asked for, and about what. Raises ValueError for a question that nobody generated."""
     for kind in world.kinds:
         for form in kind.questions:
@@ -55,18 +55,15 @@ def ways(kind: Kind, topic: str) -> Iterator[tuple[str, str]]:
 
 
 def day_of(line: str) -> str:
-    """The day in a result of a search; empty where it has none."""
-    found = re.search(r"\d{4}-\d\d-\d\d", line)
-    return found[0] if found else ""
+    match = re.search(r"\d{4}-\d\d-\d\d", line)
+    return match[0] if match else ""
 
 
-def ids_in(found: str) -> list[int]:
-    """The ids in the results of a search."""
-    return [int(line.partition(" ")[0]) for line in found.splitlines() if line[0].isdigit()]
+def ids_in(results: str) -> list[int]:
+    return [int(line.partition(" ")[0]) for line in results.splitlines() if line[0].isdigit()]
 
 
 def played(player: Asker, row: Mapping[str, Any]) -> Inbox:
-    """The inbox after a player answered the question of a row."""
     inbox, question = Inbox(), row["prompt"][-1]["content"]
     inbox.reset(**row)
     answer, sources = player(inbox, question, random.Random(f"player-{question}"))

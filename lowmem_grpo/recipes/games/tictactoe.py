@@ -8,7 +8,7 @@ from functools import cache
 EMPTY = "123456789"  # a board: X, O, or the number of a free square
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 WIN, DRAW, LOSS, ILLEGAL = 1.0, 0.5, 0.0, -1.0  # what an episode earns
-STRENGTHS = (0.0, 0.0, 0.5, 1.0)  # of which the seed chooses one
+STRENGTHS = (0.0, 0.0, 0.5, 1.0)  # the seed chooses one of them
 
 
 class TicTacToe:
@@ -42,16 +42,12 @@ class TicTacToe:
         return shown(self.board), reward_of(self.board), over(self.board)
 
     def answer(self) -> int:
-        """The opponent's move."""
-        if self.opponent is not None:
-            return self.asked(self.opponent)
-        strong = self.rng.random() < self.strength
-        return self.rng.choice(best_moves(self.board, "O") if strong else free(self.board))
-
-    def asked(self, opponent: Callable[[str], str]) -> int:
-        """A free square that somebody names."""
+        """The opponent's move: a free square that somebody names, or one by the opponent's strength."""
+        if self.opponent is None:
+            strong = self.rng.random() < self.strength
+            return self.rng.choice(best_moves(self.board, "O") if strong else free(self.board))
         told = f"You are O. Name a free square.\n{shown(self.board)}"
-        while (move := square_in(opponent(told))) is None or move not in free(self.board):
+        while (move := square_in(self.opponent(told))) is None or move not in free(self.board):
             pass
         return move
 
@@ -72,32 +68,27 @@ def shown(board: str) -> str:
 
 def square_in(reply: str) -> int | None:
     """The place (0 to 8) that the only digit of a reply names; else None."""
-    found = re.findall(r"[0-9]", reply)
-    return EMPTY.index(found[0]) if len(found) == 1 and found[0] in EMPTY else None
+    digits = re.findall(r"[0-9]", reply)
+    return EMPTY.index(digits[0]) if len(digits) == 1 and digits[0] in EMPTY else None
 
 
 def free(board: str) -> list[int]:
-    """The places of free squares."""
     return [place for place, square in enumerate(board) if square not in "XO"]
 
 
 def played(board: str, place: int, mark: str) -> str:
-    """The board after a move."""
     return board[:place] + mark + board[place + 1 :]
 
 
 def winner(board: str) -> str | None:
-    """X, O, or None."""
     return next((board[a] for a, b, c in LINES if board[a] == board[b] == board[c]), None)
 
 
 def over(board: str) -> bool:
-    """Return whether somebody won, or no square is free."""
     return winner(board) is not None or not free(board)
 
 
 def reward_of(board: str) -> float:
-    """Return the reward of X; nothing while the game goes on."""
     if not over(board):
         return 0.0
     return {"X": WIN, "O": LOSS, None: DRAW}[winner(board)]
@@ -118,12 +109,10 @@ def best_moves(board: str, mark: str) -> list[int]:
 
 
 def other(mark: str) -> str:
-    """The mark of the opponent."""
     return "O" if mark == "X" else "X"
 
 
 def random_move(game: TicTacToe, rng: random.Random) -> str:
-    """A player that takes any free square."""
     return EMPTY[rng.choice(free(game.board))]
 
 

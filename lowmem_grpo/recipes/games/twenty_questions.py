@@ -26,7 +26,7 @@ THINGS = (  # about which a model from the hub knows by itself what is true
 
 
 @dataclass(frozen=True)
-class World:
+class Things:
     """The things that can be thought of, and the number of turns to find one."""
 
     things: tuple[str, ...]
@@ -39,9 +39,9 @@ class World:
 
 
 WORLDS = {
-    "numbers": World(NUMBERS, 6, f"I think of a number from 1 to {LARGEST}. You have {{turns}} turns: "
+    "numbers": Things(NUMBERS, 6, f"I think of a number from 1 to {LARGEST}. You have {{turns}} turns: "
                                  'ask "Is it above N?", or reply "Guess: N".'),
-    "things": World(THINGS, 20, "I think of a thing. You have {turns} turns: "
+    "things": Things(THINGS, 20, "I think of a thing. You have {turns} turns: "
                                 'ask a question that yes or no can answer, or reply "Guess: NAME".'),
 }
 
@@ -54,7 +54,7 @@ class TwentyQuestions:
 
     opponent: Callable[[str], str] | None = None
 
-    def __init__(self, world: World = WORLDS["numbers"]) -> None:
+    def __init__(self, world: Things = WORLDS["numbers"]) -> None:
         self.world = world
         self.reset()
 
@@ -80,12 +80,11 @@ class TwentyQuestions:
             return f"It is {self.thing}.", WRONG, True
         asked = about(self.thing, reply.strip())
         if self.opponent is not None:
-            return self.told(reply, self.opponent(asked))
-        return AskBase(asked, lambda said: self.told(reply, said), lambda said: yes_or_no(said) is not None, 8)
+            return self.pass_answer(reply, self.opponent(asked))
+        return AskBase(asked, lambda said: self.pass_answer(reply, said), lambda said: yes_or_no(said) is not None, 8)
 
-    def told(self, question: str, said: str) -> tuple[str, float, bool]:
-        """The policy hears no more than yes, no, or that this is not known (the other side cannot name the thing); of
-        numbers also which ones are left."""
+    def pass_answer(self, question: str, said: str) -> tuple[str, float, bool]:
+        """Tell the policy yes, no, or that it is not known, and of numbers which ones are left."""
         answer = yes_or_no(said) or "I do not know"
         if self.world.things != NUMBERS:
             return f"{answer}, {self.left} left", 0.0, False
@@ -94,31 +93,29 @@ class TwentyQuestions:
 
 
 def about(thing: str, question: str) -> str:
-    """Return the prompt for the other side."""
     return f"You think of: {thing}. Answer with yes or no.\n{question}"
 
 
 def guess_in(reply: str) -> str | None:
     """The name behind `Guess:`, without an article; None where nothing is guessed."""
-    found = re.search(r"\bguess:\s*(.+)", reply, re.IGNORECASE)
-    return None if found is None else re.sub(r"^(?:an?|the) ", "", found[1].strip(" .!*\"'").lower())
+    match = re.search(r"\bguess:\s*(.+)", reply, re.IGNORECASE)
+    return None if match is None else re.sub(r"^(?:an?|the) ", "", match[1].strip(" .!*\"'").lower())
 
 
 def yes_or_no(reply: str) -> str | None:
     """Return which of the two words a reply has; None if it has none or both."""
-    found = {word for word in re.findall(r"[a-z]+", reply.lower()) if word in ("yes", "no")}
-    return found.pop() if len(found) == 1 else None
+    words = {word for word in re.findall(r"[a-z]+", reply.lower()) if word in ("yes", "no")}
+    return words.pop() if len(words) == 1 else None
 
 
 def limit_in(question: str) -> int | None:
     """The number that a question of this form names: `Is it above N?`"""
-    found = re.fullmatch(r"is it above ([0-9]{1,9})\s?\?", question.strip(), re.IGNORECASE)
-    return None if found is None else int(found[1])
+    match = re.fullmatch(r"is it above ([0-9]{1,9})\s?\?", question.strip(), re.IGNORECASE)
+    return None if match is None else int(match[1])
 
 
 def narrowed(low: int, high: int, question: str, answer: str) -> tuple[int, int]:
-    """Return the range in which a number can be after an answer. What says nothing, or contradicts what was known,
-    changes nothing."""
+    """Return the range of a number after an answer; nothing changes where that contradicts what was known."""
     limit = limit_in(question)
     if limit is None or answer not in ("yes", "no"):
         return low, high
@@ -126,11 +123,7 @@ def narrowed(low: int, high: int, question: str, answer: str) -> tuple[int, int]
     return new if new[0] <= new[1] else (low, high)
 
 
-# Players who ask for numbers, and an opponent who is always right
-
-
 def question_of(limit: int) -> str:
-    """The question that halves at a limit."""
     return f"Is it above {limit}?"
 
 
@@ -143,7 +136,6 @@ def truth(number: str, question: str) -> str:
 
 
 def truthful(told: str) -> str:
-    """An opponent who is always right about numbers."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 
@@ -170,7 +162,7 @@ def halving(game: TwentyQuestions, rng: random.Random) -> str:
 PLAYERS = {"blind": blind, "listening": listening, "halving": halving}
 
 
-def answered_truly(world: World = WORLDS["numbers"]) -> TwentyQuestions:
+def answered_truly(world: Things = WORLDS["numbers"]) -> TwentyQuestions:
     """The game of numbers with an opponent who is always right, for scripted players."""
     game = TwentyQuestions(world)
     game.opponent = truthful

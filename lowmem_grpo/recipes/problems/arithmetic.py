@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowmem_grpo.recipes.problems.splits import distinct, split_of
+from lowmem_grpo.recipes.problems.splits import distinct
 
 MAX_TOTAL = 99  # every intermediate total lies in [0, MAX_TOTAL]
 MIN_STEPS, MAX_STEPS = 2, 4
@@ -44,7 +44,6 @@ class Problem:
 
     @property
     def lines(self) -> list[str]:
-        """A line of worked solution for each step."""
         totals = [self.start, *self.totals]
         pairs = zip(totals, self.steps, self.totals, strict=False)
         return [f"{total} {operator} {operand} = {result}" for total, (operator, operand), result in pairs]
@@ -53,13 +52,9 @@ class Problem:
     def answer(self) -> int:
         return self.totals[-1]
 
-    @property
-    def split(self) -> str:
-        return split_of(self.question)
 
 
 def apply_step(total: int, operator: str, operand: int) -> int:
-    """`total operator operand`, for the operators + - *."""
     if operator == "+":
         return total + operand
     return total - operand if operator == "-" else total * operand
@@ -93,10 +88,10 @@ def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
     """Different problems of one split, without end."""
-    return distinct(split, seed, draw_problem)
+    return distinct(split, seed, draw_problem, lambda problem: problem.question)
 
 
 def last_integer(text: str) -> int | None:
     """The last integer in `text`; None where there is none, or where it is too long to be an answer."""
-    found = re.findall(r"-?\d+", text)
-    return int(found[-1]) if found and len(found[-1]) <= 12 else None
+    numbers = re.findall(r"-?\d+", text)
+    return int(numbers[-1]) if numbers and len(numbers[-1]) <= 12 else None

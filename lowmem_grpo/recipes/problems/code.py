@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.recipes.problems.splits import distinct, split_of
+from lowmem_grpo.recipes.problems.splits import distinct
 
 HIDDEN_TESTS = 4
 WORDS = ("ant", "bear", "crane", "dingo", "eel", "falcon", "goose", "heron", "ibex", "jackdaw", "kiwi", "lark")
-QUESTION = (
-    "Write a Python function `solve({argument})` that returns {wanted}. "
-    "For example, solve({given!r}) gives {result!r}. Reply with the function in one ```python block."
-)
+QUESTION = ("Write a Python function `solve({argument})` that returns {wanted}. For example, solve({given!r}) gives "
+            "{result!r}. Reply with the function in one ```python block.")
 
 
 def draw_integer(rng: random.Random) -> int:
@@ -38,7 +36,7 @@ def draw_words(rng: random.Random) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Template:
+class Snippet:
     """The result of `solve(argument)`: in words, as a Python expression, and as a function of (argument, a, b)."""
 
     argument: str
@@ -51,25 +49,25 @@ class Template:
 
 
 TEMPLATES = (
-    Template("x", "{a} times x plus {b}", "{a} * x + {b}", lambda x, a, b: a * x + b, draw_integer, (2, 20), (1, 50)),
-    Template("x", "the remainder of {a} times x divided by {b}", "{a} * x % {b}", lambda x, a, b: a * x % b,
-             draw_integer, (2, 20), (5, 50)),
-    Template("x", "x minus {a} where x is above {b}, and x plus {a} where it is not", "x - {a} if x > {b} else x + {a}",
-             lambda x, a, b: x - a if x > b else x + a, draw_integer, (1, 20), (20, 80)),
-    Template("numbers", "how many of the numbers are above {a} and divisible by {b}",
-             "sum(n > {a} and n % {b} == 0 for n in numbers)",
-             lambda numbers, a, b: sum(n > a and n % b == 0 for n in numbers), draw_numbers, (5, 60), (2, 5)),
-    Template("numbers", "the sum of the numbers, each multiplied by {a} but never counted as more than {b}",
-             "sum(min({a} * n, {b}) for n in numbers)",
-             lambda numbers, a, b: sum(min(a * n, b) for n in numbers), draw_numbers, (2, 9), (20, 90)),
-    Template("numbers", "a list of the numbers above {b} in reverse order, {a} added to each",
-             "[n + {a} for n in reversed(numbers) if n > {b}]",
-             lambda numbers, a, b: [n + a for n in reversed(numbers) if n > b], draw_numbers, (1, 20), (20, 60)),
-    Template("text", "the text without its first {a} characters, in upper case, repeated {b} times",
-             "text[{a}:].upper() * {b}", lambda text, a, b: text[a:].upper() * b, draw_text, (1, 6), (2, 5)),
-    Template("words", "the words of more than {a} letters as one text, with {b} dashes between them",
-             '("-" * {b}).join(word for word in words if len(word) > {a})',
-             lambda words, a, b: ("-" * b).join(word for word in words if len(word) > a), draw_words, (3, 5), (1, 9)),
+    Snippet("x", "{a} times x plus {b}", "{a} * x + {b}", lambda x, a, b: a * x + b, draw_integer, (2, 20), (1, 50)),
+    Snippet("x", "the remainder of {a} times x divided by {b}", "{a} * x % {b}", lambda x, a, b: a * x % b,
+            draw_integer, (2, 20), (5, 50)),
+    Snippet("x", "x minus {a} where x is above {b}, and x plus {a} where it is not", "x - {a} if x > {b} else x + {a}",
+            lambda x, a, b: x - a if x > b else x + a, draw_integer, (1, 20), (20, 80)),
+    Snippet("numbers", "how many of the numbers are above {a} and divisible by {b}",
+            "sum(n > {a} and n % {b} == 0 for n in numbers)",
+            lambda numbers, a, b: sum(n > a and n % b == 0 for n in numbers), draw_numbers, (5, 60), (2, 5)),
+    Snippet("numbers", "the sum of the numbers, each multiplied by {a} but never counted as more than {b}",
+            "sum(min({a} * n, {b}) for n in numbers)",
+            lambda numbers, a, b: sum(min(a * n, b) for n in numbers), draw_numbers, (2, 9), (20, 90)),
+    Snippet("numbers", "a list of the numbers above {b} in reverse order, {a} added to each",
+            "[n + {a} for n in reversed(numbers) if n > {b}]",
+            lambda numbers, a, b: [n + a for n in reversed(numbers) if n > b], draw_numbers, (1, 20), (20, 60)),
+    Snippet("text", "the text without its first {a} characters, in upper case, repeated {b} times",
+            "text[{a}:].upper() * {b}", lambda text, a, b: text[a:].upper() * b, draw_text, (1, 6), (2, 5)),
+    Snippet("words", "the words of more than {a} letters as one text, with {b} dashes between them",
+            '("-" * {b}).join(word for word in words if len(word) > {a})',
+            lambda words, a, b: ("-" * b).join(word for word in words if len(word) > a), draw_words, (3, 5), (1, 9)),
 )
 
 
@@ -82,28 +80,26 @@ class CodeProblem:
     b: int
 
     @property
-    def split(self) -> str:
-        key = f"{self.template} {self.a} {self.b}"
-        return split_of(key)
+    def key(self) -> str:
+        return f"{self.template} {self.a} {self.b}"
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
         """Arguments and results of `solve`, first those of the example in the question. The same at every call."""
-        form, rng = TEMPLATES[self.template], random.Random(f"{self.template} {self.a} {self.b}")
-        drawn = {repr(given): given for given in (form.draw(rng) for _ in range(20 * HIDDEN_TESTS))}
+        form, rng = TEMPLATES[self.template], random.Random(self.key)
+        drawn = {repr(argument): argument for argument in (form.draw(rng) for _ in range(20 * HIDDEN_TESTS))}
         chosen = list(drawn.values())[: 1 + HIDDEN_TESTS]
-        return [(given, form.rule(given, self.a, self.b)) for given in chosen]
+        return [(argument, form.rule(argument, self.a, self.b)) for argument in chosen]
 
     @property
     def question(self) -> str:
-        form, (given, result) = TEMPLATES[self.template], self.pairs[0]
+        form, (argument, result) = TEMPLATES[self.template], self.pairs[0]
         wanted = form.wanted.format(a=self.a, b=self.b)
-        return QUESTION.format(argument=form.argument, wanted=wanted, given=given, result=result)
+        return QUESTION.format(argument=form.argument, wanted=wanted, given=argument, result=result)
 
     @property
     def tests(self) -> list[str]:
-        """One assert for each pair."""
-        return [f"assert solve({given!r}) == {result!r}" for given, result in self.pairs]
+        return [f"assert solve({argument!r}) == {result!r}" for argument, result in self.pairs]
 
     @property
     def solution(self) -> str:
@@ -113,11 +109,10 @@ class CodeProblem:
 
 
 def draw_problem(rng: random.Random) -> CodeProblem:
-    """A random template with random parameters."""
     number = rng.randrange(len(TEMPLATES))
     return CodeProblem(number, rng.randint(*TEMPLATES[number].a), rng.randint(*TEMPLATES[number].b))
 
 
 def code_problems(split: str, seed: int) -> Iterator[CodeProblem]:
     """Different problems of one split. Raises ValueError where there are no more: there are some thousands."""
-    return distinct(split, seed, draw_problem)
+    return distinct(split, seed, draw_problem, lambda problem: problem.key)

@@ -33,10 +33,8 @@ RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # what binds tighter
 ATOM = 3
 LONGEST = 120  # characters of an expression that is read
 HOPELESS = 50_000  # draws in a row without any puzzle: there is none, or hardly any
-QUESTION = (
-    "Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. "
-    "End with a line `Answer: ` and the expression."
-)
+QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. End "
+            "with a line `Answer: ` and the expression.")
 
 
 @dataclass(frozen=True)
@@ -51,28 +49,13 @@ class Difficulty:
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers <= 6:
-            raise ValueError(
-                f"min_numbers is {self.min_numbers} and max_numbers {self.max_numbers}; they must be 2 to 6, the first "
-                "not above the second"
-            )
+            raise ValueError(f"min_numbers is {self.min_numbers} and max_numbers {self.max_numbers}; they must be 2 to "
+                             "6, the first not above the second")
         for name, most in (("largest_number", 99), ("largest_target", LARGEST_RESULT)):
             if not 4 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 4 to {most}")
         if not self.operators or set(self.operators) - set(OPERATORS) or not set(self.operators) & set("+*"):
             raise ValueError(f"operators is {self.operators!r}; allowed are those of {''.join(OPERATORS)}, with + or *")
-
-
-@dataclass(frozen=True)
-class Step:
-    """`left sign right = result`."""
-
-    left: int
-    sign: str
-    right: int
-    result: int
-
-    def __str__(self) -> str:
-        return f"{self.left} {self.sign} {self.right} = {self.result}"
 
 
 @dataclass(frozen=True)
@@ -90,19 +73,17 @@ class Term:
 
 @dataclass(frozen=True)
 class Countdown:
-    """Numbers, and a target that `solution` makes from them, step by step."""
+    """Numbers, and a target that `solution` makes from them."""
 
     numbers: tuple[int, ...]
     target: int
     operators: str = field(default="+-*/", compare=False)
-    steps: tuple[Step, ...] = field(default=(), compare=False)
     solution: str = field(default="", compare=False)
 
     @property
     def question(self) -> str:
-        return QUESTION.format(
-            target=self.target, numbers=", ".join(map(str, self.numbers)), operators=" ".join(self.operators)
-        )
+        return QUESTION.format(target=self.target, numbers=", ".join(map(str, self.numbers)),
+                               operators=" ".join(self.operators))
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -116,27 +97,23 @@ class Countdown:
 
 def possible_signs(left: int, right: int, operators: str) -> list[str]:
     """Operators that make a positive integer of left >= right, and not just one of the two again."""
-    rules = {
-        "+": left + right <= LARGEST_RESULT, "-": left > right and left - right != right,
-        "*": right > 1 and left * right <= LARGEST_RESULT,
-        "/": right > 1 and left % right == 0 and left // right != right,
-    }
+    rules = {"+": left + right <= LARGEST_RESULT, "-": left > right and left - right != right,
+             "*": right > 1 and left * right <= LARGEST_RESULT,
+             "/": right > 1 and left % right == 0 and left // right != right}
     return [sign for sign in operators if rules[sign]]
 
 
-def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> tuple[Term, tuple[Step, ...]] | None:
-    """All numbers combined at random, and each step; None where two are left that no operator may combine."""
-    terms, steps = [Term(number, str(number)) for number in numbers], []
+def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> Term | None:
+    """Return all numbers combined at random; None where two are left that no operator may combine."""
+    terms = [Term(number, str(number)) for number in numbers]
     while len(terms) > 1:
         left, right = sorted(rng.sample(terms, 2), key=lambda term: -term.value)
         signs = possible_signs(left.value, right.value, operators)
         if not signs:
             return None
-        sign = rng.choice(signs)
-        made = join(left, sign, right)
-        steps.append(Step(left.value, sign, right.value, made.value))
-        terms = [term for term in terms if term is not left and term is not right] + [made]
-    return terms[0], tuple(steps)
+        terms = [*(term for term in terms if term is not left and term is not right),
+                 join(left, rng.choice(signs), right)]
+    return terms[0]
 
 
 def join(left: Term, sign: str, right: Term) -> Term:
@@ -151,9 +128,9 @@ def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | No
     size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
     numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
     made = combine(rng, numbers, difficulty.operators)
-    if made is None or made[0].value > difficulty.largest_target or made[0].value in numbers:
+    if made is None or made.value > difficulty.largest_target or made.value in numbers:
         return None
-    return Countdown(numbers, made[0].value, difficulty.operators, made[1], made[0].text)
+    return Countdown(numbers, made.value, difficulty.operators, made.text)
 
 
 def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Countdown]:
@@ -178,10 +155,8 @@ def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> I
     for puzzle in draws(split, rng, difficulty or Difficulty()):
         fruitless = 0 if puzzle.key not in seen else fruitless + 1
         if fruitless > FRUITLESS:
-            raise ValueError(
-                f"there are only about {len(seen)} {split} puzzles with {difficulty}; ask for fewer, or allow more "
-                "numbers, larger ones or larger targets"
-            )
+            raise ValueError(f"there are only about {len(seen)} {split} puzzles with {difficulty}; ask for fewer, or "
+                             "allow more numbers, larger ones or larger targets")
         if not fruitless:
             seen.add(puzzle.key)
             yield puzzle

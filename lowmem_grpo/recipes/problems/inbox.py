@@ -7,7 +7,7 @@ from datetime import date, timedelta
 from functools import cache
 from itertools import product
 
-from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS, Kind, World
+from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS, Kind, MailWorld
 from lowmem_grpo.recipes.problems.splits import check_split, split_of
 
 FIRST_DAY, DAYS = date(2026, 1, 5), 300
@@ -32,10 +32,6 @@ class Question:
     answer: str
     source: int
 
-    @property
-    def split(self) -> str:
-        return split_of(self.text)
-
 
 @dataclass(frozen=True)
 class Mailbox:
@@ -47,7 +43,7 @@ class Mailbox:
     def of_split(self, split: str) -> list[Question]:
         """The questions to train on ("train"), or those held out ("test")."""
         check_split(split)
-        return [question for question in self.questions if question.split == split]
+        return [question for question in self.questions if split_of(question.text) == split]
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,11 @@ def mailbox(name: str, seed: int = 0) -> Mailbox:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a mailbox that does not exist."""
     if name not in WORLDS:
         raise ValueError(f"mailbox is {name!r}; allowed: {', '.join(WORLDS)}")
 
 
-def told(world: World, facts: list[Fact], rng: random.Random) -> Iterator[tuple[Mail, Fact | None]]:
+def told(world: MailWorld, facts: list[Fact], rng: random.Random) -> Iterator[tuple[Mail, Fact | None]]:
     """A mail for each fact, with the fact; for some also an older mail that is out of date, without one."""
     for fact in facts:
         newest = rng.randrange(DAYS)
@@ -93,25 +88,22 @@ def told(world: World, facts: list[Fact], rng: random.Random) -> Iterator[tuple[
 
 
 def other_value(fact: Fact, rng: random.Random) -> str:
-    """A value that was right before."""
     while (value := fact.kind.value(rng)) == fact.value:
         pass
     return value
 
 
-def mail_of(world: World, fact: Fact, value: str, day: int, rng: random.Random) -> Mail:
-    """A mail that tells a fact."""
+def mail_of(world: MailWorld, fact: Fact, value: str, day: int, rng: random.Random) -> Mail:
     sentence = rng.choice(fact.kind.sentences).format(topic=fact.topic, value=value)
     return written(world, rng.choice(fact.kind.subjects).format(topic=fact.topic), fact.topic, [sentence], day, rng)
 
 
-def noise(world: World, rng: random.Random) -> Mail:
-    """A mail that speaks of a topic and tells nothing."""
+def noise(world: MailWorld, rng: random.Random) -> Mail:
     topic, kind = rng.choice(world.topics), rng.choice(world.kinds)
     return written(world, rng.choice(kind.subjects).format(topic=topic), topic, [], rng.randrange(DAYS), rng)
 
 
-def written(world: World, subject: str, topic: str, sentences: list[str], day: int, rng: random.Random) -> Mail:
+def written(world: MailWorld, subject: str, topic: str, sentences: list[str], day: int, rng: random.Random) -> Mail:
     """A mail with these sentences, and with others around them where the world has any."""
     sender, recipient = rng.sample(world.people, 2)
     if not world.fillers:

@@ -16,7 +16,7 @@ COMPANIES = ("Nordwind", "Almeida Tools", "Hexagon Parts", "Brightwell", "Kestre
              "Orion Freight", "Maple Instruments", "Quintar", "Zephyr Metals", "Lakeside Printing", "Ostra Cables")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")
-# of the small mailbox, short since a small model must copy them
+# in the small mailbox, short since a small model must copy them
 SHORT_NAMES = ("Falcon", "Harbor", "Cedar", "Comet", "Ember", "Garnet", "Heron", "Jasper", "Kite", "Lotus", "Maple",
                "Nova", "Pearl", "Quartz", "Raven", "Tulip", "Viper", "Willow", "Yarrow", "Acorn")
 SHORT_THINGS = ("budget", "price", "weight", "length", "height", "score", "team", "room", "floor", "desk", "rent",
@@ -35,18 +35,18 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class World:
+class MailWorld:
     """The topics of a mailbox, and its number of mails."""
 
     topics: tuple[str, ...]
     kinds: tuple[Kind, ...]
     people: tuple[str, ...]
-    facts: int  # of all pairs of a topic and a kind
+    facts: int  # how many of all pairs of a topic and a kind
     noise: int = 0  # mails without a fact that anyone asks for
     revised: float = 0.0  # share of the facts that an older mail tells otherwise
     fillers: tuple[str, ...] = field(default=())  # sentences around a fact; without them mails have no date either
-    calls: int = 4  # of tools, that answering a question may take
-    results: int = 3  # of a search
+    calls: int = 4  # calls of tools that answering a question may take
+    results: int = 3  # that a search gives
     snippet: int = 0  # words of a mail that a result shows
 
 
@@ -67,7 +67,6 @@ def person(rng: random.Random) -> str:
 
 
 def number(low: int, high: int) -> Callable[[random.Random], str]:
-    """Return a function that draws a whole number."""
     return lambda rng: str(rng.randint(low, high))
 
 
@@ -122,9 +121,9 @@ def short_kind(thing: str) -> Kind:
 
 
 WORLDS = {
-    "small": World(SHORT_NAMES, tuple(short_kind(thing) for thing in SHORT_THINGS), FIRST_NAMES,
+    "small": MailWorld(SHORT_NAMES, tuple(short_kind(thing) for thing in SHORT_THINGS), FIRST_NAMES,
                    facts=len(SHORT_NAMES) * len(SHORT_THINGS)),
-    "large": World(tuple(f"{colour} {place}" for colour in COLOURS for place in PLACES), KINDS,
+    "large": MailWorld(tuple(f"{colour} {place}" for colour in COLOURS for place in PLACES), KINDS,
                    tuple(f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES),
                    facts=1600, noise=2400, revised=0.25, fillers=FILLERS, calls=10, results=8, snippet=12),
 }

@@ -97,19 +97,18 @@ class MailDatabase:
             yield connection
 
     def search(self, words: str, most: int, snippet: int = 0) -> list[Hit]:
-        """The mails that hold all the words, best first (BM25), with snippets of so many words. The words are a value
-        of a fixed statement, never a part of it. SearchError for words that FTS5 cannot read."""
+        """Return the best mails with all the words (BM25), with snippets; SearchError for what FTS5 cannot read."""
         if not words.strip() or len(words) > LONGEST or "\0" in words:
             raise SearchError(f"a search is 1 to {LONGEST} letters long, without a zero byte, and this one has "
                               f"{len(words.strip())} letters")
         try:
             with self.opened() as connection:
-                found = connection.execute(SEARCH, (max(snippet, 1), words, most)).fetchall()
+                rows = connection.execute(SEARCH, (max(snippet, 1), words, most)).fetchall()
         except (sqlite3.Error, UnicodeError) as error:
             raise SearchError(f"cannot search for {words[:60]!r} ({error}): write words with spaces between them, or "
                               'a "phrase" in quotation marks') from error
         return [Hit(number, sender, date, subject, text.replace("\n", " ") if snippet else "")
-                for number, sender, date, subject, text in found]
+                for number, sender, date, subject, text in rows]
 
     def read(self, number: int) -> Mail | None:
         """The mail with this id; None where there is none."""

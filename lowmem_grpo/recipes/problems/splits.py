@@ -1,32 +1,18 @@
-"""What all generated problems share: a training and a test split that never meet, and draws without repetition.
-
-A problem belongs to a split by a hash of its own text. The two splits therefore share no problem, whatever seeds and
-sizes two datasets have.
+"""Training and test splits that never meet, since a hash of a problem's own text decides, and draws without repetition.
 """
 
 import random
 import zlib
 from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 SPLITS = ("train", "test")
 TEST_SHARE = 8  # one problem in eight is a test problem
 FRUITLESS = 20_000  # draws in a row without a new problem: there are no more
 
 T = TypeVar("T")
-
-
-class Problem(Protocol):
-    """A problem that `distinct` draws."""
-
-    @property
-    def split(self) -> str: ...
-
-    def __hash__(self) -> int: ...
-
-
-P = TypeVar("P", bound=Problem)
+P = TypeVar("P", bound=Hashable)
 
 
 def split_of(text: str) -> str:
@@ -35,13 +21,13 @@ def split_of(text: str) -> str:
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError for a split that does not exist."""
     if split not in SPLITS:
         raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
 
 
-def distinct(split: str, seed: int, draw: Callable[[random.Random], P]) -> Iterator[P]:
-    """Different problems of one split, drawn with a seed. Raises ValueError once there are no more."""
+def distinct(split: str, seed: int, draw: Callable[[random.Random], P], text: Callable[[P], str]) -> Iterator[P]:
+    """Yield different problems of one split, drawn with a seed; `text` identifies one. ValueError once there are none.
+    """
     check_split(split)
     rng = random.Random(f"{split}-{seed}")
     seen: set[Hashable] = set()
@@ -49,7 +35,7 @@ def distinct(split: str, seed: int, draw: Callable[[random.Random], P]) -> Itera
     while fruitless < FRUITLESS:
         problem = draw(rng)
         fruitless += 1
-        if problem.split == split and problem not in seen:
+        if split_of(text(problem)) == split and problem not in seen:
             fruitless = 0
             seen.add(problem)
             yield problem

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowmem_grpo.recipes.problems.splits import distinct, split_of
+from lowmem_grpo.recipes.problems.splits import distinct
 
 GOODS = ("tea", "salt", "nails", "candles", "soap", "pencils", "rice", "buttons", "paint", "screws")
 PARTS = {2: "Half", 3: "A third", 4: "A quarter", 5: "A fifth", 8: "An eighth"}
@@ -21,13 +21,8 @@ class StockProblem:
     """A warehouse, what happens to its goods, and what is left."""
 
     question: str
-    lines: tuple[str, ...]
-    """A line of worked solution for each step."""
+    lines: tuple[str, ...]  # A line of worked solution for each step
     answer: int
-
-    @property
-    def split(self) -> str:
-        return split_of(self.question)
 
 
 Step = tuple[str, str, int]  # what happens, the calculation, and the stock after it
@@ -81,7 +76,6 @@ def draw_problem(rng: random.Random) -> StockProblem:
 
 
 def draw_step(rng: random.Random, stock: int) -> Step:
-    """A step that leaves the stock neither too small nor too large."""
     while True:
         step = rng.choice(EVENTS)(rng, stock)
         if MIN_STOCK <= step[2] <= MAX_STOCK:
@@ -90,4 +84,4 @@ def draw_step(rng: random.Random, stock: int) -> Step:
 
 def stock_problems(split: str, seed: int) -> Iterator[StockProblem]:
     """Different problems of one split, without end."""
-    return distinct(split, seed, draw_problem)
+    return distinct(split, seed, draw_problem, lambda problem: problem.question)

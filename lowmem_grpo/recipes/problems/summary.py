@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowmem_grpo.recipes.problems.splits import distinct, split_of
+from lowmem_grpo.recipes.problems.splits import distinct
 
 WORDS_ALLOWED = 40
 QUESTION = (
@@ -20,14 +20,12 @@ PLACES = ("Aldermouth", "Brackwater", "Cindervale", "Dunmarsh", "Eastholm", "Fer
           "Ivybridge", "Kettlesham", "Larkfield", "Mossgate", "Northwold", "Otterbourne", "Pinecrest", "Ravensby")
 MONTHS = ("January", "April", "June", "September", "October", "November")
 GOODS = ("timber", "salt", "wool", "copper", "barley", "slate", "cement", "paper")
-FILLER = (
-    "As in other years, the figures were awaited with some interest.",
-    "Opinions on what this means for the time to come differ.",
-    "A longer version of this report can be read at the town hall.",
-    "The weather was neither better nor worse than usual at that time of the year.",
-    "Nobody wished to comment on details, which are still being looked at.",
-    "Those who took part were thanked for their patience.",
-)
+FILLER = ("As in other years, the figures were awaited with some interest.",
+          "Opinions on what this means for the time to come differ.",
+          "A longer version of this report can be read at the town hall.",
+          "The weather was neither better nor worse than usual at that time of the year.",
+          "Nobody wished to comment on details, which are still being looked at.",
+          "Those who took part were thanked for their patience.")
 KINDS = (
     ("The harbour of {place} published its figures for {month}.",
      "{a} ships called there, {b} more than a year before.",
@@ -60,16 +58,10 @@ class Report:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """The facts that a summary must keep."""
         return (self.place, self.month, self.goods, str(self.a), str(self.b), str(self.c), str(self.d))
 
     @property
-    def split(self) -> str:
-        return split_of(repr(self))
-
-    @property
     def text(self) -> str:
-        """The report; the same at every call."""
         told = [sentence.format(**vars(self)) for sentence in KINDS[self.kind]]
         rng = random.Random(repr(self))
         for sentence in rng.sample(FILLER, 3):
@@ -87,14 +79,13 @@ class Report:
 
 
 def draw_report(rng: random.Random) -> Report:
-    """A report with random facts."""
     numbers = {name: rng.randint(*bounds) for name, bounds in RANGES.items()}
     return Report(rng.randrange(len(KINDS)), rng.choice(PLACES), rng.choice(MONTHS), rng.choice(GOODS), **numbers)
 
 
 def reports(split: str, seed: int) -> Iterator[Report]:
     """Different reports of one split, without end."""
-    return distinct(split, seed, draw_report)
+    return distinct(split, seed, draw_report, repr)
 
 
 def share_kept(text: str, facts: list[str]) -> float:
@@ -105,5 +96,4 @@ def share_kept(text: str, facts: list[str]) -> float:
 
 
 def is_short(text: str) -> bool:
-    """Return whether a summary keeps to the allowed number of words."""
     return len(text.split()) <= WORDS_ALLOWED

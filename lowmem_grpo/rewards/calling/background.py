@@ -63,10 +63,8 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return `run` of each of N items, in the order of the items, with `workers` at a time.
-
-    After an error or an interrupt no further item begins; the first error is raised when those that have begun end.
-    """
+    """Return `run` of each of N items, in the order of the items, with `workers` at a time. After an error or an
+    interrupt no further item begins; the first error is raised when those that have begun end."""
     waiting = list(enumerate(items))[::-1]
     results: dict[int, Result] = {}
     faults: list[BaseException] = []

@@ -1,11 +1,14 @@
 """One call of a reward function: its arguments, its thread or task, its time limit and its result."""
 
 import asyncio
+import math
+import signal
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -21,16 +24,18 @@ from lowmem_grpo.rewards.calling.contract import (
     bind,
     own_limit,
 )
-from lowmem_grpo.rewards.calling.time_limit import OverTime, can_limit, time_limit
 from lowmem_grpo.rewards.reward import MeanOf
 
 POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some systems deliver only between waits
+
+SIGNAL: Any = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))  # None on Windows; SIGALRM stays free
+AGAIN = 1.0  # seconds until it is raised once more in code that catches everything
 
 Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each completion
 
 
 @dataclass
-class Recorder:
+class CallRecorder:
     """Collects what a function logs while a batch of completions is scored."""
 
     num_completions: int
@@ -45,7 +50,6 @@ class Recorder:
         self.extras[column] = values
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Add one number to the mean of `name`."""
         if (number := as_number(value)) is None:
             raise RewardError(f"log_metric({name!r}) got None, expected a number")
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
@@ -62,59 +66,55 @@ class Call:
     """A named function with its lists of N completions. One of the methods `run...` begins the call."""
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float) -> None:
-        """Raises MissingColumnError if the function needs an argument that is not there."""
+        """Raise MissingColumnError if the function needs an argument that is not there."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
-        self.recorder = Recorder(len(self.completions))
+        self.recorder = CallRecorder(len(self.completions))
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.func = bind(name, func, {**lists, **shared})
         self.lists = lists.keys() - {"environments"}  # those are the ones that were played
         self.future: Future[Any] = Future()
-        self.groups: list[int] = []  # of the batch, to which its completions belong; empty for the whole batch
+        self.groups: list[int] = []  # to which its completions belong; empty for the whole batch
         self.began = self.ended = 0.0
 
     def bound(self) -> Any:
         """Call the function with objects of its own: what it changes is seen by no other call, record or step."""
-        given = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
-        return self.func.func(**given)
+        arguments = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
+        return self.func.func(**arguments)
 
     def run(self) -> None:
         """Run here and now, unless it was stopped before. `future` gets what it returns or raises."""
         if not self.future.set_running_or_notify_cancel():
             return
-        self.begin()
+        self.began = time.monotonic()
         try:
             result = self.bound()
         except BaseException as error:  # noqa: BLE001, the thread that asked raises it again
-            self.end()
+            self.note_end()
             self.future.set_exception(error)
         else:
-            self.end()
+            self.note_end()
             self.future.set_result(result)
 
     def run_alone(self) -> None:
         """Begin in this thread where it is the main one, so that signal.alarm works as in TRL, and end at the time
         limit; elsewhere in a daemon thread of its own, with the caller's context variables."""
-        if can_limit():
+        if SIGNAL is not None and threading.current_thread() is threading.main_thread():
             with suppress(OverTime), time_limit(self.limit):
                 self.run()
             if self.future.done() and isinstance(error := failure(self.future), KeyboardInterrupt):
                 raise error
         else:
-            self.begin()
+            self.began = time.monotonic()
             start_thread(f"reward {self.name}", self.run)
 
     def run_in_loop(self, loop: BackgroundLoop) -> None:
-        """Run in the event loop, next to other async functions."""
-        self.begin()
-        self.future = loop.submit(self.bound)
-        self.future.add_done_callback(lambda _: self.end())
-
-    def begin(self) -> None:
         self.began = time.monotonic()
+        self.future = loop.submit(self.bound)
+        self.future.add_done_callback(lambda _: self.note_end())
 
-    def end(self) -> None:
+    def note_end(self) -> None:
         self.ended = time.monotonic()
 
     @property
@@ -129,23 +129,10 @@ class Call:
         stopped = self.future.done() and isinstance(failure(self.future), OverTime)
         return stopped or (bool(began) and ended - began >= self.limit)
 
-    @property
-    def seconds_left(self) -> float:
-        """Until its time limit; negative when it has passed."""
-        return self.began + self.limit - time.monotonic()
-
-    def raise_failure(self) -> None:
-        """Raise RewardError if the call has ended with an error other than its time limit."""
-        if self.future.done() and not isinstance(error := failure(self.future), (NoneType, OverTime)):
-            raise RewardError(
-                f"reward function {self.name} raised {type(error).__name__}: {error}; "
-                f"the first completion begins {repr(self.completions[0])[:120] if self.completions else None}"
-            ) from error
-
 
 def wait_for(calls: list[Call]) -> None:
-    """Wait until calls that run side by side have ended. Raises RewardError for the first that fails and TooLateError
-    for those that pass their time limits. Async calls are then stopped; nothing can stop a thread."""
+    """Wait until calls that run side by side have ended. RewardError for the first that fails, TooLateError for those
+    that pass their time limits: async calls are then stopped, and nothing can stop a thread."""
     try:
         while True:
             check(calls)
@@ -157,27 +144,26 @@ def wait_for(calls: list[Call]) -> None:
 
 
 def check(calls: list[Call]) -> None:
-    """Raise RewardError if one of them has failed or passed its time limit."""
+    """Raise RewardError for a call that has failed, and TooLateError for those that have passed their time limits,
+    whether anyone waited for them or not."""
     for call in calls:
-        call.raise_failure()
-    raise_late(calls)
-
-
-def pause(calls: list[Call]) -> float:
-    """Seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
-    return max(0.0, min([POLL_SECONDS, *(call.seconds_left for call in calls if not call.future.done())]))
-
-
-def raise_late(calls: list[Call]) -> None:
-    """Raise TooLateError if calls have passed their time limits, whether anyone waited for them or not."""
+        if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
+            first = repr(call.completions[0])[:120] if call.completions else None
+            raise RewardError(f"reward function {call.name} raised {type(error).__name__}: {error}; the first "
+                              f"completion begins {first}") from error
     late = [call for call in calls if call.late]
     for own in (True, False):
         if names := list(dict.fromkeys(call.name for call in late if (call.own_limit is not None) == own)):
             limit = max(call.limit for call in late if call.name in names)
-            raise TooLateError(
-                f"reward function {', '.join(names)} did not return within {limit:g} s; raise the limit with "
-                + ("its time_limit" if own else "GRPOConfig(reward_timeout=...)")
-            )
+            setting = "its time_limit" if own else "GRPOConfig(reward_timeout=...)"
+            raise TooLateError(f"reward function {', '.join(names)} did not return within {limit:g} s; raise the limit "
+                               f"with {setting}")
+
+
+def pause(calls: list[Call]) -> float:
+    """Return the seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
+    now = time.monotonic()
+    return max(0.0, min([POLL_SECONDS, *(call.began + call.limit - now for call in calls if not call.future.done())]))
 
 
 def stop(calls: list[Call]) -> None:
@@ -188,3 +174,42 @@ def stop(calls: list[Call]) -> None:
 def failure(future: Future[Any]) -> BaseException | None:
     """Return the error of a finished call. A coroutine that cancelled itself counts as an error too."""
     return asyncio.CancelledError() if future.cancelled() else future.exception()
+
+
+class OverTime(BaseException):
+    """Raised inside of code that takes longer than it may; `except Exception` does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OverTime inside of the block, in the main thread, when it has taken this long, and each second after that.
+    Code that waits is woken; code that computes outside of Python's interpreter is not ended before it comes back."""
+    if not math.isfinite(seconds):
+        yield
+        return
+    done = threading.Event()
+
+    def end_code(*_: Any) -> None:
+        if not done.is_set():
+            raise OverTime
+
+    previous = signal.signal(SIGNAL, end_code)
+    watchdog = threading.Thread(target=watch, args=(done, seconds), name="time limit", daemon=True)
+    watchdog.start()
+    try:
+        try:
+            yield
+        finally:
+            done.set()
+    finally:
+        done.set()  # the signal may come within the line above
+        watchdog.join()  # from here on no signal comes
+        signal.signal(SIGNAL, previous)
+
+
+def watch(done: threading.Event, seconds: float) -> None:
+    """Send the signal to the main thread until the block is done."""
+    main: Any = threading.main_thread().ident
+    while not done.wait(seconds):
+        signal.pthread_kill(main, SIGNAL)
+        seconds = AGAIN

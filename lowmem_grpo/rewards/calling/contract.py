@@ -30,16 +30,11 @@ class TooLateError(RewardError):
     """A reward function did not return within its time limit."""
 
 
-# Functions as they are given
-
-
 def check_function(func: Any) -> None:
-    """Raises TypeError for a verifier, and anything else that cannot be called."""
+    """Raise TypeError for a verifier, and anything else that cannot be called."""
     if isinstance(func, Verifier):
-        raise TypeError(
-            f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; make a reward "
-            "function from it with .reward(right=1.0, wrong=0.0)"
-        )
+        raise TypeError(f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; "
+                        "make a reward function from it with .reward(right=1.0, wrong=0.0)")
     if not callable(func):
         raise TypeError(f"reward_funcs holds a {type(func).__name__}, which cannot be called; give a function")
 
@@ -50,20 +45,18 @@ def is_model(func: Any) -> bool:
 
 
 def unwrap(func: Any) -> Any:
-    """The function inside any number of functools.partial."""
     while isinstance(func, functools.partial):
         func = func.func
     return func
 
 
 def function_name(func: RewardFunction) -> str:
-    """`__name__`, or the name of its class for a callable object."""
     func = unwrap(func)
     return getattr(func, "__name__", type(func).__name__)
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """The same names; a repeated one gets the first free suffix of _2, _3, ..."""
+    """Return the same names; a repeated one gets the first free suffix of _2, _3, ..."""
     unique: list[str] = []
     for name in names:
         candidates = [name, *(f"{name}_{number}" for number in range(2, len(names) + 1))]
@@ -77,9 +70,6 @@ def is_async(func: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
-# What a `Reward` says of itself; a plain function says nothing.
-
-
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
     """Return whether it may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling: False
     turns early calls off for all functions, other values decide for functions that say nothing themselves."""
@@ -90,20 +80,15 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 
 
 def own_limit(func: RewardFunction) -> float | None:
-    """Its own time limit in seconds, if it has one."""
     return getattr(unwrap(func), "time_limit", None)
 
 
 def is_required(func: RewardFunction) -> bool:
-    """Return whether None from it leaves the whole group out of the step."""
     return bool(getattr(unwrap(func), "required", False))
 
 
-# Arguments
-
-
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
-    """The columns that functions get. Raises RewardError for a column with the name of an argument."""
+    """Return the columns that functions get. Raises RewardError for a column with the name of an argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
@@ -111,7 +96,6 @@ def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dic
 
 
 def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
-    """Raises RewardError for a list that does not have one entry per completion."""
     wrong = {name: len(values) for name, values in lists.items() if len(values) != expected}
     if wrong:
         raise RewardError(f"{expected} completions need lists of that length; these have another: {wrong}")
@@ -124,20 +108,15 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
     if missing:
         episodes = "; these are there only with tools or an environment_factory" if {*missing} & {*OF_EPISODES} else ""
-        raise MissingColumnError(
-            f"reward function {name} requires {', '.join(missing)}, which no dataset column provides{episodes}; "
-            f"available are {', '.join(available)}"
-        )
+        raise MissingColumnError(f"reward function {name} requires {', '.join(missing)}, which no dataset column "
+                                 f"provides{episodes}; available are {', '.join(available)}")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return functools.partial(func, **available)
     return functools.partial(func, **{p.name: available[p.name] for p in named if p.name in available})
 
 
-# What they return: numbers, booleans, tensors and arrays; anything else is refused
-
-
 def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
-    """A function's result as `expected` floats and Nones. Raises RewardError for anything else."""
+    """Return a function's result as `expected` floats and Nones. Raises RewardError for anything else."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
     except Exception as error:  # conversions of foreign types raise as they like
@@ -150,14 +129,12 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
 def foreign_types(result: Any) -> set[str]:
     """Names of the types in a function's result that are not float, int or None and could be made into floats."""
     kinds = set() if isinstance(result, (list, tuple)) else {type(result).__name__}
-    values = as_list(result)
-    return kinds | {
-        type(v).__name__ for v in values if isinstance(v, bool) or not isinstance(v, (int, float, type(None)))
-    }
+    return kinds | {type(value).__name__ for value in as_list(result)
+                    if isinstance(value, bool) or not isinstance(value, (int, float, type(None)))}
 
 
 def as_list(values: Any) -> list[Any]:
-    """A list, a tuple, or anything with `tolist()`, as a list. Raises TypeError naming any other type."""
+    """Return a list, a tuple, or anything with `tolist()`, as a list. Raises TypeError naming any other type."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, (list, tuple)):
         raise TypeError(f"a list with one value per completion is needed, not {type(values).__name__}")
@@ -165,7 +142,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, a bool or anything with `item()` as a float; None as None. Raises TypeError naming any other type."""
+    """Return a number, a bool or anything with `item()` as a float, and None as None. TypeError names another type."""
     item = value.item() if hasattr(value, "item") else value
     if item is None:
         return None

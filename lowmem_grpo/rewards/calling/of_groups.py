@@ -1,34 +1,60 @@
 """The one place that makes Scores: of the groups of a batch, some while others are still sampled, and of rows."""
 
+import copy
+import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from lowmem_grpo.data.prompts import Prompt, is_chat
 from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.rewards.calling.calls import Lists
-from lowmem_grpo.rewards.calling.early import EarlyCalls
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.calling.scores import Scores, put_together
+from lowmem_grpo.rewards.calling.background import start_thread
+from lowmem_grpo.rewards.calling.calls import Call, Lists, check, failure, pause, stop
+from lowmem_grpo.rewards.calling.contract import RewardError, bind, is_async
+from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores, put_together
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
 
+LINGER = 0.02  # seconds that the worker waits, so that groups that finish together go into one call
 
-class EarlyScoring(EarlyCalls):
+
+class EarlyScoring:
     """The calls of the reward functions on a batch of prompts: made before it is sampled, told of finished groups by
-    `on_group` while others decode, and brought to an end by `settle`."""
+    `on_group` while others decode, and brought to an end by `settle`. A context manager: after its end no call begins.
+    All plain functions share one worker thread. Whenever it is free, it takes all groups that wait and calls one
+    function after the other on them. So no two plain functions run side by side, as when a whole batch is scored, and
+    functions that share state stay right. This holds within a batch: nothing can stop a thread, so a call of a batch
+    that failed may still run while the next batch is scored. Async functions are called for each group at once. Nothing
+    is raised before `wait`, and no call begins after a failure or after `close`."""
 
-    def __init__(
-        self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
-        clock: Clock | None = None,
-    ) -> None:
-        """Use only the rows of the prompts. `clock` counts the seconds of the calls. RewardError, before anything is
-        sampled, if a function needs a column that no row has."""
+    def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
+                 clock: Clock | None = None) -> None:
+        """Use only the rows of the prompts. `clock` counts the seconds of the calls. Early calls see `state` as it is
+        now, because sampling counts tokens in it. RewardError if a function, early or not, needs a column that no row
+        has."""
         self.rows = [prompt.row for prompt in prompts]
-        self.now, self.clock = state, clock or Clock()  # early calls see a copy of the state as it was before sampling
         self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # completions of the groups handed in
-        super().__init__(scorer, list(lists_of(scorer, [], self.columns)), state)
+        available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
+        for name, func in ({} if scorer.late_columns else scorer.by_name).items():
+            bind(name, func, available)
+        self.scorer, self.now, self.state, self.clock = scorer, state, copy.copy(state), clock or Clock()
+        self.names = scorer.early
+        self.plain = [name for name in self.names if not is_async(scorer.by_name[name])]
+        self.calls: list[Call] = []
+        self.waiting: list[tuple[int, Lists]] = []  # for the worker
+        self.working = self.hurry = self.closed = False
+        self.failed: Call | None = None  # the first that failed; it stopped the others
+        self.broken: BaseException | None = None  # what ended the worker, other than an error of a function
+        self.changed = threading.Condition()  # guards all of the above
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
 
     @property
     def on_group(self) -> OnGroup | None:
@@ -36,10 +62,108 @@ class EarlyScoring(EarlyCalls):
         return self.take_in if self.names else None
 
     def take_in(self, index: int, rollouts: list[Rollout]) -> None:
-        """Take in the rollouts of a prompt when all of them are there."""
-        if self.names and index not in self.known:
-            self.sizes[index] = len(rollouts)
-            self.add(index, lists_of(self.scorer, [RolloutGroup(self.rows[index], [], rollouts)], self.columns))
+        """Have the rollouts of a prompt scored when all of them are there, unless they were handed in before."""
+        if not self.names or index in self.sizes:
+            return
+        self.sizes[index] = len(rollouts)
+        lists = lists_of(self.scorer, [RolloutGroup(self.rows[index], [], rollouts)], self.columns)
+        for name in self.names:
+            if name not in self.plain:
+                self.start_task(name, index, lists)
+        if self.plain:
+            self.give_to_worker(index, lists)
+
+    def start_task(self, name: str, group: int, lists: Lists) -> None:
+        call = self.scorer.call(name, lists, self.state)
+        call.groups = [group]
+        with self.changed:
+            if self.closed:
+                return
+            self.calls.append(call)
+            call.run_in_loop(self.scorer.loop)
+        call.future.add_done_callback(lambda _: self.over(call))
+
+    def give_to_worker(self, group: int, lists: Lists) -> None:
+        with self.changed:
+            if self.closed:
+                return
+            self.waiting.append((group, lists))
+            free, self.working = not self.working, True
+        if free:
+            start_thread("early rewards", self.work)
+
+    def over(self, call: Call) -> None:
+        """Wake whoever waits for a call that has ended. After the first failure no call begins."""
+        with self.changed:
+            first = failure(call.future) is not None and not self.closed
+            if first:
+                self.failed, self.closed = call, True
+            self.changed.notify_all()
+        if first:
+            self.close()
+
+    def work(self) -> None:
+        """Call every plain function on what waits, until nothing does."""
+        try:
+            while calls := self.next_calls():
+                for call in calls:
+                    self.run(call)
+        except BaseException as error:  # noqa: BLE001, whoever waits raises it again
+            with self.changed:
+                self.broken = error
+                self.changed.notify_all()
+
+    def run(self, call: Call) -> None:
+        if not self.closed:
+            call.run()
+            self.over(call)
+
+    def next_calls(self) -> list[Call]:
+        """Return the next calls, on all groups that wait; none if there is nothing to do, and the worker then ends."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)
+            taken, self.waiting = self.waiting, []
+            if not taken or self.closed:
+                self.working = False  # under the lock: a group that comes in from now on starts another worker
+                self.changed.notify_all()
+                return []
+            lists = {name: [value for _, lists in taken for value in lists[name]] for name in taken[0][1]}
+            calls = [self.scorer.call(name, lists, self.state) for name in self.plain]
+            for call in calls:
+                call.groups = [group for group, _ in taken]
+            self.calls += calls
+            return calls
+
+    def wait(self) -> float:
+        """Wait until every group that was handed in is scored. Returns the seconds in which calls ran before this wait,
+        while other groups decoded; calls that ran side by side count once. Raises RewardError if a call failed or
+        passed its time limit."""
+        with self.changed:
+            hidden = covered([call.interval for call in self.calls if call.began])
+            self.hurry = True
+            self.changed.notify_all()
+            while True:
+                begun = [call for call in self.calls if call.began]
+                check(begun if self.failed is None else [self.failed])
+                if self.broken is not None:
+                    raise RewardError("reward functions could not be called") from self.broken
+                if not self.working and all(call.future.done() for call in begun):
+                    return hidden
+                self.changed.wait(pause(begun))
+
+    def calls_on(self, group: int) -> list[Call] | None:
+        """Return the calls of all functions that scored a group, in their order; None if one is not done, or failed."""
+        with self.changed:
+            calls = {call.name: call for call in self.calls if group in call.groups and call.future.done()}
+        if self.failed is not None or len(calls) < len(self.scorer.names):
+            return None
+        return [calls[name] for name in self.scorer.names]
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed, self.waiting = True, []
+            self.changed.notify_all()
+        stop([call for call in self.calls if call.began])
 
     def settle(self, groups: list[RolloutGroup]) -> Scores:
         """Return what all functions say of the groups, once all are sampled. RewardError if one of them failed."""
@@ -48,33 +172,43 @@ class EarlyScoring(EarlyCalls):
             return self.scores(groups)
 
     def scored(self, index: int) -> Scores | None:
-        """The scores of a finished group while others are sampled; None where they are not all there. Behind its own,
-        the lists have those of groups that were scored in the same calls."""
+        """Return the scores of a finished group while others are sampled; None where they are not all there. Behind its
+        own, the lists have those of groups that were scored in the same calls."""
         calls = self.calls_on(index)
         if calls is None:
             return None
         together = [index, *sorted({group for call in calls for group in call.groups} - {index})]
-        ends = list(accumulate(self.sizes[group] for group in together))
-        spans = {group: range(end - self.sizes[group], end) for group, end in zip(together, ends, strict=True)}
-        return put_together([], calls, self.scorer.names, spans, ends[-1])
+        spans = spans_of([self.sizes[group] for group in together])
+        return put_together([], calls, self.scorer.names, dict(zip(together, spans, strict=True)), spans[-1].stop)
 
     def finish(self, groups: list[RolloutGroup]) -> float:
-        """Wait until the early functions have scored all groups. Returns the seconds of their calls in which others
-        still decoded. Raises RewardError if one failed."""
+        """Wait until the early functions have scored all groups. Return the seconds of their calls in which others
+        still decoded. RewardError if one failed."""
         for index, group in enumerate(groups):
             self.take_in(index, group.rollouts)  # those that the engine has not told of
         return self.wait()
 
     def scores(self, groups: list[RolloutGroup]) -> Scores:
-        """The scores of finished groups. Functions that are not early are called now, each once."""
+        """Return the scores of finished groups. Functions that are not early are called now, each once."""
         rest = [name for name in self.scorer.names if name not in self.names]
         whole = self.scorer.call_whole(rest, lists_of(self.scorer, groups, self.columns), self.now)
-        sizes = [len(group.rollouts) for group in groups]
-        spans = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        return self.scorer.scores(whole, self.calls, spans)
+        return self.scorer.scores(whole, self.calls, spans_of([len(group.rollouts) for group in groups]))
 
 
-class Later(list[Message]):
+def spans_of(sizes: list[int]) -> list[range]:
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+class EpisodeMessages(list[Message]):
     """All messages of an episode that follow its prompt: of the assistant, with its tool calls, of tools and of the
     environment. It is the plain list that TRL gives to reward functions, but for `completion[0]`: functions for one
     answer read the answer there, so it is the last message of the assistant."""
@@ -89,17 +223,14 @@ class Later(list[Message]):
 
 
 def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
-    """The scores of each rollout."""
     lists = lists_of(scorer, groups, columns_of([group.row for group in groups]))
     calls = scorer.call_whole(scorer.names, lists, state)
     return scorer.scores(calls, [], [range(sum(len(group.rollouts) for group in groups))])
 
 
-def score_rows(
-    scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
-    state: TrainerState | None,
-) -> Scores:
-    """The scores of one completion for each row. Functions get it in the form of its prompt: a text or a chat."""
+def score_rows(scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
+               state: TrainerState | None) -> Scores:
+    """Return the scores of one completion for each row. Functions get it in the form of its prompt: text or chat."""
     columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
     completions = [in_form(row, text) for row, text in zip(rows, texts, strict=True)]
     return scorer.score([row["prompt"] for row in rows], completions, ids, columns, state)
@@ -122,7 +253,7 @@ def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str
 
 
 def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """The row's prompt, and of an episode with what the environment added to it, as in TRL."""
+    """Return the row's prompt, and of an episode with what the environment added to it, as in TRL."""
     prompt = row.get("prompt")
     if not rollout.opening:
         return prompt
@@ -135,19 +266,15 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return in_form(row, rollout.text)
     turns = rollout.turns or [Turn([], [], [], "stop")]
-    return Later(message for turn in turns for message in (said(turn), *turn.replies))
-
-
-def said(turn: Turn) -> Message:
-    """The assistant's message of a turn."""
-    return turn.message or {"role": "assistant", "content": turn.text}
+    return EpisodeMessages(message for turn in turns for message in (
+        turn.message or {"role": "assistant", "content": turn.text}, *turn.replies))
 
 
 def in_form(row: dict[str, Any], text: str) -> Any:
-    """A completion as a text, or as a chat if the row's prompt is a chat."""
+    """Return a completion as a text, or as a chat if the row's prompt is a chat."""
     return [{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The dataset columns that functions get; a row without one has None there."""
+    """Return the dataset columns that functions get; a row without one has None there."""
     return sorted({name for row in rows for name in row} - {"prompt", "completion"})

@@ -8,49 +8,49 @@ numbers, and a warning says so once; anything else is refused.
 Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and what is built on it work;
 a signal of another kind ends one that takes too long. Where the scorer is called in another thread, each runs in a
 daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also works inside a
-notebook's running loop. `early.py` calls functions sooner, in a thread.
+notebook's running loop. `of_groups.py` calls functions sooner, in a thread.
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_grpo.config.grpo import check_weights
+from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rewards.calling.calls import Call, Lists, wait_for
-from lowmem_grpo.rewards.calling.contract import (
-    RewardError,
-    RewardFunction,
-    as_rewards,
-    check_function,
-    check_lengths,
-    function_name,
-    is_async,
-    is_model,
-    is_required,
-    may_be_early,
-    passed_columns,
-    unique_names,
-)
-from lowmem_grpo.rewards.calling.scores import Scores, put_together
+from lowmem_grpo.rewards.calling.contract import RewardError, RewardFunction
 
 __all__ = ["RewardError", "RewardScorer", "Scores"]
 
 logger = logging.getLogger(__name__)
 Override = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids")
+DIGITS = 12  # in a mean over several calls: how a batch was cut into calls depends on time, but the log must not
+
+
+@dataclass
+class Scores:
+    """The results of the functions on N completions."""
+
+    rewards: dict[str, list[float | None]]  # (N,) for each function; None if it does not apply or was not finite
+    invalid: dict[str, int]  # how many NaN and infinite values of each function became None
+    extras: dict[str, list[Any]]  # (N,) for each column passed to log_extra
+    metrics: dict[str, float]  # means of what log_metric got
+    returned: dict[str, list[float | None]] = field(default_factory=dict)  # as `rewards`, but with NaN and infinity
+    converted: dict[str, list[str]] = field(default_factory=dict)  # what each function returned beside numbers
 
 
 class RewardScorer:
     """A fixed set of reward functions, with the names and the weights of their rewards."""
 
-    def __init__(
-        self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
-        weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
-        episodes: bool = False, late_columns: bool = False, override: Override | None = None,
-    ) -> None:
+    def __init__(self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
+                 weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
+                 episodes: bool = False, late_columns: bool = False, override: Override | None = None) -> None:
         """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
         GRPOConfig.score_while_sampling; `score` does not use it. `episodes` says that completions are episodes:
         functions then get their `environments` and `turns` too. `late_columns` says that rollouts bring columns of
@@ -61,15 +61,15 @@ class RewardScorer:
         no functions or a wrong number of weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.funcs: list[RewardFunction] = list(functions)
-        if any(map(is_model, self.funcs)):
+        if any(map(contract.is_model, self.funcs)):
             from lowmem_grpo.rewards.reward_model import with_models  # which loads what reads models
 
             self.funcs = with_models(self.funcs)
         if not self.funcs:
             raise ValueError("reward_funcs is empty; give at least one reward function")
         for func in self.funcs:
-            check_function(func)
-        self.names = unique_names([function_name(func) for func in self.funcs])
+            contract.check_function(func)
+        self.names = contract.unique_names([contract.function_name(func) for func in self.funcs])
         check_weights(weights, self.names)
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
         if not any(self.weights):
@@ -84,35 +84,31 @@ class RewardScorer:
     def early(self) -> list[str]:
         """The functions that may be called while other groups decode."""
         return [name for name, func in self.by_name.items()
-                if may_be_early(func, self.while_sampling) and not (self.late_columns or self.override)]
+                if contract.may_be_early(func, self.while_sampling) and not (self.late_columns or self.override)]
 
     @property
     def required(self) -> list[str]:
         """The functions whose None leaves a group out of the step. One of weight 0 is a metric and requires nothing."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
-        return [name for name, func, weight in named if weight and is_required(func)]
+        return [name for name, func, weight in named if weight and contract.is_required(func)]
 
     @property
     def by_name(self) -> dict[str, RewardFunction]:
         return dict(zip(self.names, self.funcs, strict=True))
 
-    def score(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
-        columns: dict[str, list[Any]], trainer_state: Any,
-    ) -> Scores:
+    def score(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+              columns: dict[str, list[Any]], trainer_state: Any) -> Scores:
         """Rewards of N completions; every list has length N. Every failure is raised as RewardError in this thread."""
         lists = self.lists(prompts, completions, completion_ids, columns)
         calls = self.call_whole(self.names, lists, trainer_state)
         return self.scores(calls, [], [range(len(completions))])
 
-    def lists(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
-        columns: dict[str, list[Any]],
-    ) -> Lists:
-        """The arguments that have one entry for each completion. Raises RewardError if one has not, or names clash."""
+    def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
+              columns: dict[str, list[Any]]) -> Lists:
+        """Return the arguments with one entry for each completion. RewardError if one has not, or names clash."""
         lists = dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
-        lists |= passed_columns(columns, self.episodes)
-        check_lengths(lists, len(completions))
+        lists |= contract.passed_columns(columns, self.episodes)
+        contract.check_lengths(lists, len(completions))
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
@@ -140,14 +136,14 @@ class RewardScorer:
         """Return what each function says of N completions of these rows: a list (N,) for each function."""
         lists = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         lists |= dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
-        check_lengths(lists, len(completions))
+        contract.check_lengths(lists, len(completions))
         self.called = {call.name: call for call in self.call_each(self.names, lists, state)}
-        return [as_rewards(name, self.called[name].future.result(), len(completions)) for name in self.names]
+        return [contract.as_rewards(name, self.called[name].future.result(), len(completions)) for name in self.names]
 
     def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
         """Call each of these functions, plain ones first, and wait. The arguments of all are checked before."""
         calls = [self.call(name, lists, state) for name in names]
-        together = [call for call in calls if is_async(self.by_name[call.name])]
+        together = [call for call in calls if contract.is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]
         for call in alone:
             call.run_alone()
@@ -158,16 +154,87 @@ class RewardScorer:
         return [*alone, *together]
 
     def call(self, name: str, lists: Lists, state: Any) -> Call:
-        """A call that has not begun. Raises MissingColumnError if the function needs an argument that is not there."""
+        """Return a call that has not begun. MissingColumnError if the function needs what is not there."""
         return Call(name, self.by_name[name], lists, state, self.timeout)
 
     def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
-        """The results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
+        """Return the results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
         scores = put_together(whole, early, self.names, spans, spans[-1].stop if spans else 0)
         for name in scores.converted.keys() - self.said:
-            logger.warning(
-                "reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of floats",
-                name, " and ".join(scores.converted[name]),
-            )
+            logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "
+                           "floats", name, " and ".join(scores.converted[name]))
             self.said.add(name)
         return scores
+
+
+@dataclass
+class CallPart:
+    """A finished call, the places of its completions in the batch, and what it returned for them."""
+
+    call: Call
+    places: Sequence[int]
+    rewards: list[float | None]
+
+
+def put_together(
+    whole: list[Call], early: list[Call], names: list[str], spans: Sequence[range] | Mapping[int, range], count: int
+) -> Scores:
+    """Return the scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of
+    it and of some of its groups. RewardError for a result that is not a list of rewards."""
+    parts: dict[str, list[CallPart]] = {name: [] for name in names}
+    for call in (*early, *whole):
+        size = len(call.completions)
+        places = [place for group in call.groups for place in spans[group]] if call.groups else range(size)
+        parts[call.name].append(CallPart(call, places, contract.as_rewards(call.name, call.future.result(), size)))
+    returned = {name: in_order(parts[name], count) for name in names}
+    return Scores(rewards={name: [None if contract.is_invalid(value) else value for value in values]
+                           for name, values in returned.items()},
+                  invalid={name: sum(map(contract.is_invalid, values)) for name, values in returned.items()},
+                  extras=extras_of([part for name in names for part in parts[name]], count),
+                  metrics=means_of(list(parts.values())), returned=returned,
+                  converted={name: sorted(kinds) for name in names if (kinds := {
+                      kind for part in parts[name] for kind in contract.foreign_types(part.call.future.result())})})
+
+
+def in_order(parts: list[CallPart], count: int) -> list[float | None]:
+    values: list[float | None] = [None] * count
+    for part in parts:
+        for place, reward in zip(part.places, part.rewards, strict=True):
+            values[place] = reward
+    return values
+
+
+def extras_of(parts: list[CallPart], count: int) -> dict[str, list[Any]]:
+    """Return the columns passed to log_extra; a later function replaces a column of an earlier one."""
+    extras: dict[str, list[Any]] = {}
+    for part in parts:
+        for column, logged in part.call.recorder.extras.items():
+            values = extras.setdefault(column, [None] * count)
+            for place, value in zip(part.places, logged, strict=True):
+                values[place] = value
+    return extras
+
+
+def means_of(functions: list[list[CallPart]]) -> dict[str, float]:
+    """Means of the values passed to log_metric. The values of a function's calls are weighted so that together they
+    give what a single call on the whole batch would."""
+    logged: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    cut = set()
+    for parts in functions:
+        for name, value, weight in weighed(parts):
+            logged[name].append((value, weight))
+            if len(parts) > 1:
+                cut.add(name)
+    means = {name: sum(v * w for v, w in values) / sum(w for _, w in values) for name, values in logged.items()}
+    return {name: float(f"{mean:.{DIGITS}g}") if name in cut else mean for name, mean in means.items()}
+
+
+def weighed(parts: list[CallPart]) -> Iterator[tuple[str, float, float]]:
+    """(metric, value, weight) of all that one function logged. Each value of a single call counts as one, as in TRL;
+    the values of several calls count as one together."""
+    recorders = [part.call.recorder for part in parts]
+    for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
+        logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
+        total = sum(weight for _, weight in logged)
+        for value, weight in logged:
+            yield name, value, weight / total if len(parts) > 1 else 1.0

@@ -1,37 +1,84 @@
-"""`rewards.check`: tries reward functions on a model's samples before a run is spent on them."""
+"""`rewards.check`: tries reward functions on a model's samples before a run is spent on them, and shows the result.
+What a model wrote is shown as text, without style."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
-from lowmem_grpo.data.brought import rows_of
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group
-from lowmem_grpo.data.stream import Stream, source_of
+from lowmem_grpo.data.stream import Stream, rows_of, source_of
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.checking.diagnosis import about_samples, faulty_rows, findings_of, groups_with_signal
-from lowmem_grpo.rewards.checking.result import RewardCheck, print_check
-from lowmem_grpo.rewards.checking.trials import Trial, try_all
+from lowmem_grpo.rewards.checking.diagnosis import (
+    RewardTrial,
+    about_samples,
+    faulty_rows,
+    findings_of,
+    groups_with_signal,
+    try_all,
+)
 from lowmem_grpo.runs.accuracy import wilson_interval
-from lowmem_grpo.runs.findings import Finding, by_severity
+from lowmem_grpo.runs.findings import Finding, by_severity, has_error
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.views.console import any_console, plain, print_line, shortened
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lowmem_grpo.fast_model import FastGeneration
 
 ROWS = 256  # that are looked at for what can never be judged
 SECONDS = 10.0  # that one function may take here, unless the run allows less
+COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+PROMPTS = 2  # whose best and worst completions are shown
+AMOUNTS = ("weight", "mean", "lowest", "highest", "none", "empty", "right", "seconds")
+DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # in this order, on a narrow terminal
+LONGEST = 300  # characters of a prompt or completion: its beginning and its end
 
 
-def check(
-    reward_funcs: Any, dataset: Any, model: "FastGeneration",
-    args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
-    console: "Console | None" = None, show: bool = True,
-) -> RewardCheck:
+@dataclass
+class RewardCheck:
+    """The result of `rewards.check`."""
+
+    findings: list[Finding]  # errors first
+    trials: list[RewardTrial]  # one for each function, in order
+    prompts: list[str]  # (P,) texts as the model sees them
+    completions: list[str]  # (P * G,) prompt by prompt
+    totals: list[float | None]  # (P * G,) weighted sums
+    groups: int
+    groups_with_signal: int
+    signal_share: float  # share of groups whose completions differ in their sum
+    signal_interval: tuple[float, float]  # 95% Wilson interval of that share
+    seconds: float  # for the whole check
+    columns: list[str] = field(default_factory=list)  # the dataset's
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return not has_error(self.findings)
+
+    def of(self, function: str) -> list[Finding]:
+        """Return the findings about one function, by its name."""
+        return [finding for finding in self.findings if finding.about == function]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return findings and shares as plain values, for a record of the run."""
+        return {
+            "findings": [vars(finding) for finding in self.findings], "signal_share": self.signal_share,
+            "signal_interval": list(self.signal_interval), "groups": self.groups, "seconds": self.seconds,
+        }
+
+
+def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
+          args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
+          console: Console | None = None, show: bool = True) -> RewardCheck:
     """Sample `groups` prompts of the dataset as a run with `args` would, score the samples, and say what is wrong.
 
     It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
@@ -77,7 +124,6 @@ def check(
 
 
 def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, tokenizer: Any) -> PromptSource:
-    """Return the prompts of the run, in its order."""
     longest = longest_prompt(args.max_prompt_length, args.max_completion_length, model.loaded.max_seq_length)
     encoder = PromptEncoder(tokenizer or model.loaded.tokenizer, longest, args.chat_template_kwargs)
     return source_of(rows_of(dataset, "dataset"), encoder, args.seed, args.shuffle_dataset)
@@ -90,16 +136,15 @@ def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
 
 
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
-    """Return a group for each prompt, sampled by the model as it is."""
     engine = model.engine(None, tokenizer)
     try:
-        completions = engine.generate([prompt.ids for prompt in prompts], args.draws.of(step=0))
+        completions = engine.generate([prompt.ids for prompt in prompts], args.draws.for_step(step=0))
     finally:
         engine.sleep()
     return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
 
-def set_rewards(groups: list[RolloutGroup], trials: list[Trial], required: list[str]) -> None:
+def set_rewards(groups: list[RolloutGroup], trials: list[RewardTrial], required: list[str]) -> None:
     """Set what functions pay for every rollout, and the sum as the run has it. A group in which a `required` function
     paid None is `unjudged`."""
     worked = [trial for trial in trials if trial.error is None]
@@ -110,3 +155,73 @@ def set_rewards(groups: list[RolloutGroup], trials: list[Trial], required: list[
         assign_advantages(groups, [trial.name for trial in worked], weights)
     for group in groups:
         group.unjudged = any(rollout.rewards.get(name, 0.0) is None for rollout in group.rollouts for name in required)
+
+
+def print_check(result: RewardCheck, console: Console | None = None) -> None:
+    """Print what each function paid, a few completions with their pay, the signal, and the findings."""
+    console = console or any_console()
+    console.print(fitting_table(result, console))
+    console.print(samples_table(result, console.width))
+    low, high = result.signal_interval
+    print_line(console, (
+        f"groups with signal: {result.groups_with_signal} of {result.groups}, {result.signal_share:.0%} (95% interval "
+        f"{low:.0%} to {high:.0%}); {len(result.completions)} completions checked in {result.seconds:.1f} s"
+    ))
+    for finding in result.findings:
+        severity = (finding.severity, COLORS[finding.severity])
+        print_line(console, Text.assemble(severity, " ", plain(str(finding))))
+    if not result.findings:
+        console.print(Text("no problems found"))
+
+
+def fitting_table(result: RewardCheck, console: Console) -> Table:
+    """Return the table of functions, without the columns for which the terminal has no room."""
+    tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
+    fits = (table for table in tables if console.measure(table).maximum < console.width)
+    return next(fits, functions_table(result, DROPPED))
+
+
+def functions_table(result: RewardCheck, without: tuple[str, ...]) -> Table:
+    table = Table(title="What the reward functions pay", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("function", overflow="fold")
+    shown = [name for name in ("kind", *AMOUNTS) if name not in without]
+    for name in shown:
+        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+    for trial in result.trials:
+        cells = dict(zip(("kind", *AMOUNTS), cells_of(trial), strict=True))
+        table.add_row(plain(trial.name), *(cells[name] for name in shown))
+    return table
+
+
+def cells_of(trial: RewardTrial) -> list[str]:
+    paid, empty = trial.paid, [pay for pay in trial.empty if pay is not None]
+    numbers = [fmean(paid), min(paid), max(paid)] if paid else [None] * 3
+    none = 1 - len(paid) / max(len(trial.pays), 1)
+    right = "" if trial.verdicts is None else f"{trial.verdicts:.0%}"
+    amounts = [*map(number, numbers), f"{none:.0%}" if none else "", number(fmean(empty) if empty else None), right]
+    if trial.error is not None:
+        amounts = ["failed", *[""] * 5]
+    return [trial.kind, f"{trial.weight:g}", *amounts, f"{trial.seconds:.3f}"]
+
+
+def number(value: float | None) -> str:
+    return "None" if value is None else f"{value:.3g}"
+
+
+def samples_table(result: RewardCheck, width: int) -> Table:
+    """Return the best and the worst completion of the first prompts, with what each function paid for them."""
+    table = Table(title="What they pay for what", title_justify="left", box=SIMPLE, show_lines=True)
+    for name in ("prompt", "completion"):
+        table.add_column(name, ratio=1, overflow="fold")
+    longest = max((len(trial.name) for trial in result.trials), default=0) + len(" -0.333")
+    table.add_column("pay", min_width=min(longest, width // 2), overflow="fold")
+    size = len(result.completions) // result.groups
+    for place, prompt in enumerate(result.prompts[:PROMPTS]):
+        ranked = sorted(range(place * size, (place + 1) * size), key=lambda index: result.totals[index] or 0.0)
+        for index in dict.fromkeys((ranked[-1], ranked[0])):
+            shown = shortened(prompt, LONGEST) if index == ranked[-1] else ""
+            completion = shortened(result.completions[index], LONGEST)
+            pays = [f"{trial.name} {number(trial.pays[index])}" for trial in result.trials if trial.error is None]
+            pays.append(f"sum {number(result.totals[index])}")
+            table.add_row(plain(shown), plain(completion), plain("\n".join(pays)))
+    return table

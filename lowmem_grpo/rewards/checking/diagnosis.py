@@ -1,18 +1,30 @@
-"""Turns trials of reward functions into findings, each with what to do about it."""
+"""Tries reward functions one by one, so that the failure of one does not hide what the others do, and turns the trials
+into findings, each with what to do about it."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError, unwrap
+from lowmem_grpo.rewards.calling.contract import (
+    MissingColumnError,
+    RewardError,
+    RewardFunction,
+    TooLateError,
+    own_limit,
+    unwrap,
+)
+from lowmem_grpo.rewards.calling.of_groups import call
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.checking.trials import Trial
 from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.verifier import VerifiedReward
 from lowmem_grpo.runs.findings import Finding, by_severity
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
-LOW_SHARE = 0.25  # of groups with signal; below this most samples of a step teach nothing
+LOW_SHARE = 0.25  # groups with signal; below this most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
 ENOUGH_GROUPS = 4  # with fewer groups, little can be said about each function and about the share with signal
 COLUMN_FIX = "rename a column of the dataset (dataset.rename_column), or the one that the function reads"
@@ -21,10 +33,70 @@ OF_EPISODES_FIX = ("give the trainer tools or an environment_factory; rewards.ch
 CONTRACT_FIX = "return a list with one float or None for each completion"
 
 
-def findings_of(
-    trials: list[Trial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
-    allowed: float = math.inf, per_step: int = 0,
-) -> list[Finding]:
+@dataclass
+class RewardTrial:
+    """One reward function on N sampled completions, and on an empty completion of each prompt."""
+
+    name: str
+    kind: str  # "verifier": it pays for a verdict; "reward": it computes the number itself
+    weight: float
+    pays: list[float | None] = field(default_factory=list)  # (N,); empty where it failed
+    empty: list[float | None] = field(default_factory=list)  # one per prompt
+    invalid: int = 0  # NaN and infinite values among `pays`, where they are None
+    converted: list[str] = field(default_factory=list)  # types other than numbers that it returned
+    verdicts: float | None = None  # the share of right verdicts, of a verifier
+    seconds: float = 0.0  # for the N completions
+    error: Exception | None = None  # why it failed on the samples
+    empty_error: Exception | None = None  # why it failed on empty completions only
+    own_limit: float | None = None  # its own time limit in seconds, whatever the run allows
+    trouble: Finding | None = None  # why it paid None when it could not judge
+
+    @property
+    def paid(self) -> list[float]:
+        return [pay for pay in self.pays if pay is not None]
+
+
+def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> list[RewardTrial]:
+    """Return a trial of each function of the scorer on all rollouts. Each may take the scorer's `timeout`."""
+    functions = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
+    return [try_function(name, func, weight, scorer.timeout, groups, state) for name, func, weight in functions]
+
+
+def try_function(
+    name: str, func: RewardFunction, weight: float, limit: float, groups: list[RolloutGroup], state: TrainerState
+) -> RewardTrial:
+    """Return what a function pays for the rollouts, and for an empty completion of each prompt."""
+    trial = RewardTrial(name, "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward", weight)
+    scorer = RewardScorer(func, None, limit)
+    scorer.names = [name]
+    scorer.said.add(name)  # conversions become findings here
+    started = time.monotonic()
+    try:
+        scores = call(scorer, groups, state)
+    except RewardError as error:
+        trial.error = error
+        return trial
+    finally:
+        trial.seconds = time.monotonic() - started
+    trial.pays, trial.invalid = scores.rewards[name], scores.invalid[name]
+    trial.converted = scores.converted.get(name, [])
+    trial.own_limit, trial.trouble = own_limit(func), getattr(unwrap(func), "trouble", None)
+    trial.verdicts = scores.metrics.get(f"verdicts/{getattr(func, '__name__', name)}")
+    try:
+        trial.empty = call(scorer, [without_text(group) for group in groups], state).rewards[name]
+    except RewardError as error:
+        trial.empty_error = error
+    return trial
+
+
+def without_text(group: RolloutGroup) -> RolloutGroup:
+    rollout = replace(group.rollouts[0], completion_ids=[], rollout_logprobs=[], text="", turns=[], rewards={},
+                      extras={})
+    return replace(group, rollouts=[rollout])
+
+
+def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
+                allowed: float = math.inf, per_step: int = 0) -> list[Finding]:
     """Return findings about functions. A function may take `limit` seconds here, and `allowed` seconds in the run for
     the `per_step` completions of a step."""
     findings: list[Finding] = []
@@ -41,10 +113,8 @@ def findings_of(
     return [*findings, *equal_ones([trial for trial in trials if len(set(trial.paid)) > 1])]
 
 
-def failed(
-    name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
-    dataset: str = "dataset",
-) -> Finding:
+def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
+           dataset: str = "dataset") -> Finding:
     """Return why a function gave no rewards, and what it needs. `columns` are those of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
@@ -61,7 +131,6 @@ def failed(
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
-    """Return which column is missing, if that is why the function failed."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -85,7 +154,7 @@ def faulty_rows(
                       "correct these rows, or leave them out (dataset.filter); an empty column is None")
 
 
-def unlike_numbers(trial: Trial) -> Iterator[Finding]:
+def unlike_numbers(trial: RewardTrial) -> Iterator[Finding]:
     """Find NaN, infinity, and values that had to be made into floats."""
     if trial.invalid:
         yield Finding("error", trial.name, f"NaN or infinity for {trial.invalid} of {len(trial.pays)} completions; a "
@@ -96,7 +165,7 @@ def unlike_numbers(trial: Trial) -> Iterator[Finding]:
                       "return a list of floats; True counts as 1.0, False as 0.0")
 
 
-def without_judgement(trial: Trial) -> Iterator[Finding]:
+def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
     """Find a function that could not judge, and says why. A run makes no step on such groups."""
     missing = len(trial.pays) - len(trial.paid) - trial.invalid
     if trial.trouble is not None and missing:
@@ -104,14 +173,14 @@ def without_judgement(trial: Trial) -> Iterator[Finding]:
                       f"completions: {trial.trouble.problem}", trial.trouble.fix)
 
 
-def silent(trial: Trial) -> Iterator[Finding]:
+def silent(trial: RewardTrial) -> Iterator[Finding]:
     """Find a function that has no opinion on anything, and does not say why."""
     if not trial.paid and not trial.invalid and trial.trouble is None:
         yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
                       "check that its column holds labels that it can read")
 
 
-def no_difference(trial: Trial, group_size: int, telling: bool) -> Iterator[Finding]:
+def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
     """Find a function that pays the same for all completions, or for all of each group, and so teaches nothing. If
     other functions differ (`telling`), a reward that all earn is no mistake: for example, all may keep a format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
@@ -128,7 +197,7 @@ def no_difference(trial: Trial, group_size: int, telling: bool) -> Iterator[Find
                       "let it depend on the completion, not only on the prompt")
 
 
-def about_the_empty(trial: Trial) -> Iterator[Finding]:
+def about_the_empty(trial: RewardTrial) -> Iterator[Finding]:
     """Find a function that fails on an empty completion, or pays for it: the easiest thing for a policy to learn."""
     if trial.empty_error is not None:
         yield Finding("error", trial.name, f"on an empty completion {trial.empty_error}"[:300],
@@ -141,7 +210,7 @@ def about_the_empty(trial: Trial) -> Iterator[Finding]:
                       "pay nothing for an empty completion, or make sure that a right answer pays much more")
 
 
-def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
+def slow(trial: RewardTrial, allowed: float, per_step: int) -> Iterator[Finding]:
     """Find a function that at this pace takes longer for the completions of a step than the run allows."""
     expected = trial.seconds * per_step / max(len(trial.pays), 1)
     if expected > allowed and trial.own_limit is None:
@@ -150,7 +219,7 @@ def slow(trial: Trial, allowed: float, per_step: int) -> Iterator[Finding]:
                       "make it faster, or async if it waits, or set GRPOConfig(reward_timeout=...)")
 
 
-def equal_ones(trials: list[Trial]) -> Iterator[Finding]:
+def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
     """Find two functions that always pay the same: they count one thing twice."""
     for first, second in combinations(trials, 2):
         if first.pays == second.pays:
@@ -177,13 +246,11 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
 
 
 def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
-    """Return findings about what the functions paid for the completions of a step, as in `rewards.check`.
-
-    With fewer than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers,
-    and no function paid anything. If no group has signal, functions that pay the same for all are not listed singly.
-    """
+    """Return findings about what the functions paid for the completions of a step, as in `rewards.check`. With fewer
+    than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers, and no
+    function paid anything. If no group has signal, functions that pay the same for all are not listed singly."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    trials = [Trial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
+    trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))
               for name, weight in zip(scorer.names, scorer.weights, strict=True) if weight]
     enough = len(groups) >= ENOUGH_GROUPS
@@ -202,10 +269,8 @@ def groups_with_signal(groups: list[RolloutGroup]) -> int:
 
 
 def differs(pays: list[float | None]) -> bool:
-    """Return whether the numbers among them are not all equal."""
     return len({pay for pay in pays if pay is not None}) > 1
 
 
 def in_groups(values: list[float | None], size: int) -> list[list[float | None]]:
-    """Return the values of P * G completions as P lists of G = `size`."""
     return [values[start : start + size] for start in range(0, len(values), size)]

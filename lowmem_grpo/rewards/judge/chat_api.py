@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 SHORTEST = 8  # characters; a shorter key ("local", "EMPTY") is no secret, and stands in ordinary words
 SHOWN = 300  # characters of what a server or its connection says
 PLACE = "[hidden]"
-MOST_TOKENS = 1 << 32  # of one request, that a server may say it took
+MOST_TOKENS = 1 << 32  # that a server may say one request took
 VISIBLE = re.compile(r"[!-~]+")  # what a key consists of
 WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_URL; it must be like "
              "https://api.example.com/v1")
-
-
 STATUSES = {  # an answer's: a short name, what the server does, and what to do about it
     401: ("key", "does not take the API key", "give the right api_key"),
     403: ("key", "does not let this key use {model}", "give another api_key or model"),
@@ -38,7 +36,7 @@ STATUSES = {  # an answer's: a short name, what the server does, and what to do 
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """A server's answer."""
 
     text: str
@@ -59,11 +57,8 @@ class Failure:
 
 def make_client(base_url: str | None, api_key: str | None, timeout: float, retries: int) -> "AsyncOpenAI":
     """A client that waits `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection it
-    repeats the request up to `retries` times, 0.5 to 8 s later or when the server says.
-
-    Raises ImportError if it is not installed, and ValueError if it has no key, or one that no request can hold, or if
-    the URL is none.
-    """
+    repeats the request up to `retries` times, 0.5 to 8 s later or when the server says. Raises ImportError if it is not
+    installed, and ValueError if it has no key, or one that no request can hold, or if the URL is none."""
     try:
         from openai import AsyncOpenAI, OpenAIError
 
@@ -74,33 +69,25 @@ def make_client(base_url: str | None, api_key: str | None, timeout: float, retri
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
                              http_client=LimitedClient(timeout))
     except OpenAIError as error:
-        raise ValueError(
-            f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of your own takes "
-            'any text, api_key="local"'
-        ) from error
+        raise ValueError(f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of "
+                         'your own takes any text, api_key="local"') from error
     except Exception as error:  # the client's library has one of its own, and its words may hold a password
         raise ValueError(WRONG_URL) from error
-    check_client(client)
-    return client
-
-
-def check_client(client: "AsyncOpenAI") -> None:
-    """Raises ValueError, without showing the key, if the key or the URL cannot be that of a request."""
-    if not VISIBLE.fullmatch(client.api_key):
+    if not VISIBLE.fullmatch(client.api_key):  # which the message must not show
         raise ValueError("the API key has a space, a line break or a letter that is not ASCII, which no request can "
                          "hold; copy it again, without what stands around it")
     if not is_address(str(client.base_url)):
         raise ValueError(WRONG_URL)
+    return client
 
 
 def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]:
-    """The names among `options` that a request does not know, or whose values JSON cannot hold."""
+    """Return the names among `options` that a request does not know, or whose values JSON cannot hold."""
     known = inspect.signature(client.chat.completions.create).parameters
     return sorted(name for name, value in options.items() if name not in known or not is_json(value))
 
 
 def is_json(value: Any) -> bool:
-    """Return whether a request can hold it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -110,8 +97,7 @@ def is_json(value: Any) -> bool:
 
 async def ask(
     client: "AsyncOpenAI", model: str, question: Question, fault: str | None, options: dict[str, Any]
-) -> Reply | Failure:
-    """Return one chat completion, or why there is none."""
+) -> JudgeReply | Failure:
     create: Any = client.chat.completions.with_raw_response.create
     secrets = secrets_of(client, options)
     try:
@@ -122,7 +108,7 @@ async def ask(
     return reply_of(answer, raw.retries_taken, secrets)
 
 
-def reply_of(answer: Any, retries: int, secrets: list[str]) -> Reply:
+def reply_of(answer: Any, retries: int, secrets: list[str]) -> JudgeReply:
     """Return the reply in the client's object; a server may have left out any part of it."""
     try:
         choice = answer.choices[0]
@@ -132,17 +118,15 @@ def reply_of(answer: Any, retries: int, secrets: list[str]) -> Reply:
     text = hidden(said, secrets) if isinstance(said, str) else ""
     usage = getattr(answer, "usage", None)
     prompt, completion = (count_of(usage, f"{name}_tokens") for name in ("prompt", "completion"))
-    return Reply(text, cut, prompt, completion, retries, is_chat)
+    return JudgeReply(text, cut, prompt, completion, retries, is_chat)
 
 
 def count_of(usage: Any, name: str) -> int:
-    """Return a server's count of tokens; 0 for one that no count can be."""
     count = getattr(usage, name, None)
     return count if type(count) is int and 0 < count < MOST_TOKENS else 0
 
 
 def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: list[str]) -> Failure:
-    """Return the failure as a finding with what to do."""
     request = getattr(error, "request", None)
     taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
     trouble = trouble_of(error, model, address(client.base_url), client.timeout, secrets)
@@ -150,7 +134,6 @@ def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: lis
 
 
 def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: list[str]) -> Finding:
-    """The finding for an error of the client."""
     from openai import APIConnectionError, APITimeoutError
 
     from lowmem_grpo.rewards.judge.limited_client import ReplyTooLargeError
@@ -175,12 +158,11 @@ def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: li
 def secrets_of(client: Any, options: dict[str, Any]) -> list[str]:
     """Return what the client and the extra headers of a request hold that only the server may know."""
     headers = options.get("extra_headers")
-    found = [client.api_key, client.base_url.password, *(headers.values() if isinstance(headers, dict) else ())]
-    return [text for text in found if isinstance(text, str) and len(text) >= SHORTEST]
+    secrets = [client.api_key, client.base_url.password, *(headers.values() if isinstance(headers, dict) else ())]
+    return [text for text in secrets if isinstance(text, str) and len(text) >= SHORTEST]
 
 
 def hidden(text: str, secrets: Iterable[str]) -> str:
-    """Return the text without the secrets."""
     for secret in secrets:
         text = text.replace(secret, PLACE)
     return text
@@ -193,7 +175,6 @@ def plain(said: object, secrets: Iterable[str]) -> str:
 
 
 def address(url: Any) -> str:
-    """Return the client's URL without user, password and query."""
     return str(url.copy_with(username="", password="", query=None)).rstrip("/")
 
 

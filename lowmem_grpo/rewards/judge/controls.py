@@ -17,18 +17,16 @@ LISTED = ("INST", "SYSTEM_PROMPT", "MODEL_SETTINGS", "AVAILABLE_TOOLS", "TOOL_CA
           "ARGS", "CALL_ID", "THINK", "PREFIX", "MIDDLE", "SUFFIX", "IMG", "IMG_BREAK", "IMG_END", "AUDIO",
           "BEGIN_AUDIO", "gMASK", "sMASK", "MASK", "CLS", "SEP", "PAD", "UNK", "BOS", "EOS", "EOT", "@BOS@",
           "multimodal", "(?:start|end)_header_id", r"extra_id_\d{1,6}")
-CONTROL = re.compile(
-    r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
-    r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
-    rf"|/?(?:{'|'.join(NAMES)})>"  # </s>, <start_of_turn>
-    r"|</?SYS>>)"  # Llama 2
-    rf"|\[(?=/?(?:{'|'.join(LISTED)})\]"  # Mistral, Kimi, GLM
-    r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
-    r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
-    r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
-    r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
-    re.IGNORECASE,
-)
+CONTROL = re.compile(r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
+                     r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
+                     rf"|/?(?:{'|'.join(NAMES)})>"  # </s>, <start_of_turn>
+                     r"|</?SYS>>)"  # Llama 2
+                     rf"|\[(?=/?(?:{'|'.join(LISTED)})\]"  # Mistral, Kimi, GLM
+                     r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
+                     r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
+                     r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
+                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
+                     re.IGNORECASE)
 INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # besides the category Cf
 TRIES = 20
 
@@ -36,24 +34,24 @@ TRIES = 20
 def broken(text: str) -> str:
     """The text with a space inside whatever looks like a control token of a well-known family of models, for a judge
     whose tokenizer is not known; also inside what looks so without invisible characters and with wide ones as usual."""
-    text = CONTROL.sub(lambda found: f"{found[0]} ", text)
+    text = CONTROL.sub(lambda match: f"{match[0]} ", text)
     if text.isascii():
         return text
     seen, places = usual(text)
-    ends = [places[found.end() - 1] + 1 for found in CONTROL.finditer(seen)]
+    ends = [places[match.end() - 1] + 1 for match in CONTROL.finditer(seen)]
     return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
 
 
 def usual(text: str) -> tuple[str, list[int]]:
     """The text as many tokenizers read it, without invisible characters and with wide ones as usual (NFKC), and for
     each of its characters the place in `text` that it comes from."""
-    found = [(char, place) for place, one in enumerate(text) if not INVISIBLE.match(one)
-             and unicodedata.category(one) != "Cf" for char in unicodedata.normalize("NFKC", one)]
-    return "".join(char for char, _ in found), [place for _, place in found]
+    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
+             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
+    return "".join(char for char, _ in pairs), [place for _, place in pairs]
 
 
 def without_controls(text: str, tokenizer: Any) -> str:
-    """The text with a space inside whatever the tokenizer would take for one of its control tokens."""
+    """Return the text with a space inside whatever the tokenizer would take for one of its control tokens."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):
@@ -66,8 +64,8 @@ def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
     such as wide ones or small letters. Each try breaks all that there are; breaking one may make another."""
     numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
     for _ in range(TRIES):
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [span for number, span in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [span for number, span in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
                  if number in numbers and span[1] - span[0] > 1]
         for start, _ in reversed(spans):
             text = f"{text[:start + 1]} {text[start + 1:]}"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lowmem_grpo.rewards.judge.question import Question, Ratings
-from lowmem_grpo.rules import at_least, require
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.utils import at_least, require
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ class Meter:
     completion_tokens: int = 0
 
     def add(self, other: "Meter") -> None:
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Judge:
         self.complaints = Complaints()
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
-        """A round with the known answers, and the distinct questions that must be asked."""
+        """Return a round with the known answers, and the distinct questions that must be asked."""
         now = Round(questions)
         waiting: list[Question] = []
         for question in dict.fromkeys(questions):
@@ -84,7 +84,6 @@ class Judge:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
-        """Add the round to the meter, and warn of what went wrong in it."""
         now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
         self.meter.add(now.meter)
         for trouble in {trouble.kind: trouble for trouble in now.troubles}.values():
@@ -100,7 +99,7 @@ class Judge:
 
 
 def unanswered(kind: str, problem: str, fix: str) -> Finding:
-    """A finding: one reason why a question has no answer."""
+    """Return a finding: one reason why a question has no answer."""
     return Finding("warning", "", problem, fix, kind)
 
 

@@ -6,25 +6,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.judge.forms import Asked, Form, GroupForm, SingleForm
+from lowmem_grpo.rewards.judge.forms import GroupForm, JudgeForm, JudgeRequest, SingleForm
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question
 from lowmem_grpo.rewards.reward import Reward
-from lowmem_grpo.rules import TEXT, require
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.utils import TEXT, require
 
 
 class JudgeReward(Reward):
-    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server.
-
-    Each call logs judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (for one
-    completion), and /seconds (of the call) if the judge was asked. The reasons go into the extra column
-    NAME_reason.
-    """
+    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server. Each
+    call logs judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (for one completion), and
+    /seconds (of the call) if the judge was asked. The reasons go into the extra column NAME_reason."""
 
     required = True
 
-    def __init__(self, name: str, judge: Judge, form: Form) -> None:
+    def __init__(self, name: str, judge: Judge, form: JudgeForm) -> None:
         super().__init__(name, form.columns)
         self.judge, self.form = judge, form
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
@@ -32,53 +29,56 @@ class JudgeReward(Reward):
 
     @property
     def meter(self) -> Any:
-        """Calls and tokens of the judge, for all rewards that use it."""
         return self.judge.meter
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return what the judge sees of each: a text, or an episode of several messages as a whole."""
         return [self.form.read(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        asked, began = self.ask(texts, columns, call), time.monotonic()
-        now: Any = self.judge.rate(questions_of(asked))
-        return self.settle(asked, now, time.monotonic() - began, call)
+        requests, began = self.ask(texts, columns, call), time.monotonic()
+        now: Any = self.judge.rate(questions_of(requests))
+        return self.settle(requests, now, time.monotonic() - began, call)
 
-    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Asked]:
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[JudgeRequest]:
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         seeds = call.get("seed") if "environments" in call else None  # tasks that look alike may differ
         return self.form.questions(texts, columns, prompts, seeds)
 
-    def settle(self, asked: list[Asked], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
-        """The rewards for a round's scores, None without a score. Also logs the round."""
-        size = sum(len(places) for one in asked for places in one.places)
+    def settle(
+        self, requests: list[JudgeRequest], now: Round, seconds: float, call: dict[str, Any]
+    ) -> list[float | None]:
+        """Return the rewards for a round's scores, None without a score. Also log the round."""
+        size = sum(len(places) for request in requests for places in request.places)
         rewards: list[float | None] = [None] * size
         reasons = ["not judged"] * size
-        for one in asked:
-            ratings = now.found.get(one.question) if one.question else [(None, "nothing to compare")] * len(one.places)
-            for places, (score, reason) in zip(one.places, ratings or [], strict=False):
+        for request in requests:
+            alone = [(None, "nothing to compare")] * len(request.places)
+            ratings = now.found.get(request.question) if request.question else alone
+            for places, (score, reason) in zip(request.places, ratings or [], strict=False):
                 for place in places:
-                    rewards[place] = one.equal if score is None else self.form.worth(score)
+                    rewards[place] = request.equal if score is None else self.form.worth(score)
                     reasons[place] = reason
         if now.troubles:
             self.trouble = now.troubles[-1]
-        self.log(asked, now, seconds, reasons, call)
+        self.log(requests, now, seconds, reasons, call)
         return rewards
 
-    def log(self, asked: list[Asked], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
+    def log(
+        self, requests: list[JudgeRequest], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]
+    ) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
             return
         meter = now.meter
         totals = {
-            "failed": completions_of(asked, lambda question: question not in now.found),
-            "cached": completions_of(asked, lambda question: question in now.known), "retries": meter.retried,
+            "failed": completions_of(requests, lambda question: question not in now.found),
+            "cached": completions_of(requests, lambda question: question in now.known), "retries": meter.retried,
             "tokens": meter.prompt_tokens + meter.completion_tokens,
         }
-        found = {name: total / len(reasons) for name, total in totals.items()}
-        for name, value in (found | ({"seconds": seconds} if meter.calls else {})).items():
+        means = {name: total / len(reasons) for name, total in totals.items()}
+        for name, value in (means | ({"seconds": seconds} if meter.calls else {})).items():
             log(f"judge/{self.__name__}/{name}", value)
 
 
@@ -91,29 +91,23 @@ class AsyncJudgeReward(JudgeReward):
     async def pay(  # type: ignore[override]
         self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
     ) -> list[float | None]:
-        asked, began = self.ask(texts, columns, call), time.monotonic()
-        now = await self.judge.rate(questions_of(asked))
-        return self.settle(asked, now, time.monotonic() - began, call)
+        requests, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(requests))
+        return self.settle(requests, now, time.monotonic() - began, call)
 
 
-def questions_of(asked: list[Asked]) -> list[Any]:
-    """The questions for the judge. A group whose completions are all alike has none."""
-    return [one.question for one in asked if one.question is not None]
+def questions_of(requests: list[JudgeRequest]) -> list[Any]:
+    return [request.question for request in requests if request.question is not None]
 
 
-def completions_of(asked: list[Asked], holds: Callable[[Question], bool]) -> int:
-    """Return how many completions are behind the questions for which `holds` is true."""
-    return sum(len(places) for one in asked if one.question and holds(one.question) for places in one.places)
+def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], bool]) -> int:
+    return sum(len(places) for request in requests if request.question and holds(request.question)
+               for places in request.places)
 
 
-# The two rewards that users make
-
-
-def judged(
-    judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
-    reference: str | None = None, rubric_column: str | None = None, name: str = "judged",
-) -> JudgeReward:
-    """A reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
+def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
+           reference: str | None = None, rubric_column: str | None = None, name: str = "judged") -> JudgeReward:
+    """Return a reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
 
     `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
     row's own rubric. If a row has None there, it has no reference, and `rubric` holds. The reward is None if the judge
@@ -126,11 +120,9 @@ def judged(
     return reward(name, judge, SingleForm(rubric, rubric_column, reference, low, high))
 
 
-def ruler(
-    judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
-    name: str = "ruler",
-) -> JudgeReward:
-    """A reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
+def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
+          name: str = "ruler") -> JudgeReward:
+    """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
     Episodes of several turns are compared as a whole, with their tools' results; what all of them began with is shown
     once. Identical completions are shown once and get the same score. If a group has only one completion, or only one
@@ -141,8 +133,8 @@ def ruler(
     return reward(name, judge, GroupForm(rubric, rubric_column, reference))
 
 
-def reward(name: str, judge: Judge, form: Form) -> JudgeReward:
-    """The kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
+def reward(name: str, judge: Judge, form: JudgeForm) -> JudgeReward:
+    """Return the kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
     require("rubric", form.rubric, TEXT)
     if not isinstance(judge, Judge):
         raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "

@@ -6,7 +6,7 @@ from typing import Any
 
 from openai import DefaultAsyncHttpxClient, OpenAIError
 
-REPLY_BYTES = 4 << 20  # of one answer; the longest thinking with its scores takes a tenth of it
+REPLY_BYTES = 4 << 20  # for one answer; the longest thinking with its scores takes a tenth of it
 REDIRECTS = 5
 
 
@@ -24,17 +24,17 @@ class LimitedClient(DefaultAsyncHttpxClient):
         self.seconds = seconds
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """The answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
+        """Return the answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
         ReadTimeout if it is not whole in time, even if some of it comes again and again."""
         try:
             async with asyncio.timeout(self.seconds):
-                return await self.whole(request, options | {"stream": True, "follow_redirects": False})
+                return await self.send_with_redirects(request, options | {"stream": True, "follow_redirects": False})
         except TimeoutError as error:
             library = import_module(type(request).__module__.partition(".")[0])  # httpx, or its successor
             raise library.ReadTimeout("the answer was not whole in time", request=request) from error
 
-    async def whole(self, request: Any, options: dict[str, Any]) -> Any:
-        """The answer at the end of a few redirects."""
+    async def send_with_redirects(self, request: Any, options: dict[str, Any]) -> Any:
+        """Return the answer at the end of a few redirects."""
         for _ in range(1 + REDIRECTS):
             response = await super().send(request, **options)
             try:
@@ -51,7 +51,6 @@ class LimitedClient(DefaultAsyncHttpxClient):
 
 
 async def body_of(response: Any) -> bytes:
-    """The whole body. Raises ReplyTooLargeError as soon as it is too large."""
     packed = response.headers.get("content-encoding", "identity")
     if packed != "identity":
         raise ReplyTooLargeError(f"its answer is packed ({packed[:20]}), though it was asked not to pack it")

@@ -92,12 +92,12 @@ class Question:
         return "\n\n".join(f"=== {name} {self.mark}\n{broken(text)}\n=== END {self.mark}" for name, text in parts)
 
     def messages(self, fault: str | None = None) -> list[dict[str, str]]:
-        """As chat messages. `fault` says what was wrong with the reply before, without quoting it."""
+        """Return chat messages. `fault` says what was wrong with the reply before, without quoting it."""
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
         return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
 
     def read(self, reply: str) -> Ratings:
-        """(score, reason) of each answer in order. Raises BadReplyError if the reply is anything else."""
+        """Return (score, reason) of each answer in order. BadReplyError if the reply is anything else."""
         read = partial(read_group, count=len(self.answers)) if self.grouped else read_single
         return read(reply, low=self.low, high=self.high)
 
@@ -111,14 +111,9 @@ def digest(texts: list[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-# Replies
-
-
 class BadReplyError(ValueError):
-    """A reply that does not hold the scores that were asked for. The message says what is wrong with it.
-
-    `fault` says it without quoting the reply, whose words may come from an answer. Only this is told to the judge.
-    """
+    """A reply that does not hold the scores that were asked for. The message says what is wrong with it. `fault` says
+    it without quoting the reply, whose words may come from an answer. Only this is told to the judge."""
 
     def __init__(self, fault: str, quoted: str = "") -> None:
         super().__init__(f"{fault}: {quoted}" if quoted else fault)
@@ -135,22 +130,21 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
     entries = json_object(reply).get("scores")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadReplyError('it has no list of objects under "scores"')
-    found: dict[int, tuple[float, str]] = {}
+    ratings: dict[int, tuple[float, str]] = {}
     for entry in entries:
         name = id_of(entry.get("id"))
         if name is None or not 1 <= name <= count:
             raise BadReplyError(f"it scores an answer that is none of 1 to {count}", f"{entry.get('id')!r:.20}")
-        if name in found:
+        if name in ratings:
             raise BadReplyError(f"it scores answer {name} twice")
-        found[name] = rating_of(entry, low, high)
-    missing = [str(name) for name in range(1, count + 1) if name not in found]
+        ratings[name] = rating_of(entry, low, high)
+    missing = [str(name) for name in range(1, count + 1) if name not in ratings]
     if missing:
         raise BadReplyError(f"it has no score for answer {', '.join(missing)}")
-    return [found[name] for name in range(1, count + 1)]
+    return [ratings[name] for name in range(1, count + 1)]
 
 
 def id_of(value: Any) -> int | None:
-    """Return 1 for 1 and for "1"; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -187,26 +181,25 @@ def json_object(reply: str) -> dict[str, Any]:
 
 
 def object_alone(said: str) -> dict[str, Any]:
-    """Return the object of a text that holds nothing else."""
     text = unfenced(said, anywhere=False)
     if not text.startswith("{"):
         raise BadReplyError("it is not just one JSON object", shown(said))
     try:
-        found = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadReplyError("it is not just one JSON object", shown(said)) from error
     except ValueError as error:  # an integer of thousands of digits, or an error of ours
         raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
-    assert isinstance(found, dict)  # it begins with a brace
-    return found
+    assert isinstance(value, dict)  # it begins with a brace
+    return value
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object whose keys are all different: with two scores, neither counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise BadReplyError("an object in it has the same key twice")
-    return found
+    return members
 
 
 def no_constant(name: str) -> Any:
@@ -214,7 +207,6 @@ def no_constant(name: str) -> Any:
 
 
 def shown(reply: str) -> str:
-    """Return the beginning of a reply, for a message."""
     text = " ".join(reply[: 4 * SHOWN].split())
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...") if text else "it is empty"
 

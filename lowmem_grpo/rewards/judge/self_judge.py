@@ -2,30 +2,19 @@
 
 import logging
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown
-from lowmem_grpo.rules import COUNT, POSITIVE, ZERO_OR_MORE, require
+from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
 logger = logging.getLogger(__name__)
 
 TOKENS_OF_A_RATING = 24  # below this there is no room for a reply
 SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
-
-
-class Sampling(Protocol):
-    """The part of a model that a judge needs; the model is one from FastLanguageModel, with LoRA or without."""
-
-    loaded: Any
-
-    @property
-    def inner(self) -> Any: ...
-
-    def engine(self) -> Any: ...
 
 
 class SelfJudge(Judge):
@@ -34,15 +23,13 @@ class SelfJudge(Judge):
     after_sampling = True
 
     def __init__(
-        self, model: Sampling, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
+        self, model: Any, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
         **gone: Any,
     ) -> None:
         """`model` is what FastLanguageModel returned. A question and its reply must fit into its max_seq_length.
-
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
-        all questions of a step. A generation cannot be broken off, but no second one begins after half of that time.
-        """
+        all questions of a step. A generation cannot be broken off, but no second one begins after half of that time."""
         check_gone(gone)
         require("max_tokens", max_tokens, COUNT)
         require("temperature", temperature, ZERO_OR_MORE)
@@ -51,12 +38,12 @@ class SelfJudge(Judge):
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.tokenizer = model.loaded.tokenizer  # the base model's: a training may bring one of its own
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
-        from lowmem_grpo.memory.bounds import RunMemory
+        from lowmem_grpo.memory.oom import RunMemory
 
         self.memory = RunMemory()  # a bound of its own: questions are longer than the run's prompts
 
     def rate(self, questions: list[Question]) -> Round:
-        """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
+        """Return ratings of the questions that the base model could answer. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
         began = time.monotonic()
         try:
@@ -124,14 +111,13 @@ class SelfJudge(Judge):
         return faults
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """A list with one rollout for each prompt, by the base model in the engine that samples the run. The engine
-        sleeps afterwards."""
+        """Return a rollout for each prompt by the base model, in the run's engine, which sleeps afterwards."""
         engine = self.model.engine()
         if engine.name == "transformers":  # made anew each time: it would run out of memory again
             self.memory.watch(engine)
         try:
             with engine.policy.base_model():
-                found: list[Any] = engine.generate(prompts, params)
+                rollouts: list[Any] = engine.generate(prompts, params)
         finally:
             engine.sleep()
-        return found
+        return rollouts

@@ -3,20 +3,11 @@
 import asyncio
 from typing import Any
 
-from lowmem_grpo.rewards.judge.chat_api import (
-    Failure,
-    Reply,
-    ask,
-    hidden,
-    is_address,
-    make_client,
-    secrets_of,
-    unknown_options,
-)
+from lowmem_grpo.rewards.judge import chat_api
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
-from lowmem_grpo.rules import COUNT, POSITIVE, TEXT, at_least, require
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
 
 MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
 OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` cannot change
@@ -25,11 +16,9 @@ OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `option
 class UrlJudge(Judge):
     """A model of a server: OpenAI's, or any that speaks its chat completions (vLLM, SGLang, llama.cpp, Ollama, ...)."""
 
-    def __init__(
-        self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
-        deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
-        options: dict[str, Any] | None = None, **gone: Any,
-    ) -> None:
+    def __init__(self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
+                 deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
+                 options: dict[str, Any] | None = None, **gone: Any) -> None:
         """None for `base_url` or `api_key` means the client's own (OpenAI's URL, OPENAI_API_KEY).
 
         timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
@@ -42,14 +31,14 @@ class UrlJudge(Judge):
         check_gone(gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
         require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
-                                    lambda _: base_url is None or is_address(str(base_url))))
+                                    lambda _: base_url is None or chat_api.is_address(str(base_url))))
         require("model", model, TEXT)
         for name, value, rule in (("timeout", timeout, POSITIVE), ("deadline", deadline, POSITIVE),
                                   ("retries", retries, at_least(0)), ("concurrency", concurrency, COUNT)):
             require(name, value, rule)
-        for name, given, kind in (("api_key", api_key, str), ("options", options, dict)):  # values may be secret
-            if not isinstance(given, kind | None):
-                raise ValueError(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}, or None")
+        for name, setting, kind in (("api_key", api_key, str), ("options", options, dict)):  # values may be secret
+            if not isinstance(setting, kind | None):
+                raise ValueError(f"{name} is a {type(setting).__name__}; it must be a {kind.__name__}, or None")
         names = sorted(options or {})
         if own := [name for name in names if name in OURS]:
             raise ValueError(f"options has {names}; it must be without {', '.join(own)}, which the judge sets itself")
@@ -58,13 +47,13 @@ class UrlJudge(Judge):
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
         self.options = dict(options or {})
-        client = make_client(*self.client_settings)  # if there can be no client, the run does not begin
-        if unknown := unknown_options(client, self.options):
+        client = chat_api.make_client(*self.client_settings)  # if there can be no client, the run does not begin
+        if unknown := chat_api.unknown_options(client, self.options):
             raise ValueError(f"options has {names}; it must be what the client's create() takes, without {unknown}")
-        self._sessions = Sessions(client)
+        self._sessions = ClientPool(client)
 
     async def rate(self, questions: list[Question]) -> Round:
-        """Ratings of the questions that were answered within the deadline. A failure of judging raises no error."""
+        """Return ratings of the questions answered within the deadline. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
         client, places = self._sessions.here(self)
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
@@ -86,20 +75,20 @@ class UrlJudge(Judge):
 
     async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask until the reply has scores, up to `retries` further times."""
-        fault, last, reply, secrets = None, "", Reply(""), secrets_of(client, self.options)
+        fault, last, reply, secrets = None, "", chat_api.JudgeReply(""), chat_api.secrets_of(client, self.options)
         for attempt in range(1 + self.retries):
             async with places:
-                found = await ask(client, self.name, question, fault, self.options)
-            now.meter.retried += found.retries + (attempt > 0)
-            if isinstance(found, Failure):
-                now.troubles.append(found.trouble)
+                answer = await chat_api.ask(client, self.name, question, fault, self.options)
+            now.meter.retried += answer.retries + (attempt > 0)
+            if isinstance(answer, chat_api.Failure):
+                now.troubles.append(answer.trouble)
                 return
-            reply = found
+            reply = answer
             now.meter.prompt_tokens += reply.prompt_tokens
             now.meter.completion_tokens += reply.completion_tokens
             try:
                 ratings = read(question, reply)
-                self.learn(now, question, [(score, hidden(reason, secrets)) for score, reason in ratings])
+                self.learn(now, question, [(score, chat_api.hidden(reason, secrets)) for score, reason in ratings])
                 return
             except BadReplyError as bad:
                 fault, last = bad.fault, str(bad)
@@ -109,10 +98,10 @@ class UrlJudge(Judge):
         return {name: value for name, value in vars(self).items() if name != "_sessions"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _sessions=Sessions())
+        vars(self).update(state, _sessions=ClientPool())
 
 
-class Sessions:
+class ClientPool:
     """A client and the places for its requests for each event loop: neither can be used in two loops."""
 
     def __init__(self, spare: Any = None) -> None:
@@ -121,17 +110,16 @@ class Sessions:
         self.made: dict[Any, tuple[Any, asyncio.Semaphore]] = {}
 
     def here(self, judge: UrlJudge) -> tuple[Any, asyncio.Semaphore]:
-        """Those of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self.made:
-            client, self.spare = self.spare or make_client(*judge.client_settings), None
+            client, self.spare = self.spare or chat_api.make_client(*judge.client_settings), None
             self.made = {other: session for other, session in self.made.items() if not other.is_closed()}
             self.made[loop] = (client, asyncio.Semaphore(judge.concurrency))
         return self.made[loop]
 
 
-def read(question: Question, reply: Reply) -> Ratings:
-    """The ratings in a reply. Raises BadReplyError if there are none."""
+def read(question: Question, reply: chat_api.JudgeReply) -> Ratings:
+    """Return the ratings in a reply. Raises BadReplyError if there are none."""
     if not reply.is_chat:
         raise BadReplyError("the server's answer is not a chat completion")
     if reply.cut:
@@ -139,8 +127,7 @@ def read(question: Question, reply: Reply) -> Ratings:
     return question.read(reply.text)
 
 
-def no_scores(fault: str, reply: Reply) -> Finding:
-    """The finding for a question whose last reply had no scores either."""
+def no_scores(fault: str, reply: chat_api.JudgeReply) -> Finding:
     if not reply.is_chat:
         return unanswered("api", "what the server answers is not a chat completion",
                        "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")

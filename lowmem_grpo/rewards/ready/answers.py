@@ -1,13 +1,17 @@
-"""Verifiers of answers: the same text, the same number, a boxed answer, a pattern."""
+"""Verifiers of answers (the same text, the same number, a boxed answer, a pattern, JSON), and rewards for numbers."""
 
 import functools
+import json
+import math
 import re
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any
 
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
-from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, whole
-from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict
+from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
+from lowmem_grpo.rewards.reward import LabelReward, TextReward
+from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict, VerifiedReward
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
 LONGEST_LABEL = 6  # words of a label; a longer one is a sentence, and not an answer
@@ -30,10 +34,10 @@ def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool
 
 
 def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict:
-    wanted, answer, found = (" ".join(str(value).split()) for value in (label, stated(str(label)), where(text) or ""))
+    wanted, answer, written = (" ".join(str(value).split()) for value in (label, stated(str(label)), where(text) or ""))
     if not wanted:
         return None
-    return found.casefold() in (wanted.casefold(), answer.casefold()) if ignore_case else found in (wanted, answer)
+    return written.casefold() in (wanted.casefold(), answer.casefold()) if ignore_case else written in (wanted, answer)
 
 
 def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> LabelVerifier:
@@ -54,12 +58,11 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
     if wanted is None:
         clock = stated(label) if isinstance(label, str) else ""
         return written == clock.strip() if CLOCK.fullmatch(clock.strip()) else None
-    found = read_number(written)
-    return found is not None and (found == wanted or abs(found - wanted) <= tolerance * abs(wanted))
+    number = read_number(written)
+    return number is not None and (number == wanted or abs(number - wanted) <= tolerance * abs(wanted))
 
 
 def labelled_number(label: Any) -> Fraction | None:
-    """Return the number that a label is, or states as its answer; None where there is none."""
     number = read_number(label)
     return read_number(stated(label)) if number is None and isinstance(label, str) else number
 
@@ -75,7 +78,7 @@ def boxed_match(column: str = "answer") -> LabelVerifier:
 
 
 def same_boxed(text: str, label: Any) -> Verdict:
-    return same_answer(boxed(text), label, lambda wanted, found: False)
+    return same_answer(boxed(text), label, lambda wanted, answer: False)
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
@@ -90,7 +93,6 @@ def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
 
 
 def is_prose(label: str) -> bool:
-    """Return whether a label is a sentence, or a number in words: a right answer may be written otherwise."""
     words = [word.lower() for word in re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", label))]
     numerals = {*words} - {"and"}
     in_words = bool(numerals) and numerals <= NUMERALS and not any(map(str.isdigit, label))
@@ -111,5 +113,88 @@ def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVer
 
 
 def fits(text: str, pattern: re.Pattern[str], where: Place) -> Verdict:
-    found = where(text[:LONGEST_ANSWER])
-    return found is not None and pattern.fullmatch(found) is not None
+    answer = where(text[:LONGEST_ANSWER])
+    return answer is not None and pattern.fullmatch(answer) is not None
+
+
+def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
+    """The completion, or the last fenced block in it, is JSON and satisfies `schema` (None: any JSON object or list).
+
+    NaN, infinity and numbers beyond a float's range are not JSON here. Raises ValueError for an invalid schema, and
+    ImportError if a schema is given and the package jsonschema is not installed.
+    """
+    if schema is None:
+        return TextVerifier("json_match", holds)
+    if find_spec("jsonschema") is None:
+        raise ImportError("json_match with a schema needs the package jsonschema: pip install jsonschema")
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    validator = validator_for(schema)
+    try:
+        validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"json_match got an invalid schema: {error.message}") from error
+    return TextVerifier("json_match", functools.partial(holds, validator=validator(schema)))
+
+
+def holds(text: str, validator: Any = None) -> bool:
+    """Return whether a text, or its last fenced block, is JSON that the validator accepts; without one, an object or a
+    list. What is nested too deeply, or has a number of more digits than Python reads, is not JSON here."""
+    try:
+        value = json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        return isinstance(value, (dict, list)) if validator is None else bool(validator.is_valid(value))
+    except RecursionError:
+        return False
+
+
+def finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not a finite number")
+    return value
+
+
+def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
+    """`present` if there is a number, by default anywhere in the completion, else `absent`."""
+    return TextReward("number_present", functools.partial(pay_presence, where=where, amounts=(present, absent)))
+
+
+def pay_presence(text: str, where: Place, amounts: tuple[float, float]) -> float:
+    return amounts[0] if read_number(where(text)) is not None else amounts[1]
+
+
+def number_equal(
+    right: float = 3.0, wrong: float = -3.0, column: str = "answer", where: Place = last_number, tolerance: float = 0.0
+) -> VerifiedReward:
+    """`right` if the answer's number equals the label's, else `wrong`: `number_match` with amounts."""
+    return number_match(column, where, tolerance).reward(right, wrong, "number_equal")
+
+
+def proximity(
+    exact: float = 3.0, outlier: float = -1.5, reach: float = 1.0, column: str = "answer", where: Place = last_number
+) -> LabelReward:
+    """A number x earns more the nearer it is to the label y: max(outlier, exact * (1 - |x - y| / (reach |y|))).
+
+    With the defaults and y = 10, 9 earns 2.7 and 3 earns 0.9. Anything below -5 or above 25 earns -1.5, and so does an
+    answer without a number. For y = 0 the distance is |x| / reach. A label that is not a number gives None. Raises
+    ValueError unless exact > outlier and reach > 0.
+    """
+    if not exact > outlier or not reach > 0:
+        raise ValueError(f"exact is {exact}, outlier {outlier}, reach {reach}; needed: exact > outlier, reach > 0")
+    rule = functools.partial(pay_nearness, where=where, exact=exact, outlier=outlier, reach=Fraction(reach))
+    return LabelReward("proximity", rule, column)
+
+
+def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
+    wanted = labelled_number(label)
+    if wanted is None:
+        return None
+    number = read_number(where(text))
+    if number is None:
+        return outlier
+    distance = abs(number - wanted) / (reach * (abs(wanted) or 1))
+    return max(outlier, exact * (1 - float(min(distance, Fraction(10**6)))))

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 def python_code(text: str) -> str | None:
     """The code of a completion: its last ```python block, else its last block without a language, else what <code>
     holds, else all of it. A block without its closing fence counts, because that may have been a stop string."""
-    blocks = [(found[1].lower(), found[2]) for found in FENCED.finditer(text)]
+    blocks = [(match[1].lower(), match[2]) for match in FENCED.finditer(text)]
     for languages in (PYTHON, ("",)):
         if named := [block for language, block in blocks if language in languages]:
             return named[-1]
@@ -57,7 +57,7 @@ def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
     where: Place = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
 ) -> "CodeVerifier":
-    """A verifier of Python: right if the code passes every test of its row, None if the row has no tests.
+    """Return a verifier of Python: right if the code passes every test of its row, None if the row has no tests.
 
     `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
     metadata. `isolation`: None takes bubblewrap; "process" is an opt-in to less
@@ -73,10 +73,8 @@ def code_passes_tests(
 class CodeVerifier(Verifier):
     """See `code_passes_tests`. `judge` gives the result of each test, with the reason."""
 
-    def __init__(
-        self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
-        batch_seconds: float, function: str | None = None,
-    ) -> None:
+    def __init__(self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
+                 batch_seconds: float, function: str | None = None) -> None:
         if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
             raise ValueError(f"workers is {workers!r}; it must be at least 1, or None for one per CPU")
         if not batch_seconds > 0:
@@ -91,19 +89,16 @@ class CodeVerifier(Verifier):
         return [verdict_of(tests) for tests in self.judge(completions, *self.given(columns))]
 
     def given(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
-        """Return the column of tests, and that of the functions where there is one."""
         tests, *functions = (columns[name] for name in self.columns)
         return tests, functions[0] if functions else None
 
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return N lists of verdicts, one for each test; None for a row without tests, or a code that did not begin.
-
-        A code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
+        """Return N lists of verdicts, one for each test; None for a row without tests, or a code that did not begin. A
+        code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
         ValueError for tests that cannot be read, unless `skip_faulty`: those are None too. Raises SandboxError if the
-        sandbox stops working.
-        """
+        sandbox stops working."""
         rows = [None if row is None else (row, function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}
@@ -127,16 +122,14 @@ class CodeVerifier(Verifier):
                 return run_tests(code, cases[row], self.sandbox)
 
         try:
-            found = run_side_by_side(run, pairs, self.workers)
+            results = run_side_by_side(run, pairs, self.workers)
         except CannotStart as error:
             raise SandboxError(f"{self.sandbox.isolation} worked before and no longer does: {error}") from error
-        if late := found.count(None):
-            logger.warning(
-                "%d of %d codes did not run within %g s and get no reward: raise workers (%d), or batch_seconds with "
-                "GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)", late, len(pairs), self.batch_seconds,
-                self.workers, self.sandbox.limits.seconds,
-            )
-        return found
+        if late := results.count(None):
+            logger.warning("%d of %d codes did not run within %g s and get no reward: raise workers (%d), or "
+                           "batch_seconds with GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)",
+                           late, len(pairs), self.batch_seconds, self.workers, self.sandbox.limits.seconds)
+        return results
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> VerifiedReward:
         """Pays `right` if all tests pass, else `wrong`. The share of each outcome is logged as `tests/OUTCOME`."""
@@ -160,8 +153,14 @@ class OfTests(Reward):
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         """Return why a row can have no verdict; None if it can."""
-        tests, *named = (row.get(name) for name in self.columns)
-        return None if tests is None else fault_of(tests, *map(function_in, named))
+        tests, *functions = (row.get(name) for name in self.columns)
+        if tests is None:
+            return None
+        function = function_in(functions[0]) if functions else None
+        if fault := unreadable(tests, function):
+            return fault
+        faults = [case.fault for case in read_cases(tests, function) if isinstance(case, AssertCase) and case.fault]
+        return f"no code can pass a test: {faults[0]}" if faults else None
 
     def judge(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Any]:
         """Return what `CodeVerifier.judge` does, and log the outcomes of the tests."""
@@ -174,14 +173,13 @@ class OfTests(Reward):
         rows = [{name: columns[name][place] for name in self.columns} for place in range(len(texts))]
         faults = [untestable(tests) if tests else self.fault_of_row(row)
                   for row, tests in zip(rows, judged, strict=True)]
-        if found := [fault for fault in faults if fault]:
+        if reasons := [fault for fault in faults if fault]:
             if callable(log):
-                log("tests/no_verdict", MeanOf(len(found) / len(faults), len(faults)))
-            self.say(found, rows[faults.index(found[0])], len(faults))
+                log("tests/no_verdict", MeanOf(len(reasons) / len(faults), len(faults)))
+            self.say(reasons, rows[faults.index(reasons[0])], len(faults))
         return judged
 
     def say(self, faults: list[str], row: dict[str, Any], total: int) -> None:
-        """Warn once of each reason."""
         if new := [fault for fault in dict.fromkeys(faults) if fault not in self.said]:
             self.said |= set(new)
             logger.warning("%s has no verdict on %d of %d completions: %s (the row's tests: %.200r). Correct these "
@@ -218,16 +216,7 @@ class ShareReward(OfTests):
         return [self.amount * sum(passed) / len(passed) if passed else None for passed in told]
 
 
-def fault_of(tests: Any, function: str | None = None) -> str | None:
-    """Return why no code can pass a row's tests; None if one can."""
-    if fault := unreadable(tests, function):
-        return fault
-    faults = [case.fault for case in read_cases(tests, function) if isinstance(case, AssertCase) and case.fault]
-    return f"no code can pass a test: {faults[0]}" if faults else None
-
-
 def unreadable(tests: Any, function: str | None = None) -> str | None:
-    """Return why a row's tests cannot be read; None if they can."""
     try:
         read_cases(tests, function)
     except ValueError as error:
@@ -236,7 +225,7 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a code: None if it was not run, or if all that is left is a test without a verdict."""
+    """Return the verdict on a code: None if it was not run, or if the only other tests have no verdict."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)
@@ -255,7 +244,7 @@ class Memory:
         self.lock = threading.Lock()
 
     def recall(self, pairs: list[tuple[str, str] | None], run: Any) -> list[list[TestVerdict] | None]:
-        """The verdicts of each pair; `run` gets those distinct pairs that are not known yet."""
+        """Return the verdicts of each pair; `run` gets those distinct pairs that are not known yet."""
         with self.lock:
             distinct = list(dict.fromkeys(pair for pair in pairs if pair is not None))
             if not set(distinct) <= set(self.found):
@@ -266,7 +255,6 @@ class Memory:
 
 
 def first_fault(tests: list[TestVerdict] | None) -> str:
-    """The first test that did not pass, in one line."""
     if tests is None:
         return "not run"
     for number, test in enumerate(tests, 1):

@@ -48,15 +48,14 @@ def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
         return False
     parts: list[str] = []
     for tag in tags:
-        before, found, complete = complete.partition(tag)
-        if not found:
+        before, mark, complete = complete.partition(tag)
+        if not mark:
             return False
         parts.append(before)
     return not complete.strip() and all(part.strip() for part in parts[1::2])
 
 
 def checked(tags: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError unless they are pairs of different tags."""
     if isinstance(tags, str) or not tags or len(tags) % 2 or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"tags is {tags!r}; give an even number of strings: opening, closing, opening, closing, ...")
     overlapping = [(a, b) for i, a in enumerate(tags) for j, b in enumerate(tags) if i != j and a in b]

@@ -34,7 +34,7 @@ INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 def extract_xml_answer(text: str) -> str:
-    """The text inside the last <answer>...</answer>, stripped; empty if there is no such pair."""
+    """Return the text inside the last <answer>...</answer>, stripped; empty if there is no such pair."""
     return between(text, "<answer>", "</answer>") or ""
 
 

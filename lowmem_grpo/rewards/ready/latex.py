@@ -21,10 +21,8 @@ TEXTS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathit|operatorname)[a-z]*\s*\
 DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))")
 THIN = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;:][0-9]{3})+(?![0-9])")
 COMMAS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-TOKEN = re.compile(
-    r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+|\\.|[0-9]*\.[0-9]*\\overline\{[0-9]+\}|0[xX][0-9a-fA-F]+"
-    r"|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z]))?|[A-Za-z]+|[^\s.]", re.DOTALL
-)
+TOKEN = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+|\\.|[0-9]*\.[0-9]*\\overline\{[0-9]+\}|0[xX][0-9a-fA-F]+"
+                   r"|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z]))?|[A-Za-z]+|[^\s.]", re.DOTALL)
 SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\varnothing": "\\emptyset",
@@ -45,13 +43,12 @@ def tokens_of(answer: str) -> tuple[str, ...]:
     text = THIN.sub(digits, DEGREES.sub("°", TEXTS.sub(r" \\text \1 ", text)))
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a pair
         text = COMMAS.sub(digits, text)
-    found = [SAME.get(token, token) for token in TOKEN.findall(text)]
-    tokens = group([small(token) for token in found[::-1] if token not in NOTHING])
+    raw = [SAME.get(token, token) for token in TOKEN.findall(text)]
+    tokens = group([small(token) for token in raw[::-1] if token not in NOTHING])
     return tuple(tokens[1:] if tokens[:1] == ["+"] else tokens)
 
 
 def digits(number: re.Match[str]) -> str:
-    """Return a number without what parts its thousands."""
     return re.sub(r"[^0-9]", "", number[0])
 
 
@@ -61,19 +58,18 @@ def small(token: str) -> str:
 
 
 def group(queue: list[str]) -> list[str]:
-    """Take tokens from the end of the queue, up to the brace that closes, and return them with braces around every
-    argument."""
-    found: list[str] = []
+    """Take tokens off the queue's end, up to the brace that closes; return them with braces around every argument."""
+    tokens: list[str] = []
     while queue and (token := queue.pop()) != "}":
-        found.append("\\sqrt" if token == "√" else token)
+        tokens.append("\\sqrt" if token == "√" else token)
         if token == "{":
-            found += [*group(queue), "}"]
+            tokens += [*group(queue), "}"]
         elif token == "\\sqrt" and queue[-1:] == ["["] and "]" in queue:  # the degree of the root
-            while found[-1] != "]":
-                found.append(queue.pop())
+            while tokens[-1] != "]":
+                tokens.append(queue.pop())
         for _ in range(ARGUMENTS.get(token, 0)):
-            found += ["{", *argument(queue, token), "}"]
-    return found
+            tokens += ["{", *argument(queue, token), "}"]
+    return tokens
 
 
 def argument(queue: list[str], command: str) -> list[str]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
 
-UNITS: dict[str, Callable[[str], int]] = {"words": lambda text: len(text.split()), "characters": len}
+UNITS: dict[str, Callable[[Any], int]] = {
+    "tokens": len, "words": lambda text: len(text.split()), "characters": len}
 
 
 def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
@@ -31,24 +32,18 @@ def pay_excess(length: int, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[[int], float], unit: str) -> Reward:
-    """A reward of the length in a unit. Raises ValueError for an unknown unit."""
-    if unit == "tokens":
-        return TokenReward(name, functools.partial(of_tokens, rule=rule))
+    """Return a reward of the length in a unit. Raises ValueError for an unknown unit."""
     if unit not in UNITS:
-        raise ValueError(f"unit is {unit!r}; allowed are tokens, {', '.join(UNITS)}")
-    return TextReward(name, functools.partial(of_text, rule=rule, unit=unit))
+        raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
+    return (TokenReward if unit == "tokens" else TextReward)(name, functools.partial(pay_length, rule=rule, unit=unit))
 
 
-def of_tokens(ids: list[int], rule: Callable[[int], float]) -> float:
-    return rule(len(ids))
-
-
-def of_text(text: str, rule: Callable[[int], float], unit: str) -> float:
-    return rule(UNITS[unit](text))
+def pay_length(completion: Any, rule: Callable[[int], float], unit: str) -> float:
+    return rule(UNITS[unit](completion))
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Callable[..., list[float]]:
-    """A reward function that penalises only length (DAPO, arXiv 2503.14476, equation 13). For C tokens:
+    """Return a reward function that penalises only length (DAPO, arXiv 2503.14476, equation 13). For C tokens:
 
         0                                    C <= max_completion_length - cache_length
         (max - cache - C) / cache            up to max_completion_length: from 0 down to -1
@@ -61,10 +56,8 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
     whole_number("max_completion_length", max_completion_length, 1)
     whole_number("cache_length", cache_length, 1)
     if cache_length > max_completion_length:
-        raise ValueError(
-            f"cache_length is {cache_length}; it must be at most max_completion_length ({max_completion_length}), "
-            "a fifth of it is usual"
-        )
+        raise ValueError(f"cache_length is {cache_length}; it must be at most max_completion_length "
+                         f"({max_completion_length}), a fifth of it is usual")
     free = max_completion_length - cache_length
 
     def soft_overlong_reward_func(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -94,6 +87,6 @@ def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:
 
 
 def whole_number(name: str, value: object, least: int) -> None:
-    """Raises ValueError for anything but a whole number of at least `least`."""
+    """Raise ValueError for anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}")

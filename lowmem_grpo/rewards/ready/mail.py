@@ -13,7 +13,7 @@ GREETING_LINES = 2  # at the top of a mail, where the recipient's name is looked
 
 
 def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
-    """The five of the e-mail example, each worth 1, for `reward_funcs=[*email_rewards("Best regards,\\nAda")]`.
+    """Return the five of the e-mail example, each worth 1, for `reward_funcs=[*email_rewards("Best regards,\\nAda")]`.
 
     The dataset has the columns `keyword`, `ideal` (a reply that would be perfect) and `recipient` (a name).
     """
@@ -72,5 +72,4 @@ def pay_signature(text: str, lines: list[str], amounts: tuple[float, float]) -> 
 
 
 def stripped_lines(text: str) -> list[str]:
-    """The lines that are not blank, each stripped."""
     return [line.strip() for line in text.splitlines() if line.strip()]

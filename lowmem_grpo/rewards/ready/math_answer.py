@@ -17,7 +17,7 @@ from lowmem_grpo.rewards.verifier import Verdict, Verifier, any_of
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 2.0  # of processor time, for one comparison
+SECONDS = 2.0  # processor time of one comparison
 MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest then get no verdict
 REMEMBERED = 100_000  # comparisons: most pairs come many times in a run
 
@@ -35,8 +35,7 @@ class MathWorker:
         self.known: dict[tuple[str, str], bool] = {}
 
     def ask(self, label: str, answer: str) -> bool:
-        """Return whether the two are equal. Raises TooSlowError if that takes longer than SECONDS, and RuntimeError if
-        the process does not start."""
+        """Return whether they are equal. TooSlowError after SECONDS, RuntimeError if the process does not start."""
         with self.lock:
             if (label, answer) not in self.known:
                 self.start()
@@ -74,8 +73,8 @@ class MathWorker:
         if not said:
             self.close()
             raise TooSlowError(f"comparing {answer[:60]!r} took more than {SECONDS:g} s or too much memory")
-        found: bool = json.loads(said)
-        return found
+        equal: bool = json.loads(said)
+        return equal
 
     def close(self) -> None:
         if self.process is not None:
@@ -100,17 +99,17 @@ class MathMatch(Verifier):
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
         killed = 0
-        found: list[Verdict] = []
+        verdicts: list[Verdict] = []
         for text, label in zip(completions, columns[self.columns[0]], strict=True):
             try:
                 answer, ask = self.where(text), WORKER.ask if killed < MAX_KILLED else refuse
-                found.append(any_of(label, partial(same_answer, answer, ask=ask)))
+                verdicts.append(any_of(label, partial(same_answer, answer, ask=ask)))
             except TooSlowError as error:
                 killed += 1
-                found.append(False if killed <= MAX_KILLED else None)
+                verdicts.append(False if killed <= MAX_KILLED else None)
                 if killed <= MAX_KILLED:
                     logger.warning("math_match: %s; it counts as wrong", error)
-        return found
+        return verdicts
 
 
 def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
@@ -122,8 +121,6 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
     math-verify is not installed, and RuntimeError if the process does not start.
     """
     if find_spec("math_verify") is None:
-        raise ImportError(
-            "math_match needs the package math-verify: pip install math-verify; boxed_match compares numbers and text "
-            "without it"
-        )
+        raise ImportError("math_match needs the package math-verify: pip install math-verify; boxed_match compares "
+                          "numbers and text without it")
     return MathMatch(column, where)

@@ -21,30 +21,31 @@ from math_verify import LatexExtractionConfig, parse, verify
 DIGITS = 40
 # Nothing is taken for a unit and left out: 2 ab is a product here.
 READING = LatexExtractionConfig(boxed_match_priority=0, normalization_config=NormalizationConfig(boxed="last"))
-MEMORY_BYTES = 4 * 2**30  # of address space
+MEMORY_BYTES = 4 * 2**30  # address space
 
 
 def verdict(label: str, answer: str) -> bool:
     """Return whether two expressions are equal: math-verify says so, and their values at a point do not deny it."""
-    gold, found = read(label), read(answer)
-    return len(gold) == len(found) == 1 and bool(verify(gold, found, timeout_seconds=None)) and agree(*gold, *found)
+    gold, reading = read(label), read(answer)
+    if len(gold) != 1 or len(reading) != 1:
+        return False
+    return bool(verify(gold, reading, timeout_seconds=None)) and agree(*gold, *reading)
 
 
 def read(answer: str) -> list[sympy.Basic]:
-    r"""Return math-verify's reading of one expression; nothing if it cannot read it."""
-    found = parse(rf"\boxed{{{answer}}}", [READING], fallback_mode="no_fallback", parsing_timeout=None)
-    parsed = [one for one in found if isinstance(one, sympy.Basic)]
-    return [one.xreplace({symbol: sympy.I for symbol in one.free_symbols if symbol.name == "i"}) for one in parsed]
+    readings = parse(rf"\boxed{{{answer}}}", [READING], fallback_mode="no_fallback", parsing_timeout=None)
+    return [reading.xreplace({symbol: sympy.I for symbol in reading.free_symbols if symbol.name == "i"})
+            for reading in readings if isinstance(reading, sympy.Basic)]
 
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
     """Return whether two expressions have the same digits at a point; math-verify takes all tiny numbers for equal."""
     names = sorted(label.free_symbols | answer.free_symbols, key=str)
     point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
-    wanted, found = (one.subs(point).doit().evalf(DIGITS) for one in (label, answer))
-    if not (wanted.is_number and found.is_number):
+    wanted, value = (side.subs(point).doit().evalf(DIGITS) for side in (label, answer))
+    if not (wanted.is_number and value.is_number):
         return True
-    return bool(abs(wanted - found) <= max(abs(wanted), abs(found)) * sympy.Rational(1, 10 ** (DIGITS // 2)))
+    return bool(abs(wanted - value) <= max(abs(wanted), abs(value)) * sympy.Rational(1, 10 ** (DIGITS // 2)))
 
 
 def serve(seconds: float) -> None:
@@ -52,11 +53,11 @@ def serve(seconds: float) -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF comes, which nothing handles, and ends the process
         try:
-            found = verdict(*json.loads(line))
+            right = verdict(*json.loads(line))
         except Exception:  # noqa: BLE001, a parser of foreign text may raise anything: this text is no answer
-            found = False
+            right = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(found), flush=True)
+        print(json.dumps(right), flush=True)
 
 
 if __name__ == "__main__":

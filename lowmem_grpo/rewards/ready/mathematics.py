@@ -3,6 +3,8 @@ r"""The parts of an answer, and whether two answers are equal.
 An answer is taken apart at what has one meaning only: lists, equations and inequalities, unions, brackets, matrices,
 the two values of \pm. The parts are compared one by one. Those without parts are equal if their tokens are, or their
 numbers, or if `ask` says that they are equal as expressions. It is asked only about what is surely an expression.
+
+A unit is what stands before or after the number of an answer: a currency, a percent sign or a word.
 """
 
 import functools
@@ -12,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowmem_grpo.rewards.ready.latex import LETTERS, NAMES, TEXT, tokens_of
-from lowmem_grpo.rewards.ready.reading import read_number
-from lowmem_grpo.rewards.ready.units import unit_and_rest
+from lowmem_grpo.rewards.ready.reading import SCALES, read_number
 
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
@@ -37,19 +38,31 @@ NO_EXPRESSION = re.compile(
     r"[0-9] / [0-9.]+ /|[0-9]{4} - [0-9]+ - |[0-9] - [0-9]+ - [0-9]{4}|[0-9A-Z] _|\b[fghFGHP] \(|[0-9] \.?[0-9]"
     r"|\b0[0-9x]|\b0 [A-Za-z]|[0-9][eE]|[A-Za-z] [0-9]|[A-Za-z]{3}"
 )
+ALIASES = """$ dollar dollars usd | € euro euros | £ | ¥ | % percent | ° degree degrees deg | mph | unit units
+| cent cents | cm centimeter centimeters centimetres | m meter meters metre metres | km kilometer kilometers
+| mm millimeter millimeters | in inch inches | ft foot feet | yd yard yards | mi mile miles | kg kilogram kilograms
+| g gram grams | lb lbs pound pounds | s sec second seconds | min minute minutes | h hr hrs hour hours
+| l liter liters litre litres | ml milliliter milliliters"""
+UNITS = {word: group.split()[0] for group in ALIASES.split("|") for word in group.split()}
+CURRENCIES = ("$", "€", "£", "¥")
+OF_VALUES = {"\\frac", "\\sqrt", "\\pi", "\\cdot", "\\times", *SCALES, *"+-/^{}()[].0123456789"}
+POWERS = {"square", "cubic", "sq", "cu"}  # like exponents of units, they do not count: the question gives them
+CHANGE_MEANING = """am pm noon midnight or and more less fewer to of out base mod times factorial squared cubed not no
+only below above before after at least most both none all bc ad st nd rd th half quarter dozen plus minus choose
+remainder north south east west if when for where is"""
+NO_UNITS = {*SCALES, *CHANGE_MEANING.split()}
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A part of an answer: what holds its parts together (empty if it has none), its parts, its tokens."""
 
     kind: str
-    parts: tuple["Part", ...]
+    parts: tuple["AnswerPart", ...]
     tokens: Tokens
 
     @property
     def text(self) -> str:
-        """Return the tokens as one text."""
         return " ".join(token for token in self.tokens if token != TEXT)
 
     @property
@@ -62,48 +75,47 @@ class Part:
 
 
 @functools.lru_cache(maxsize=10_000)
-def read_answer(text: str) -> Part:
+def read_answer(text: str) -> AnswerPart:
     """Return the parts of an answer; what is nested too deep is one part."""
     tokens = tokens_of(text)
     deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
-    return part_of(tokens) if deepest <= MAX_DEPTH else Part("", (), tokens)
+    return part_of(tokens) if deepest <= MAX_DEPTH else AnswerPart("", (), tokens)
 
 
-def part_of(tokens: Tokens) -> Part:
-    """Return the parts of these tokens."""
+def part_of(tokens: Tokens) -> AnswerPart:
     for marks in LEVELS:
-        pieces, found = split(tokens, marks)
-        if found:
-            return joined(pieces, found, tokens)
-    return bracketed(tokens) or two_values(tokens) or Part("", (), tokens)
+        pieces, separators = split(tokens, marks)
+        if separators:
+            return joined(pieces, separators, tokens)
+    return bracketed(tokens) or two_values(tokens) or AnswerPart("", (), tokens)
 
 
-def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> Part:
+def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart:
     """Return a part of several. An inequality has the lesser side first, and a list no empty part."""
     if all(mark in REVERSED for mark in marks):
         pieces, marks = pieces[::-1], [REVERSED[mark] for mark in marks[::-1]]
     if marks[0] not in OF_LISTS:
-        return Part(" ".join(marks), tuple(part_of(piece) for piece in pieces), tokens)
+        return AnswerPart(" ".join(marks), tuple(part_of(piece) for piece in pieces), tokens)
     parts = [part_of(piece) for piece in pieces if any(token != TEXT for token in piece)]
-    flat = [inner for one in parts for inner in (one.parts if one.kind == "," and "\\pm" in one.tokens else [one])]
-    return flat[0] if len(flat) == 1 else Part(",", tuple(flat), tokens)
+    flat = [inner for part in parts for inner in (part.parts if part.kind == "," and "\\pm" in part.tokens else [part])]
+    return flat[0] if len(flat) == 1 else AnswerPart(",", tuple(flat), tokens)
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
     """Return the pieces between these marks that are in no bracket, and the marks found."""
     pieces: list[list[str]] = [[]]
-    found, deep = [], 0
+    separators, deep = [], 0
     for token in tokens:
         deep += depth(token)
         if token in marks and deep == 0:
-            found.append(token)
+            separators.append(token)
             pieces.append([])
         else:
             pieces[-1].append(token)
-    return [tuple(piece) for piece in pieces], found
+    return [tuple(piece) for piece in pieces], separators
 
 
-def bracketed(tokens: Tokens) -> Part | None:
+def bracketed(tokens: Tokens) -> AnswerPart | None:
     """Return the parts in brackets that hold all of the tokens; None if none do. A single value in parentheses is
     that value, and a set of several is a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
@@ -113,8 +125,8 @@ def bracketed(tokens: Tokens) -> Part | None:
     inner = part_of(tokens[1:-1])
     kind = tokens[0] + tokens[-1]
     if inner.kind != ",":
-        return inner if kind in ("()", "{}") else Part(kind, (inner,), tokens)
-    return inner if kind == "\\{\\}" else Part(kind, inner.parts, tokens)
+        return inner if kind in ("()", "{}") else AnswerPart(kind, (inner,), tokens)
+    return inner if kind == "\\{\\}" else AnswerPart(kind, inner.parts, tokens)
 
 
 def depth(token: str) -> int:
@@ -122,21 +134,21 @@ def depth(token: str) -> int:
     return (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
 
 
-def two_values(tokens: Tokens) -> Part | None:
-    """Return the two values of an expression with one \\pm; None if it has none."""
+def two_values(tokens: Tokens) -> AnswerPart | None:
     if tokens.count("\\pm") != 1:
         return None
     place = tokens.index("\\pm")
     signs = (("+",) if place else ()), ("-",)
-    return Part(",", tuple(Part("", (), (*tokens[:place], *sign, *tokens[place + 1 :])) for sign in signs), tokens)
+    parts = (AnswerPart("", (), (*tokens[:place], *sign, *tokens[place + 1 :])) for sign in signs)
+    return AnswerPart(",", tuple(parts), tokens)
 
 
-def equal(label: Part, answer: Part, ask: Ask) -> bool:
+def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether an answer, or a part of one, equals the label's."""
     if label.text == answer.text:
         return True
     if bool(label.name) != bool(answer.name) and label.kind != answer.kind:
-        label, answer = (one.parts[1] if one.name else one for one in (label, answer))
+        label, answer = (side.parts[1] if side.name else side for side in (label, answer))
     if label.kind != answer.kind or len(label.parts) != len(answer.parts):
         return False
     if not label.kind:
@@ -148,22 +160,22 @@ def equal(label: Part, answer: Part, ask: Ask) -> bool:
     return equal_relations(label, answer, ask)
 
 
-def equal_lists(label: Part, answer: Part, ask: Ask) -> bool:
+def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether each value of the label is one of the answer, in any order. Values with names of their own, as
     in a=1, b=2, are not equal to values without."""
-    names = [{part.name for part in one.parts if part.name} for one in (label, answer)]
+    names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False
     left = list(answer.parts)
     for wanted in label.parts:
-        found = next((one for one in left if equal(wanted, one, ask)), None)
-        if found is None:
+        match = next((value for value in left if equal(wanted, value, ask)), None)
+        if match is None:
             return False
-        left.remove(found)
+        left.remove(match)
     return True
 
 
-def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
+def equal_relations(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether the differences of two equations or inequalities are equal; for equations, up to the sign."""
     if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
@@ -171,21 +183,20 @@ def equal_relations(label: Part, answer: Part, ask: Ask) -> bool:
     return any(equal_values(difference(*label.parts), difference(*two), ask) for two in sides)
 
 
-def difference(left: Part, right: Part) -> Tokens:
-    """Return the tokens of left - (right)."""
+def difference(left: AnswerPart, right: AnswerPart) -> Tokens:
     return (*left.tokens, "-", "(", *right.tokens, ")")
 
 
 def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
     """Return whether two values are equal: their units, and then their tokens, numbers or expressions."""
-    (wanted, unit), (found, other) = unit_and_rest(label), unit_and_rest(answer)
+    (wanted, unit), (value, other) = unit_and_rest(label), unit_and_rest(answer)
     if unit and other and unit != other:
         return False
-    written = [" ".join(token for token in tokens if token != TEXT) for tokens in (wanted, found)]
+    written = [" ".join(token for token in tokens if token != TEXT) for tokens in (wanted, value)]
     numbers = [read_value(text) for text in written]
     if written[0] == written[1] or None not in numbers:
         return written[0] == written[1] or numbers[0] == numbers[1]
-    if not all(is_expression(tokens) for tokens in (wanted, found)) or letters_differ(wanted, found):
+    if not all(is_expression(tokens) for tokens in (wanted, value)) or letters_differ(wanted, value):
         return False
     return ask(*map(expression, written))
 
@@ -207,7 +218,6 @@ def is_expression(tokens: Tokens) -> bool:
 
 
 def without_commands(tokens: Tokens) -> str:
-    """Return the tokens as a text in which each command is a backslash."""
     return " ".join("\\" if token.startswith("\\") else token for token in tokens if token != TEXT)
 
 
@@ -222,3 +232,38 @@ def letters_differ(label: Tokens, answer: Tokens) -> bool:
 def expression(text: str) -> str:
     """Return LaTeX for math-verify, with decimals as fractions, so that it computes exactly."""
     return re.sub(r"([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)
+
+
+def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Return the tokens of a value without its unit, and the unit; it is empty where there is none for certain."""
+    sign, bare = (tokens[:1], tokens[1:]) if tokens[:1] == ("-",) else ((), tokens)
+    if len(bare) > 1 and bare[0] in CURRENCIES:
+        value, unit = unit_and_rest((*sign, *bare[1:]))
+        return (value, bare[0]) if unit in ("", bare[0]) else (tokens, "")
+    start = next((place for place, token in enumerate(tokens) if starts_unit(token)), len(tokens))
+    words = [token for token in tokens[start:] if token != TEXT]
+    value = (*tokens[:start], *(word for word in words[:1] if word in SCALES))
+    unit = unit_name(words[len(value) - start :])
+    if not words or not value or not all(map(is_of_value, value)):
+        return tokens, ""
+    return (value, unit) if unit or len(words) == len(value) - start else (tokens, "")
+
+
+def starts_unit(token: str) -> bool:
+    """Return whether a unit or a word begins here; a bare letter may be a variable."""
+    return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
+
+
+def is_of_value(token: str) -> bool:
+    """Return whether a token can stand in the value before a unit: no function, whose argument would end there."""
+    return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
+
+
+def unit_name(words: list[str]) -> str:
+    """Return the name of a unit, in one form for singular, plural and abbreviation; empty if it is none."""
+    plain = [word for word in words if word not in POWERS]
+    if plain[1:2] == ["^"] and len(plain) == 5:  # the word, ^, and a number in braces
+        plain = plain[:1]
+    if any(word.lower() in NO_UNITS or not (word.isalnum() or word in UNITS or word in "/^{}-") for word in plain):
+        return ""
+    return " ".join(UNITS.get(word.lower(), word.removesuffix("s") if len(word) > 3 else word) for word in plain)

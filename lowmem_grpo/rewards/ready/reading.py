@@ -12,13 +12,13 @@ from fractions import Fraction
 
 Place = Callable[[str], str | None]
 
-MAX_DIGITS = 64  # of a number that is read; a longer one is no answer, and slow to compute with
+MAX_DIGITS = 64  # in a number that is read; a longer one is no answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUSES = "-\u2212\u2013"  # in ASCII, in print, and the dash that many write for it
 PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
          "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
 FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
-SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # of units and letters: cm^2, x_1
+SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # behind letters: cm^2, x_1
 SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 DIGITS = r"(?:[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]+)*)"
@@ -35,19 +35,19 @@ CLOCK = re.compile(r"[0-9]{1,2}(?::[0-9]{2})+")
 THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9/]|,[0-9])")
 NEAR = 400  # characters: a number that begins further before its last digit is too long to be read
 FENCE = "```"
-LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # of a block
+LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # a block's
 STATED = re.compile(r"\banswer(?: is)?[ :=]{1,3}(.+)", re.IGNORECASE)
 ENCLOSED = re.compile(r"\A(\*\*|\$\$?)(.+)\1\Z")
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
 def whole(text: str) -> str | None:
-    """All of the text, stripped; None if that is empty."""
+    """Return all of the text, stripped; None if that is empty."""
     return text.strip() or None
 
 
 def last_line(text: str) -> str | None:
-    """The last line that is not blank, stripped."""
+    """Return the last line that is not blank, stripped."""
     return text.strip().rpartition("\n")[2].strip() or None
 
 
@@ -61,18 +61,13 @@ def in_tag(opening: str, closing: str | None = None) -> Place:
 
 
 def between(text: str, opening: str, closing: str) -> str | None:
-    """The stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
-    start = last_opening(text, opening, closing)
-    if start < 0:
-        return None
-    return text[start : text.index(closing, start)].strip() or None
-
-
-def last_opening(text: str, opening: str, closing: str) -> int:
-    """Return where the text of the last complete pair begins, or -1 if there is none."""
+    """Return the stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
-    return start + len(opening) if start >= 0 else -1
+    if start < 0:
+        return None
+    start += len(opening)
+    return text[start : text.index(closing, start)].strip() or None
 
 
 def after(mark: str) -> Place:
@@ -83,9 +78,8 @@ def after(mark: str) -> Place:
 
 
 def behind(text: str, mark: str) -> str | None:
-    """The rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
-    _, found, rest = text.rpartition(mark)
-    return (rest.partition("\n")[0].strip() or None) if found else None
+    _, separator, rest = text.rpartition(mark)
+    return (rest.partition("\n")[0].strip() or None) if separator else None
 
 
 def stated(label: str) -> str:
@@ -130,23 +124,20 @@ def unfenced(text: str, anywhere: bool) -> str:
 
 
 def last_number(text: str) -> str | None:
-    r"""Return the last number, with sign, currency and power of ten; None if there is none.
-
-    LaTeX is made plain: \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12.
-    """
+    r"""Return the last number, with sign, currency and power of ten; None if there is none. LaTeX is made plain:
+    \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12."""
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
-    found: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
-    if found is None:
+    number: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
+    if number is None:
         return None
-    found = found.strip()
-    if "," in found and len(found) <= 2 * MAX_DIGITS and read_number(found) is None:
-        return found.rpartition(",")[2]  # not thousands but a list: 3,4,5
-    return found
+    number = number.strip()
+    if "," in number and len(number) <= 2 * MAX_DIGITS and read_number(number) is None:
+        return number.rpartition(",")[2]  # not thousands but a list: 3,4,5
+    return number
 
 
 def plain_number(text: str) -> str:
-    """Return a text in which numbers are written without LaTeX."""
     for latex, plain in PLAIN.items():
         text = text.replace(latex, plain)
     text = FRACTION.sub(lambda of: f"{of[1]}{' ' * bool(of[1])}{of[2] or of[3]}/{of[4] or of[5]}", text)
@@ -154,11 +145,9 @@ def plain_number(text: str) -> str:
 
 
 def read_number(text: object) -> Fraction | None:
-    r"""Return the exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits.
-
-    Only ASCII digits count: "1,234.5", "70 000", "$5", "-0", "2e3", "6 \times 10^3", "3/4", "1\frac{1}{2}",
-    "0.\overline{3}", "5 million", "50%" (without the sign: 50).
-    """
+    r"""Return the exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits. Only
+    ASCII digits count: "1,234.5", "70 000", "$5", "-0", "2e3", "6 \times 10^3", "3/4", "1\frac{1}{2}",
+    "0.\overline{3}", "5 million", "50%" (without the sign: 50)."""
     if isinstance(text, bool) or text is None or len(str(text)) > 4 * MAX_DIGITS:
         return None
     return exact_value(plain_number(str(text).strip()).removesuffix("%").rstrip().rstrip("."))
@@ -184,11 +173,10 @@ def exact_value(plain: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Fraction:
-    """Return the value of a number's parts. Raises ValueError for commas that are not for thousands, and if it is too
-    large, ZeroDivisionError for 1/0."""
+    """Return the value of a number's parts. ValueError for odd commas and too large ones, ZeroDivisionError for 1/0."""
     for mark, operation in OPERATIONS.items():
-        left, found, right = text.partition(mark)
-        if found:
+        left, separator, right = text.partition(mark)
+        if separator:
             return operation(value_of(left), value_of(right))
     start, _, again = text.partition("\\overline")  # what repeats for ever
     mantissa, _, exponent = start.lower().partition("e")
@@ -199,7 +187,6 @@ def value_of(text: str) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return a power of a whole number. Raises ValueError if it is beyond reason."""
     if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
         raise ValueError("beyond reason")
     return base ** int(exponent)

@@ -1,4 +1,4 @@
-"""`Page`: what is answered to a browser."""
+"""`Page`: what is answered to a browser; its routes, and the application that has them."""
 
 import asyncio
 import hashlib
@@ -7,21 +7,23 @@ from collections.abc import AsyncGenerator, Callable
 from html import escape
 from urllib.parse import parse_qs, urlsplit
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
+from starlette.datastructures import MutableHeaders
 from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.page.card import CardUse
-from lowmem_grpo.service.page.sign_in import LASTS, SignIn
-from lowmem_grpo.service.page.sources import Source, zipped_adapter
-from lowmem_grpo.service.page.watching import MOST_COMPARED, Watching, query_of
-from lowmem_grpo.service.users import User
-from lowmem_grpo.views.page_file import plain_page, served_page
+from lowmem_grpo.service.errors import ChatError, Limits
+from lowmem_grpo.service.page.sources import RunSource, zipped_adapter
+from lowmem_grpo.service.page.watching import MOST_COMPARED, CardUse, Watching, query_of
+from lowmem_grpo.service.server import make_server_app
+from lowmem_grpo.service.users import LASTS, SignIn, User
+from lowmem_grpo.utils import MIB
+from lowmem_grpo.views.report import asset, drawing_script, plain_page, served_page, style
 
 LOOK = 0.5  # seconds between looks at what is watched
 QUIET = 15.0  # seconds after which a connection without news gets a sign of life
 MOST_OPEN = 64  # pages that are told of news at a time
-MOST_FIELDS = 20  # of a form
+MOST_FIELDS = 20  # in a form
 SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/enter">
 <input name="user" autocomplete="username" value="lowmem-grpo" hidden>
 <label>Key <input type="password" name="key" size="40" autocomplete="current-password" required autofocus></label>
@@ -29,12 +31,22 @@ SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/ente
 <p class="quiet">The command that serves this page printed its key and a link that works once.</p>"""
 REFUSAL = '<p class="card">{why}</p><p><a href="/">Back to the runs</a></p>'
 ONWARD = '<meta http-equiv="refresh" content="0;url=/">'
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+                               "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; "
+                               "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # a proxy hands on what is new at once
+}
+FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset("page/page.js")}
+KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
 class Page:
     """Shows the runs of a source."""
 
-    def __init__(self, source: Source, sign_in: SignIn, card: CardUse) -> None:
+    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse) -> None:
         self.source, self.sign_in, self.card = source, sign_in, card
         self.watching = Watching(source, card)
         self.closing: Callable[[], bool] = lambda: False  # whether the server ends
@@ -57,7 +69,6 @@ class Page:
         return self.signed_in(request, HTMLResponse(onward), value)
 
     async def enter_by_key(self, request: Request) -> Response:
-        """Sign in by a key."""
         fields = await form_fields(request)
         value = self.sign_in.by_key(fields.get("key", ""))
         if value is None:
@@ -65,13 +76,11 @@ class Page:
         return self.signed_in(request, RedirectResponse("/", 303), value)
 
     def signed_in(self, request: Request, answer: Response, value: str) -> Response:
-        """Return an answer with the cookie."""
         answer.set_cookie(self.sign_in.name, value, max_age=int(LASTS), path="/", httponly=True, samesite="strict",
                           secure=request.url.scheme == "https")
         return answer
 
     async def leave(self, request: Request) -> Response:
-        """Sign out."""
         await form_fields(request)
         self.sign_in.leave(request.cookies)
         answer = RedirectResponse("/", 303)
@@ -79,14 +88,12 @@ class Page:
         return answer
 
     async def show(self, request: Request) -> Response:
-        """Send the page of a run or of several."""
         user = self.sign_in.user(request.cookies)
         if user is None:
             return sign_in_page()
         return HTMLResponse(served_page(await asyncio.to_thread(self.watching.page_data, user, run_names(request))))
 
     async def data(self, request: Request) -> Response:
-        """Send what a page shows now."""
         shown = await asyncio.to_thread(self.watching.page_data, self.user(request), run_names(request))
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
 
@@ -144,7 +151,6 @@ class Page:
         return RedirectResponse(f"/{query_of(name)}", 303)
 
     def export(self, user: User, name: str) -> Response:
-        """Return the adapter of a run, as a file that a browser saves."""
         place = self.source.folder(user, name)
         if place is None:
             raise LookupError(f"the run {name!r} has not begun")
@@ -152,7 +158,6 @@ class Page:
 
 
 def sign_in_page(why: str = "") -> Response:
-    """Return a page that asks for a key."""
     return HTMLResponse(plain_page("Sign in", SIGN_IN.format(why=escape(why))), 401)
 
 
@@ -175,3 +180,57 @@ async def form_fields(request: Request) -> dict[str, str]:
     except ValueError:
         return {}
     return {name: values[0] for name, values in fields.items()}
+
+
+def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
+    """Return the page at `/` and below `/page`. `everywhere` takes requests for any name of this machine. Who signed in
+    is known by a cookie, so the gate asks for no key."""
+    return WithHeaders(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
+                                       "GET / and those below /page"))
+
+
+def page_router(page: Page) -> APIRouter:
+    """Return the routes: those with GET show something, the others change something."""
+    router = APIRouter(redirect_slashes=False)
+
+    @router.get("/page/files/{name}")
+    async def file(name: str) -> Response:
+        if name not in FILES:
+            raise ChatError(404, f"the page has no file {name!r}", None, "no_such_file")
+        return Response(FILES[name](), media_type=KINDS[name.rpartition(".")[2]])
+
+    router.add_api_route("/", page.show)
+    router.add_api_route("/page/data", page.data)
+    router.add_api_route("/page/events", page.events)
+    router.add_api_route("/page/enter", page.enter)
+    router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
+    router.add_api_route("/page/leave", page.leave, methods=["POST"])
+    router.add_api_route("/page/do/{action}", page.act, methods=["POST"])
+    return router
+
+
+class WithHeaders:
+    """Every answer forbids a browser what the page does not need."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+class Beside:
+    """The page in front of another application, which gets what is not the page's."""
+
+    def __init__(self, page: ASGIApp, other: ASGIApp) -> None:
+        self.page, self.other = page, other
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        ours = scope["type"] == "http" and (path == "/" or path.startswith("/page/"))
+        await (self.page if ours else self.other)(scope, receive, send)

@@ -18,7 +18,7 @@ from lowmem_grpo.views.dashboard.plain_file import LOG, open_plain
 from lowmem_grpo.views.dashboard.runs_folder import WORDS, Run, one_run, runs_below, so_far, stop
 
 KEEP = 1.0  # seconds for which the list of runs is taken as it was
-SHARE = 0.1  # of the time that may be spent with looking for runs, where there are very many
+SHARE = 0.1  # part of the time that may go into looking for runs, where there are very many
 COLOURS = {"nothing": "waiting"}
 SAVED = (".json", ".safetensors", ".txt", ".jinja", ".model", ".md")  # ends of names; states of an optimizer are not
 STATES = ("optimizer", "scheduler", "rng", "trainer", "manifest")  # beginnings of names in a checkpoint
@@ -29,26 +29,18 @@ PIECE = 1024 * 1024  # bytes
 class Listed:
     """A run's entry in the list, and the state of its buttons."""
 
-    name: str
-    """By which an address names it."""
+    name: str  # by which an address names it
     title: str
-    state: str
-    """The class of its colour: running, finished, failed and so on."""
-    words: str
-    """Its state in a word."""
-    why: str = ""
-    """How far it is, why it waits or has ended, and which process writes it."""
-    written: float = 0.0
-    """Seconds since 1970: when it came, or when its newest record was written; 0.0 where nobody knows."""
-    actions: tuple[str, ...] = ()
-    """What can be done with it: stop, resume, export."""
-    run_state: str = ""
-    """What is known of the run beside what its summary says: running, killed, silent."""
-    can_show: bool = True
-    """Whether it has begun to write."""
+    state: str  # the class of its colour: running, finished, failed and so on
+    words: str  # its state in a word
+    why: str = ""  # how far it is, why it waits or has ended, and which process writes it
+    written: float = 0.0  # seconds since 1970: when it came, or its newest record was written; 0.0 is unknown
+    actions: tuple[str, ...] = ()  # what can be done with it: stop, resume, export
+    run_state: str = ""  # what is known of the run beside what its summary says: running, killed, silent
+    can_show: bool = True  # whether it has begun to write
 
 
-class Source(Protocol):
+class RunSource(Protocol):
     """Finds runs for a user. What is another user's is not there."""
 
     title: str
@@ -99,14 +91,12 @@ class RunsSource:
         return None if run is None else (run.path, self.log_of(run.path))
 
     def log_of(self, path: Path) -> Path:
-        """Return where its output is, if somebody keeps it: in its folder, or beside the folder `run` of a server's
-        job."""
+        """Return where its output is kept: in its folder, or beside the folder `run` of a server's job."""
         beside = path.parent / LOG
         return beside if path.name == "run" and path != self.runs_dir and beside.is_file() else path / LOG
 
 
 def listed(run: Run, user: User) -> Listed:
-    """Return a run with its buttons."""
     stops = ("stop",) if user.is_owner and run.can_stop else ()
     exports = ("export",) if has_adapter(run.path) else ()
     title = run.path.resolve().name if run.name == "." else run.name
@@ -121,8 +111,7 @@ def has_adapter(path: Path) -> bool:
 
 
 def zipped_adapter(run_dir: Path, name: str) -> FileResponse:
-    """Return the adapter of a run as one file, a zip with what PEFT reads. ValueError or RuntimeError says why it has
-    none."""
+    """Return a run's adapter as a zip with what PEFT reads. ValueError or RuntimeError says why it has none."""
     from lowmem_grpo.runs.saved_adapter import find_adapter  # which needs torch: a page is there at once without it
 
     adapter = find_adapter(run_dir, unfinished=True).folder

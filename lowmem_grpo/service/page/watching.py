@@ -1,26 +1,65 @@
-"""`Watching`: the runs that somebody looks at, read as they grow, and what a page shows of them."""
+"""`Watching`: the runs that somebody looks at, read as they grow; `CardUse`: how busy the cards are."""
 
+import shutil
+import subprocess
 import time
 from pathlib import Path
 from threading import Lock
 from typing import Any
 from urllib.parse import urlencode
 
-from lowmem_grpo.service.page.card import CardUse
-from lowmem_grpo.service.page.sources import Listed, Source
+from lowmem_grpo.service.page.sources import Listed, RunSource
 from lowmem_grpo.service.users import User
+from lowmem_grpo.utils import MIB, size_text
 from lowmem_grpo.views.charts import comparison
 from lowmem_grpo.views.dashboard.run_follower import RunFollower
 from lowmem_grpo.views.report import MOST_POINTS
 
+QUERY = "name,utilization.gpu,memory.used,memory.total"
+KEEP = 3.0  # seconds for which an answer is taken as it was
+WAITS = 5.0  # seconds for the driver
 MOST_FOLLOWED = 16  # runs of which the records are held in memory
 MOST_COMPARED = 6  # runs on one chart: as many as there are colours
+
+
+class CardUse:
+    """Asks `nvidia-smi`, and not more often than it makes sense. Without it nothing is said."""
+
+    def __init__(self, command: str | None = None) -> None:
+        self.command = shutil.which("nvidia-smi") if command is None else command
+        self.lock, self.asked, self.said = Lock(), float("-inf"), list[str]()
+
+    def words(self) -> list[str]:
+        with self.lock:
+            if self.command is not None and time.monotonic() - self.asked > KEEP:
+                self.said = [card_text(line) for line in self.lines(self.command) if line.count(",") >= 3]
+                self.asked = time.monotonic()
+            return self.said
+
+    def lines(self, command: str) -> list[str]:
+        """Return the lines that the driver's program prints; none if it fails."""
+        try:
+            process = subprocess.run([command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+                                     timeout=WAITS, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.SubprocessError):
+            self.command = None  # it will not work the next time either
+            return []
+        return process.stdout.splitlines()
+
+
+def card_text(line: str) -> str:
+    """A card's line in words; what the driver does not know is left out."""
+    name, busy, used, total = (part.strip() for part in line.rsplit(",", 3))
+    said = [f"{busy}% busy"] if busy.isdigit() else []
+    if used.isdigit() and total.isdigit():
+        said.append(f"{size_text(int(used) * MIB)} of {size_text(int(total) * MIB)} in use")
+    return f"{name}: {', '.join(said) or 'its driver says nothing'}"
 
 
 class Watching:
     """Follows runs for all browsers together; the one that was not asked for longest makes room."""
 
-    def __init__(self, source: Source, card: CardUse) -> None:
+    def __init__(self, source: RunSource, card: CardUse) -> None:
         self.source, self.card, self.lock = source, card, Lock()
         self.followers: dict[tuple[Path, Path | None], RunFollower] = {}
 
@@ -50,8 +89,7 @@ class Watching:
         return (*(run.version() for run in runs), *runs_now), any(run.reading for run in runs)
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return what a page shows: the list, and one run, or several on the same charts. Without a name that is the
-        first run of the list."""
+        """Return what a page shows: the list, and its first run, the named one, or several on the same charts."""
         runs = self.source.all(user)
         names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
         data = {"title": self.source.title, "query": query_of(*names) if names else "", "list": {
@@ -60,7 +98,6 @@ class Watching:
         return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
 
     def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return the charts that runs have in common."""
         charts = comparison({name: run.charts() for name, run in self.follow_all(user, names).items()})
         title = f"{len(names)} runs"
         return {"title": title, "top": {"title": title, "about": ", ".join(names)},
@@ -82,7 +119,6 @@ class Watching:
 
 
 def list_row(run: Listed) -> dict[str, Any]:
-    """Return a run as the list shows it."""
     told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
     return {"name": run.name, "title": run.title, "state": run.state, "words": run.words, "told": told,
             "can_show": run.can_show}

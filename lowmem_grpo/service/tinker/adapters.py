@@ -2,8 +2,7 @@
 
 Each is an adapter of PEFT under a name of its own, of which one computes at a time. PEFT takes the others' parameters
 out of the graph (`requires_grad` is False), so that no call can reach the gradients of a model that it does not name.
-Swapping the factors of a single adapter would need copies at each change of model, and one rank for all.
-"""
+Swapping the factors of a single adapter would need copies at each change of model, and one rank for all."""
 
 import itertools
 import secrets
@@ -28,15 +27,12 @@ from lowmem_grpo.models.packing import unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.runs.files import flush, remove, removed_after
-from lowmem_grpo.service.tinker.cells import Cells
-from lowmem_grpo.service.tinker.datum import Datum, Pass
+from lowmem_grpo.service.tinker.datum import Cells, Datum, Pass
 from lowmem_grpo.train.rewind import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 ALPHA = 32  # as the protocol's own service has it, for every rank: learning rates of its programs fit
 MOST_RANK = 512
-
-
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
 AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
@@ -76,7 +72,7 @@ class DroppedError(ValueError):
 
 
 @dataclass
-class Held:
+class ClientModel:
     """A model of a client."""
 
     adapter: str  # PEFT's name of it
@@ -95,7 +91,7 @@ class Adapters:
         self.model: Any = policy.model
         self.own: str = self.model.active_adapter
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, ClientModel] = {}
         self.numbers = itertools.count()
         for parameter in policy.trainable:
             parameter.requires_grad_(False)
@@ -112,8 +108,9 @@ class Adapters:
             torch.manual_seed(settings.seed)
             self.model.add_adapter(name, config)
         mark = f".{name}."
-        found = {key.replace(mark, "."): one for key, one in self.model.named_parameters() if mark in key}
-        self.held[model_id] = Held(name, found, torch.optim.AdamW(found.values()))
+        parameters = {key.replace(mark, "."): parameter for key, parameter in self.model.named_parameters()
+                      if mark in key}
+        self.held[model_id] = ClientModel(name, parameters, torch.optim.AdamW(parameters.values()))
         self.rest()
 
     def delete(self, model_id: str) -> None:
@@ -129,7 +126,7 @@ class Adapters:
             parameter.requires_grad_(False)
 
     @contextmanager
-    def active(self, model_id: str) -> Iterator[Held]:
+    def active(self, model_id: str) -> Iterator[ClientModel]:
         """Inside, this model computes and gets gradients; the others do not."""
         held = self.held[model_id]
         self.model.set_adapter(held.adapter)
@@ -139,28 +136,27 @@ class Adapters:
             self.rest()
 
     def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
-        """(log-probabilities (T,) of each datum's targets, metrics). Unless it is a forward pass only, the gradient of
-        the loss, a sum over tokens, is added to the model's. ValueError, with the gradient as it was, where a
-        log-probability or the gradient is not finite."""
+        """Return the log-probabilities (T,) of each datum's targets, and metrics. Unless it is forward only, the
+        gradient of the loss, a sum over tokens, is added. ValueError, without a trace, where either is not finite."""
         # the targets need not be the next tokens, and are put in afterwards
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
         with self.active(model_id), torch.set_grad_enabled(not asked.forward_only):
             self.model.train()
             before = Gradients(self.policy.trainable)
-            found, losses = self.packer.run(
+            logprobs, losses = self.packer.run(
                 "a training micro-batch", groups, self.limits,
                 lambda batches: self.passes(batches, datums, asked), before.restore)
-            if problem := self.not_finite(found):
+            if problem := self.not_finite(logprobs):
                 before.restore()
                 raise ValueError(problem)
         tokens = sum(len(datum.ids) for datum in asked.data)
-        return [found[id(group.rollouts[0])] for group in groups], {"loss:sum": losses, "num_tokens:sum": tokens}
+        return [logprobs[id(group.rollouts[0])] for group in groups], {"loss:sum": losses, "num_tokens:sum": tokens}
 
     def passes(self, batches: Iterator[MicroBatch], datums: dict[int, Datum], asked: Pass
                ) -> tuple[dict[int, Tensor], float]:
         """The log-probabilities of each rollout, by its id, and the loss, over all micro-batches."""
-        found: dict[int, Tensor] = {}
+        logprobs: dict[int, Tensor] = {}
         total = 0.0
         for packed in batches:
             data = [datums[id(rollout)] for rollout in packed.rollouts]
@@ -171,8 +167,8 @@ class Adapters:
             if not asked.forward_only:
                 loss.backward()
             total += loss.item()
-            found |= {id(rollout): part for rollout, part in zip(batch.rollouts, parts, strict=True)}
-        return found, total
+            logprobs |= {id(rollout): part for rollout, part in zip(batch.rollouts, parts, strict=True)}
+        return logprobs, total
 
     def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
         """(the loss, log-probabilities (T,) of each datum), with a target for each token."""
@@ -186,32 +182,33 @@ class Adapters:
         """The same with several targets for a token: cross entropy, and (T, K) log-probabilities."""
         begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
         cells = [datum.cells or one_each(datum) for datum in data]
-        places = torch.cat([one.rows + begin for one, begin in zip(cells, begins, strict=False)])
-        tokens, weights = (torch.cat([getattr(one, name) for one in cells]) for name in ("tokens", "weights"))
+        places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
+        tokens, weights = (torch.cat([getattr(each, name) for each in cells]) for name in ("tokens", "weights"))
         logprobs = self.policy.several_logprobs(batch, places.to(self.policy.device), tokens.to(self.policy.device))
         loss = -(weights.to(logprobs) * logprobs).sum()
-        parts = logprobs.detach().float().cpu().split([len(one.rows) for one in cells])
-        return loss, [one.matrix(part) if datum.cells else part
-                      for datum, one, part in zip(data, cells, parts, strict=True)]
+        parts = logprobs.detach().float().cpu().split([len(each.rows) for each in cells])
+        return loss, [each.matrix(part) if datum.cells else part
+                      for datum, each, part in zip(data, cells, parts, strict=True)]
 
-    def not_finite(self, found: dict[int, Tensor]) -> str | None:
+    def not_finite(self, logprobs: dict[int, Tensor]) -> str | None:
         """Return which values are not finite after a pass, in words."""
-        if not all(bool(one.isfinite().all()) for one in found.values()):
+        if not all(bool(values.isfinite().all()) for values in logprobs.values()):
             return "a log-probability is NaN or infinite: the model diverged; go back to saved weights"
-        gradients = [one.grad for one in self.policy.trainable if one.grad is not None]
-        if gradients and not bool(torch.stack([one.isfinite().all() for one in gradients]).all()):
+        gradients = [parameter.grad for parameter in self.policy.trainable if parameter.grad is not None]
+        if gradients and not bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
             return ("the gradient is NaN or infinite, and was dropped: advantages or weights are too large, or "
                     "logprobs are not those of the targets")
         return None
 
     def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
-        """One step of AdamW with the gradients that were added since the last one, which are then cleared. ValueError
-        where there are none, DroppedError where their norm is not finite."""
+        """Make a step of AdamW with the gradients since the last one, and clear them. ValueError without any,
+        DroppedError where their norm is not finite."""
         held = self.held[model_id]
-        with_gradient = [one for one in held.parameters.values() if one.grad is not None]
+        with_gradient = [parameter for parameter in held.parameters.values() if parameter.grad is not None]
         if not with_gradient:
             raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
-        norm = torch.nn.utils.get_total_norm([one.grad for one in with_gradient if one.grad is not None])
+        gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if not bool(norm.isfinite()):
             held.optimizer.zero_grad(set_to_none=True)
             raise DroppedError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
@@ -226,17 +223,17 @@ class Adapters:
 
     def size(self, model_id: str, moments: bool = False) -> int:
         """Bytes of a model's factors, with room for Adam's moments on demand."""
-        found = sum(one.numel() * one.element_size() for one in self.held[model_id].parameters.values())
-        return found * 3 if moments else found
+        size = sum(parameter.nbytes for parameter in self.held[model_id].parameters.values())
+        return size * 3 if moments else size
 
     def state(self, model_id: str) -> dict[str, Tensor]:
         """Factors and moments of a model, on the host, as `restore` takes them."""
-        held, found = self.held[model_id], {}
-        for name, one in held.parameters.items():
-            found[name] = one.detach().cpu().clone()
-            moments = held.optimizer.state.get(one, {})
-            found |= {f"{name}/{part}": value.cpu().clone() for part, value in moments.items()}
-        return found
+        held, tensors = self.held[model_id], {}
+        for name, parameter in held.parameters.items():
+            tensors[name] = parameter.detach().cpu().clone()
+            moments = held.optimizer.state.get(parameter, {})
+            tensors |= {f"{name}/{part}": value.cpu().clone() for part, value in moments.items()}
+        return tensors
 
     def snapshot(self, model_id: str, folder: Path) -> None:
         """Write a copy of the factors, as PEFT stores an adapter, on the disk when this returns."""
@@ -250,19 +247,19 @@ class Adapters:
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
-        """Set factors and moments as `state` returned them; without moments, the optimizer begins anew. Gradients are
-        dropped. ValueError where the state is that of another kind of model."""
+        """Set factors and moments as `state` returned them, new moments without any, and drop gradients. ValueError
+        where the state is that of another kind of model."""
         held = self.held[model_id]
-        shapes = {name: one.shape for name, one in held.parameters.items()}
-        if {name: one.shape for name, one in state.items() if "/" not in name} != shapes:
+        shapes = {name: parameter.shape for name, parameter in held.parameters.items()}
+        if {name: factor.shape for name, factor in state.items() if "/" not in name} != shapes:
             raise ValueError(f"the saved weights do not fit {model_id}: they have another rank or other layers")
         held.optimizer.zero_grad(set_to_none=True)
         held.optimizer.state.clear()
-        for name, one in held.parameters.items():
-            one.data.copy_(state[name])
+        for name, parameter in held.parameters.items():
+            parameter.data.copy_(state[name])
             moments = {key.partition("/")[2]: value for key, value in state.items() if key.startswith(f"{name}/")}
             if moments:  # torch keeps the count of steps on the host
-                held.optimizer.state[one] = {part: value.clone().to("cpu" if part == "step" else one.device)
+                held.optimizer.state[parameter] = {part: value.clone().to("cpu" if part == "step" else parameter.device)
                                              for part, value in moments.items()}
 
 

@@ -5,8 +5,7 @@ model's state is written with each optimizer step, and named in the same transac
 answer is there is in the state, and one whose answer is missing is not.
 
 Answers are on the disk before they are told, so that they outlive the machine's power too. A request that was not
-answered when that went may be gone: its promise is then not known any more.
-"""
+answered when that went may be gone: its promise is then not known any more."""
 
 import contextlib
 import json
@@ -14,7 +13,7 @@ import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.database import Database, Row
@@ -42,7 +41,7 @@ JSON = "application/json"
 PASS = "forward_backward"  # the kind of a request that may add gradients
 MISSING = "missing"  # the kind of a request that never came
 REFUSED = "refused"  # the kind of a request that went beyond a limit; its body says which
-ADDED, CHANGED = "added", "changed"  # what an answered request did: gradients, or the model's state
+Effect = Literal["", "added", "changed"]  # what an answered request did: to gradients, or to the model's state
 NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
 
 
@@ -55,7 +54,7 @@ class FinishedError(LookupError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelRequest:
     """A request for a model. They are done in the order of `seq`, from 1 on without a gap."""
 
     model: str
@@ -68,28 +67,39 @@ class Asked:
         """The id of its promise: the same request has the same one."""
         return f"{self.model}:{self.seq}"
 
+    def agrees_with(self, later: "ModelRequest") -> bool:
+        """Return whether a later request of its number asks for the same; true without a body to compare."""
+        if self.kind in (MISSING, REFUSED):
+            return True
+        if self.kind != later.kind or not self.body or self.body == later.body:
+            return self.kind == later.kind
+        if self.kind == PASS:  # a message has several forms in bytes
+            first, second = (wire.parsed(wire.ForwardBackwardRequest, body) for body in (self.body, later.body))
+            return bool(first == second)
+        return json_of(self.body) == json_of(later.body)
+
 
 @dataclass(frozen=True)
-class Answer:
+class ModelReply:
     """The reply that fulfils a promise."""
 
     body: bytes
     media: str = JSON
-    effect: str = ""  # ADDED or CHANGED
+    effect: Effect = ""
     also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
 
     @classmethod
-    def of(cls, value: dict[str, Any], effect: str = "") -> "Answer":
+    def from_json(cls, value: dict[str, Any], effect: Effect = "") -> "ModelReply":
         return cls(json.dumps(value).encode(), JSON, effect)
 
     @classmethod
-    def failed(cls, message: str, category: str = "user", effect: str = "") -> "Answer":
+    def failed(cls, message: str, category: str = "user", effect: Effect = "") -> "ModelReply":
         """The reply to a request that failed; `category` says by whom: user or server."""
-        return cls.of({"error": message, "category": category}, effect)
+        return cls.from_json({"error": message, "category": category}, effect)
 
 
 @dataclass(frozen=True)
-class Model:
+class StoredModel:
     """A model as the database has it."""
 
     id: str
@@ -101,7 +111,7 @@ class Model:
     asked: float  # when something was asked of it last, in seconds since 1970; 0 where nothing was
 
     @classmethod
-    def of(cls, row: Row) -> "Model":
+    def from_row(cls, row: Row) -> "StoredModel":
         return cls(**with_settings(row))
 
 
@@ -113,18 +123,18 @@ class Ledger:
         database.add(TABLES)
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
-        """Return how many of this user's requests are not answered, the bytes that are kept of their requests, and
-        whether one of them is the next of its model, and so will be answered."""
-        found = self.database.rows(
+        """Return a user's number of unanswered requests, the bytes kept of them, and whether one is the next of its
+        model, and so will be answered."""
+        totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
             "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
-        return int(found["requests"]), int(found["bodies"]), found["next"] > 0
+        return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
-    def asked(self, model: str, seq: int) -> Asked | None:
+    def asked(self, model: str, seq: int) -> ModelRequest | None:
         """The request of a number, without its body, once that is no longer needed; None where there is none."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
-        return None if row is None else Asked(model, seq, row["kind"], row["body"] or b"")
+        return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
     def open_session(self, session: str, owner: str) -> None:
         self.database.change("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
@@ -153,21 +163,20 @@ class Ledger:
             connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, 0, ?, ?)",
                                (model, kind, body))
 
-    def model(self, model: Any, owner: str | None = None) -> Model:
+    def model(self, model: Any, owner: str | None = None) -> StoredModel:
         """A model; with `owner`, only one of theirs, else UnknownError."""
         row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
-        return Model.of(row)
+        return StoredModel.from_row(row)
 
-    def models(self, owner: str | None = None) -> list[Model]:
+    def models(self, owner: str | None = None) -> list[StoredModel]:
         """All models, or a user's, the oldest first."""
-        return list(map(Model.of, self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid",
-                                                     (owner, owner))))
+        rows = self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid", (owner, owner))
+        return list(map(StoredModel.from_row, rows))
 
-    def ask(self, asked: Asked) -> Asked | None:
-        """Keep a request, unless one of its number is there, which is returned. ValueError for a number that is too far
-        ahead, or done and forgotten."""
+    def ask(self, asked: ModelRequest) -> ModelRequest | None:
+        """Keep a request, or return the one of its number. ValueError for a number too far ahead, or forgotten."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
@@ -185,7 +194,7 @@ class Ledger:
             "seq = done + 1)", (model,))
         return None if row is None else int(row["seq"])
 
-    def step_over(self, model: str, seq: int, answer: Answer) -> None:
+    def step_over(self, model: str, seq: int, answer: ModelReply) -> None:
         """Answer a request that never came, unless it has come meanwhile."""
         with self.database.write() as connection:
             made = connection.execute(
@@ -194,31 +203,30 @@ class Ledger:
             if made.rowcount:
                 connection.execute("UPDATE tinker_models SET done = ? WHERE id = ? AND done = ?", (seq, model, seq - 1))
 
-    def next(self, model: str) -> Asked | None:
+    def next(self, model: str) -> ModelRequest | None:
         """The request to do next; None where it has not come."""
         row = self.database.row(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq = "
             "(SELECT done + 1 FROM tinker_models WHERE id = ?)", (model, model))
-        return None if row is None else Asked(row["model"], row["seq"], row["kind"], row["body"] or b"")
+        return None if row is None else ModelRequest(row["model"], row["seq"], row["kind"], row["body"] or b"")
 
-    def since_step(self, model: Model) -> list[Asked]:
+    def since_step(self, model: StoredModel) -> list[ModelRequest]:
         """The requests that were answered after the last optimizer step, in order: gradients are made of them. One that
         failed added nothing then, and may not now; its answer is JSON."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
-        return [Asked(**row) for row in rows]
+        return [ModelRequest(**row) for row in rows]
 
-    def keep(self, asked: Asked, answer: Answer, state: str | None = None) -> None:
-        """The answer of a request, and with it the file of the state that it left, where it is a step or put other
-        weights in. Its body stays where gradients are made of it."""
+    def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
+        """Write a request's answer, and the file of the state that it left; its body stays if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
             connection.execute(
                 "UPDATE tinker_promises SET answer = ?, media = ?, body = CASE WHEN ? THEN body END "
                 "WHERE model = ? AND seq = ?",
-                (answer.body, answer.media, answer.effect == ADDED, asked.model, asked.seq))
+                (answer.body, answer.media, answer.effect == "added", asked.model, asked.seq))
             connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))
             if state is not None:
                 connection.execute("UPDATE tinker_models SET state = ?, stepped = ? WHERE id = ?",
@@ -229,15 +237,14 @@ class Ledger:
                                    (asked.model, asked.seq - KEPT))
 
     def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
-        """Record where samples come from: the folder of a snapshot, or None for the base model. One that is there
-        stays."""
+        """Record a sampler's source: a snapshot's folder, or None for the base model. An earlier record stays."""
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
         """The folders that this user's samplers sample from, as they were added."""
-        found = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
+        rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
                                    "NULL", (owner,))
-        return [row["snapshot"] for row in found]
+        return [row["snapshot"] for row in rows]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
         """Return the snapshot that a sampler samples from; UnknownError for one that is not this user's."""
@@ -246,12 +253,11 @@ class Ledger:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
                                "of a model's snapshots without a name the newest are kept; save_weights_for_sampler "
                                "with a name keeps one")
-        found: str | None = row["snapshot"]
-        return found
+        snapshot: str | None = row["snapshot"]
+        return snapshot
 
-    def answer(self, promise: str, owner: str) -> Answer | None:
-        """Return the reply that fulfils a promise; None while there is none. UnknownError for one that is not this
-        user's."""
+    def answer(self, promise: str, owner: str) -> ModelReply | None:
+        """Return the reply that fulfils a promise; None before it. UnknownError for a promise of another user."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")
@@ -263,22 +269,8 @@ class Ledger:
                                 (model, number))
         if row is None:
             raise unknown
-        return None if row["answer"] is None else Answer(row["answer"], row["media"])
+        return None if row["answer"] is None else ModelReply(row["answer"], row["media"])
 
 
 def with_settings(row: Row) -> Row:
-    """Return a row with the settings of its model as an object."""
     return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
-
-
-def same(one: Asked, other: Asked) -> bool:
-    """Return whether two requests of a number ask for the same. One whose body is no longer needed is taken to, and one
-    that came too late, whose promise says so."""
-    if one.kind in (MISSING, REFUSED):
-        return True
-    if one.kind != other.kind or not one.body or one.body == other.body:
-        return one.kind == other.kind
-    if one.kind == PASS:  # a message has several forms in bytes
-        return bool(wire.parsed(wire.ForwardBackwardRequest, one.body) == wire.parsed(wire.ForwardBackwardRequest,
-                                                                                      other.body))
-    return json_of(one.body) == json_of(other.body)

@@ -2,12 +2,12 @@
 
 from datetime import UTC, datetime
 
-from lowmem_grpo.service.tinker.calls import KeepFor, Page, read
-from lowmem_grpo.service.tinker.ledger import Model, UnknownError
+from lowmem_grpo.service.tinker.calls import KeepFor, ListPage, read
+from lowmem_grpo.service.tinker.ledger import StoredModel, UnknownError
 from lowmem_grpo.service.tinker.route_utils import Answers, ApiRequest, Json, Served
-from lowmem_grpo.service.tinker.runs import UNLOAD
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved
 from lowmem_grpo.service.tinker.training import Training
+from lowmem_grpo.service.tinker.usage import UNLOAD
 
 MOST = 1000  # entries of a list
 TYPES = {TRAINING: "training", SAMPLING: "sampler"}
@@ -20,17 +20,17 @@ class ListRoutes:
         self.training, self.shelf, self.served = training, training.shelf, served
 
     def answers(self) -> dict[str, Answers]:
-        """Return what answers at once, by method and path."""
         run = "/training_runs/{model}"
         weights = f"{run}/checkpoints/{{kind}}/{{name}}"
         return {
             "POST /weights_info": self.weights_info,
             "GET /checkpoints": self.checkpoints,
             f"GET {run}/checkpoints": self.checkpoints_of_run,
-            f"DELETE {weights}": self.delete_weights,
-            f"PUT {weights}/ttl": self.keep_weights,
+            f"DELETE {weights}": lambda asked: self.shelf.delete(path_in(asked), asked.owner),
+            f"PUT {weights}/ttl": lambda asked: self.shelf.keep_for(path_in(asked), asked.owner,
+                                                                    read(KeepFor, asked.body).ttl_seconds),
             "GET /training_runs": self.training_runs,
-            f"GET {run}": self.training_run,
+            f"GET {run}": lambda asked: self.run(self.training.ledger.model(asked.path["model"], asked.owner)),
             f"POST /{UNLOAD}": self.unload_model,
         }
 
@@ -40,33 +40,23 @@ class ListRoutes:
                 "train_mlp": settings.mlp, "train_attn": settings.attention}
 
     def checkpoints(self, asked: ApiRequest) -> Json:
-        found = self.shelf.all(asked.owner)
-        return {"checkpoints": list(map(listed, found)),
-                "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
+        saved = self.shelf.all(asked.owner)
+        return {"checkpoints": list(map(listed, saved)),
+                "cursor": {"offset": 0, "limit": len(saved), "total_count": len(saved)}}
 
     def checkpoints_of_run(self, asked: ApiRequest) -> Json:
         model = self.training.ledger.model(asked.path["model"], asked.owner)
         return {"checkpoints": list(map(listed, self.shelf.all(asked.owner, model.id)))}
 
-    def delete_weights(self, asked: ApiRequest) -> None:
-        self.shelf.delete(path_in(asked), asked.owner)
-
-    def keep_weights(self, asked: ApiRequest) -> None:
-        self.shelf.keep_for(path_in(asked), asked.owner, read(KeepFor, asked.body).ttl_seconds)
-
     def training_runs(self, asked: ApiRequest) -> Json:
-        page, found = read(Page, asked.query), self.training.ledger.models(asked.owner)[::-1]
+        page, models = read(ListPage, asked.query), self.training.ledger.models(asked.owner)[::-1]
         most = min(page.limit, MOST)
-        return {"training_runs": list(map(self.run, found[page.offset:page.offset + most])),
-                "cursor": {"offset": page.offset, "limit": most, "total_count": len(found)}}
+        return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
+                "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
 
-    def training_run(self, asked: ApiRequest) -> Json:
-        return self.run(self.training.ledger.model(asked.path["model"], asked.owner))
-
-    def run(self, model: Model) -> Json:
-        """Return a model as it stands in a list."""
+    def run(self, model: StoredModel) -> Json:
         saved = self.shelf.all(model.owner, model.id)
-        newest = {kind: next((listed(one) for one in saved if one.kind == kind), None) for kind in TYPES}
+        newest = {kind: next((listed(entry) for entry in saved if entry.kind == kind), None) for kind in TYPES}
         return {"training_run_id": model.id, "base_model": self.served.name, "model_owner": model.owner,
                 "is_lora": True, "lora_rank": model.settings.rank, "last_request_time": moment(model.asked),
                 "corrupted": False, "last_checkpoint": newest[TRAINING], "last_sampler_checkpoint": newest[SAMPLING]}
@@ -82,12 +72,10 @@ class ListRoutes:
 
 
 def path_in(asked: ApiRequest) -> str:
-    """Return what the protocol calls the weights that a request's path names."""
     return "tinker://{model}/{kind}/{name}".format(**asked.path)
 
 
 def listed(saved: Saved) -> Json:
-    """Return weights as they stand in a list."""
     return {"checkpoint_id": "/".join(saved.path.split("/")[-2:]), "checkpoint_type": TYPES[saved.kind],
             "time": moment(saved.made), "tinker_path": saved.path, "size_bytes": saved.size, "public": False,
             "expires_at": None if saved.expires is None else moment(saved.expires)}

@@ -32,7 +32,6 @@ class Served:
     context: int
 
     def check_base(self, name: Any) -> None:
-        """ValueError for the name of another model."""
         if name not in (self.name, self.loaded_as):
             raise ValueError(f"base_model is {name!r}; this server has {self.loaded_as!r}")
 
@@ -54,7 +53,6 @@ class ApiRequest:
 
     @cached_property
     def json(self) -> Json:
-        """The body as a JSON object."""
         return json_of(self.body)
 
 

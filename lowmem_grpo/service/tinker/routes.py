@@ -11,22 +11,14 @@ from starlette.responses import JSONResponse
 
 from lowmem_grpo.service.bodies import json_of
 from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.tinker import plain_json, wire
-from lowmem_grpo.service.tinker.calls import (
-    CreateModel,
-    CreateSampler,
-    LoadIntoNew,
-    ModelCall,
-    SampleRequest,
-    read,
-)
-from lowmem_grpo.service.tinker.ledger import JSON, PASS, Answer, Asked, UnknownError
+from lowmem_grpo.service.tinker import calls, wire
+from lowmem_grpo.service.tinker.ledger import JSON, PASS, ModelReply, ModelRequest, UnknownError
 from lowmem_grpo.service.tinker.list_routes import ListRoutes
 from lowmem_grpo.service.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
-from lowmem_grpo.service.tinker.runs import SOON, UNLOAD
-from lowmem_grpo.service.tinker.sampling import Sampling
+from lowmem_grpo.service.tinker.sampling import SampleService
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING
 from lowmem_grpo.service.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
+from lowmem_grpo.service.tinker.usage import SOON, UNLOAD
 
 MISSING = "no such folder"  # below the folder of the models
 FEW = 16  # parts of a promise whose answer is put together at once
@@ -36,7 +28,7 @@ HEAD = ("train_unembed is on by default, and this server trains no output head: 
         "Pass train_unembed=False to say so yourself.")
 
 
-def tinker_router(training: Training, sampling: Sampling, served: Served) -> APIRouter:
+def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
     """Return the routes. Those that are not here are answered as unknown, with the list of what there is."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
@@ -59,7 +51,6 @@ class ModelRoutes:
         self.training, self.ledger, self.served = training, training.ledger, served
 
     def answers(self) -> dict[str, Answers]:
-        """Return what answers at once, by method and path."""
         capabilities = {"supported_models": [{"model_name": self.served.name, "trainable": True, "sampleable": True,
                                               "max_context_length": self.served.context}]}
         return {
@@ -101,10 +92,10 @@ class ModelRoutes:
         return {"type": "finish_session"}
 
     def create_model(self, asked: ApiRequest) -> Json:
-        session, given = asked.json.get("session_id"), asked.json
+        session, body = asked.json.get("session_id"), asked.json
         self.ledger.check_session(session, asked.owner)
-        self.served.check_base(given.get("base_model"))
-        made = read(CreateModel, asked.body)
+        self.served.check_base(body.get("base_model"))
+        made = calls.read(calls.CreateModel, asked.body)
         model = f"{session}:train:{made.model_seq_id}"
         promise = self.training.add_model(model, asked.owner, made.lora_config, CREATE)
         return {"request_id": promise, "model_id": model, "type": CREATE}
@@ -117,20 +108,22 @@ class ModelRoutes:
 
     def promise(self, kind: str, asked: ApiRequest) -> Json:
         """Return the promise of a request whose body is JSON."""
-        call = read(ModelCall, asked.body)
+        call = calls.read(calls.ModelCall, asked.body)
         model = self.ledger.model(call.model_id, asked.owner)
-        return {"request_id": self.training.ask(Asked(model.id, call.seq_id, kind, asked.body)), "model_id": model.id}
+        promise = self.training.ask(ModelRequest(model.id, call.seq_id, kind, asked.body))
+        return {"request_id": promise, "model_id": model.id}
 
     def forward_backward(self, asked: ApiRequest) -> Json:
         """Return the promise of a pass; what is wrong in its data is told by the promise."""
         body = wire.plain(asked.body, asked.headers.get("content-encoding", ""))
         if asked.headers.get("content-type", "").partition(";")[0].strip() == JSON:
-            body = plain_json.request_of(body)
+            body = calls.request_of(body)
         request = wire.parsed(wire.ForwardBackwardRequest, body)
         model = self.ledger.model(request.model_id, asked.owner)
         if request.seq_id < 1:
             raise ValueError(f"seq_id is {request.seq_id}; it must be a whole number, at least 1")
-        return {"request_id": self.training.ask(Asked(model.id, request.seq_id, PASS, body)), "model_id": model.id}
+        promise = self.training.ask(ModelRequest(model.id, request.seq_id, PASS, body))
+        return {"request_id": promise, "model_id": model.id}
 
     def load_weights(self, asked: ApiRequest) -> Json:
         """Return the promise of a load into a model that is there, or of a new model of saved weights."""
@@ -138,30 +131,30 @@ class ModelRoutes:
         if session is None:
             return self.promise(LOAD, asked)
         self.ledger.check_session(session, asked.owner)
-        load = read(LoadIntoNew, asked.body)
+        load = calls.read(calls.LoadIntoNew, asked.body)
         self.served.check_base(load.base_model or self.served.name)
-        found = self.training.shelf.find(load.path, asked.owner, TRAINING)
+        saved = self.training.shelf.find(load.path, asked.owner, TRAINING)
         model = f"{session}:train:{load.model_seq_id}"
-        promise = self.training.add_model(model, asked.owner, found.settings, LOAD, asked.body)
+        promise = self.training.add_model(model, asked.owner, saved.settings, LOAD, asked.body)
         return {"request_id": promise, "model_id": model, "type": LOAD}
 
 
 class PromiseRoutes:
     """Sampling sessions, samples of them, and the answers of promises."""
 
-    def __init__(self, training: Training, sampling: Sampling, served: Served) -> None:
+    def __init__(self, training: Training, sampling: SampleService, served: Served) -> None:
         self.training, self.ledger, self.sampling, self.served = training, training.ledger, sampling, served
 
     def create_sampler(self, asked: ApiRequest) -> Json:
         """Make a sampling session of the base model, or of weights under a name."""
         session, snapshot, training = asked.json.get("session_id"), None, self.training
         self.ledger.check_session(session, asked.owner)
-        made = read(CreateSampler, asked.body)
+        made = calls.read(calls.CreateSampler, asked.body)
         if made.base_model is not None or not made.model_path:
             self.served.check_base(made.base_model)
         if made.model_path is not None:
-            found = training.shelf.find(made.model_path, asked.owner, SAMPLING)
-            snapshot = str((training.shelf.folder / found.file).relative_to(training.folder))
+            saved = training.shelf.find(made.model_path, asked.owner, SAMPLING)
+            snapshot = str((training.shelf.folder / saved.file).relative_to(training.folder))
         sampler = f"{session}:sample:{made.sampling_session_seq_id}"
         self.ledger.add_sampler(sampler, asked.owner, snapshot)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
@@ -174,7 +167,7 @@ class PromiseRoutes:
         """Answer with the promise of a sample. Thousands come at once, so that a small body is read here."""
         asked = await ApiRequest.read(request)
         here = len(asked.body) <= SMALL
-        sample = await checked(lambda: read(SampleRequest, asked.body), here)
+        sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
         adapter = await self.adapter_of(sample.sampling_session_id, asked.owner)
         return JSONResponse(await checked(lambda: self.sampling.ask(sample, adapter, asked.owner), here))
 
@@ -202,11 +195,11 @@ class PromiseRoutes:
         if answer is None:
             return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
                             media_type=JSON)
-        if plain_json.wants_json(asked.headers.get("accept", "")):
-            answer = plain_json.in_json(answer, ":sample:" in promise)
+        if calls.wants_json(asked.headers.get("accept", "")):
+            answer = calls.in_json(answer, ":sample:" in promise)
         return Response(answer.body, media_type=answer.media)
 
-    async def answer(self, promise: str, owner: str) -> Answer | None:
+    async def answer(self, promise: str, owner: str) -> ModelReply | None:
         """Return what a promise was kept with; None where it is not kept in the time of a poll."""
         if promise.endswith(f":{UNLOAD}"):
             return await checked(lambda: self.training.runs.gone(promise.rpartition(":")[0], owner))
@@ -214,9 +207,8 @@ class PromiseRoutes:
             return await self.sampled(promise, owner)
         return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
 
-    async def waited(self, promise: str, owner: str) -> Answer | None:
-        """Return the answer of a promise that was not kept a moment ago; the poll is short where it waits for a request
-        that has not come."""
+    async def waited(self, promise: str, owner: str) -> ModelReply | None:
+        """Return the answer of a promise after a poll, which is short where an earlier request is missing."""
         kept = self.training.kept(promise)
         answer = await checked(lambda: self.ledger.answer(promise, owner))
         if answer is not None:
@@ -226,9 +218,8 @@ class PromiseRoutes:
         await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
         return await checked(lambda: self.ledger.answer(promise, owner))
 
-    async def sampled(self, name: str, owner: str) -> Answer | None:
-        """Return the answer of a sample. A client that is told 410 asks for the sample again: it was an earlier
-        server's."""
+    async def sampled(self, name: str, owner: str) -> ModelReply | None:
+        """Return the answer of a sample. 410, for one of an earlier server, makes a client ask for it again."""
         try:
             promise = self.sampling.find(name, owner)
         except UnknownError as error:

@@ -1,4 +1,4 @@
-"""`Sampling`: completions and log-probabilities of prompts, from the base model or a snapshot of a client's adapter."""
+"""`SampleService`: completions and log-probabilities of prompts, from the base model or a snapshot of an adapter."""
 
 import itertools
 import logging
@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import SampleRequest
-from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, check_ids
-from lowmem_grpo.service.tinker.ledger import Answer, UnknownError
-from lowmem_grpo.service.tinker.scoring import Scored, Scoring
+from lowmem_grpo.service.tinker.datum import ModelBounds, as_bytes, check_ids
+from lowmem_grpo.service.tinker.ledger import ModelReply, UnknownError
+from lowmem_grpo.service.tinker.scoring import PromptScoring, Scored
 from lowmem_grpo.service.tinker.usage import Usage
-from lowmem_grpo.service.waiting import DeskClosedError
+from lowmem_grpo.service.waiting import Call, DeskClosedError
 from lowmem_grpo.types import Turn
 
 logger = logging.getLogger(__name__)
@@ -44,28 +43,25 @@ class Promise:
         return [*self.turns, *([] if self.prompt is None else [self.prompt])]
 
     def when_done(self, told: Callable[[], None]) -> None:
-        """Call a function as soon as all parts are done."""
         left = itertools.count(1 - len(self.parts))
         for part in self.parts:
             part.add_done_callback(lambda _: told() if next(left) == 0 else None)
 
-    def answer(self) -> Answer:
-        """Once all its parts are done."""
+    def answer(self) -> ModelReply:
         for part in self.parts:
             if (error := part.exception()) is not None:
                 return failed(error, self.adapter)
         response = wire.SampleResponse()
-        for turn in (one.result() for one in self.turns):
+        for turn in (future.result() for future in self.turns):
             reason = wire.STOP if turn.finish_reason == "stop" else wire.LENGTH
             response.sequences.add(stop_reason=reason, tokens=int32(turn.completion_ids),
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
             add_scores(response, self.prompt.result(), self.asked)
-        return Answer(response.SerializeToString(), wire.PROTOBUF)
+        return ModelReply(response.SerializeToString(), wire.PROTOBUF)
 
 
 def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
-    """Put into a SampleResponse what was asked for of the prompt."""
     if asked.scored:
         response.prompt_logprobs = as_bytes(scored.logprobs)
     if asked.topk_prompt_logprobs:
@@ -74,35 +70,34 @@ def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
         top.length, top.k = scored.ids.shape
 
 
-def failed(error: BaseException, adapter: Path | None) -> Answer:
+def failed(error: BaseException, adapter: Path | None) -> ModelReply:
     """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
     if isinstance(error, DeskClosedError):
-        return Answer.failed("the server ends; ask the next one", "server")
+        return ModelReply.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
         if isinstance(error, ValueError):
-            return Answer.failed(str(error))
+            return ModelReply.failed(str(error))
     else:
-        return Answer.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
+        return ModelReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
     logger.error("a sample failed", exc_info=error)
-    return Answer.failed("the sample failed in the server, whose log says more", "server")
+    return ModelReply.failed("the sample failed in the server, whose log says more", "server")
 
 
 def int32(ids: list[int]) -> bytes:
     return as_bytes(torch.tensor(ids, dtype=torch.int32))
 
 
-class Sampling:
+class SampleService:
     """Answers samples by the desk, which decodes calls from one snapshot together."""
 
-    def __init__(self, desk: Desk, bounds: Bounds, usage: Usage) -> None:
-        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, Scoring(desk)
+    def __init__(self, desk: Desk, bounds: ModelBounds, usage: Usage) -> None:
+        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, PromptScoring(desk)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
         self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
-        """The promise of a sample from a snapshot's folder, or from the base model. The same number of the same sampler
-        has the same one."""
+        """Return the promise of a sample from a snapshot's folder, or the base model. A number has only one promise."""
         name = f"{asked.sampling_session_id}:{asked.seq_id}"
         with self.lock:
             if name not in self.promises:
@@ -111,8 +106,7 @@ class Sampling:
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
 
     def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
-        """Remember the adapter that a user's sampling session samples from, so that it is not looked up for each
-        request."""
+        """Remember the adapter of a user's sampling session, so that it is not looked up for each request."""
         self.adapters[sampler, owner] = adapter
         for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
             self.adapters.pop(oldest, None)
@@ -123,7 +117,7 @@ class Sampling:
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]
-        turns = [self.desk.submit(Call(asked.ids, replace(params, seed=one), adapter)) for one in seeds]
+        turns = [self.desk.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
         prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
                   if asked.scored or top else None)
         promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
@@ -138,15 +132,14 @@ class Sampling:
 
     def find(self, name: str, owner: str) -> Promise:
         """UnknownError for a promise that is not this user's, or of an earlier server."""
-        found = self.promises.get(name)
-        if found is None or found.owner != owner:
+        promise = self.promises.get(name)
+        if promise is None or promise.owner != owner:
             raise UnknownError(f"request_id is {name!r}; there is no such promise of yours")
-        return found
+        return promise
 
 
-def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
-    """Return how completions of a prompt are drawn; without `max_tokens` up to the end of the context. ValueError names
-    the field that does not fit the model."""
+def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
+    """Return how a prompt's completions are drawn, by default to the context's end. ValueError names a wrong field."""
     if not 0 < len(asked.ids) < bounds.context:
         raise ValueError(f"prompt has {len(asked.ids)} tokens; it must have 1 to {bounds.context - 1}")
     check_ids(torch.tensor(asked.ids), "prompt", bounds)
@@ -163,14 +156,13 @@ def params_of(asked: SampleRequest, bounds: Bounds) -> SamplingParams:
 
 
 def stop_of(stop: Any) -> dict[str, Any]:
-    """Return where completions end beside the end token: at texts or at token ids. An empty list takes the end token
-    away."""
+    """Return where completions end beside the end token: texts or token ids. An empty list drops the end token."""
     if stop is None:
         return {}
     if stop == []:
         return {"ignore_eos": True}
     listed = [stop] if isinstance(stop, str) else stop
     for kind, name in ((int, "stop_token_ids"), (str, "stop")):
-        if isinstance(listed, list) and all(type(one) is kind and one != "" for one in listed):
+        if isinstance(listed, list) and all(type(item) is kind and item != "" for item in listed):
             return {name: listed}
     raise ValueError(f"sampling_params.stop is {stop!r}; it must be a text, a list of texts or of ids, or null")

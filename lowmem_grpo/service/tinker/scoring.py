@@ -1,4 +1,4 @@
-"""`Scoring`: log-probabilities of prompts. Those that wait for one adapter are computed together, packed."""
+"""`PromptScoring`: log-probabilities of prompts. Those that wait for one adapter are computed together, packed."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
-from lowmem_grpo.models.policy import OutputHead
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker.adapters import group_of
 from lowmem_grpo.types import MicroBatch
@@ -27,8 +26,7 @@ NONE = -99999.0  # in place of a log-probability that was not computed, as the p
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities and likely tokens of a prompt of P tokens. What was not computed is NaN, or the token 0 with
-    NONE."""
+    """Log-probabilities and likely tokens of P prompt tokens; NaN, or the token 0 with NONE, where not computed."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order
@@ -36,7 +34,7 @@ class Scored:
 
 
 @dataclass(eq=False)
-class Prompt:
+class WaitingPrompt:
     """A prompt that waits."""
 
     ids: list[int]  # (P,)
@@ -46,32 +44,31 @@ class Prompt:
     future: "Future[Scored]" = field(default_factory=Future)
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
-        """Return log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of every token but the first, with the first
-        one's place filled."""
-        found = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
-                       torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
-                       torch.cat([torch.full((1, self.top), NONE), values]))
+        """Add the first token's place to log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of the others."""
+        scored = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
+                        torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
+                        torch.cat([torch.full((1, self.top), NONE), values]))
         before = len(self.ids) - self.last
-        found.logprobs[:before], found.ids[:before], found.values[:before] = torch.nan, 0, NONE
-        return found
+        scored.logprobs[:before], scored.ids[:before], scored.values[:before] = torch.nan, 0, NONE
+        return scored
 
 
-class Scoring:
+class PromptScoring:
     """Any thread may ask it; the desk's computes."""
 
     def __init__(self, desk: Desk) -> None:
-        self.desk, self.lock, self.waiting = desk, threading.Lock(), list[Prompt]()
+        self.desk, self.lock, self.waiting = desk, threading.Lock(), list[WaitingPrompt]()
         self.packer = Packer(desk.policy.device, desk.memory.train)
 
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
         """Ask for the log-probabilities of a prompt by the base model, or by a saved adapter."""
-        prompt = Prompt(ids, adapter, top, len(ids) if last is None else last)
+        prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
         with self.lock:
             self.waiting.append(prompt)
         self.desk.run(self.work, sleep=False).add_done_callback(lambda done: self.tell(prompt, done))
         return prompt.future
 
-    def tell(self, prompt: Prompt, done: "Future[None]") -> None:
+    def tell(self, prompt: WaitingPrompt, done: "Future[None]") -> None:
         """A prompt whose job was not run, as the desk was closed, fails."""
         error = done.exception()
         if error is not None and not prompt.future.done():
@@ -79,51 +76,51 @@ class Scoring:
 
     def work(self) -> None:
         """Score all that wait for the adapter of the first one; there is nothing to do where an earlier job did it."""
-        taken = self.take()
+        taken = self.next_prompts()
         try:
             self.score(taken)
         except Exception as error:  # noqa: BLE001, told to whom asked for it
             for prompt in taken:
                 prompt.future.set_exception(error)
 
-    def take(self) -> list[Prompt]:
+    def next_prompts(self) -> list[WaitingPrompt]:
         """Those that wait for the adapter of the first one, up to AT_ONCE tokens."""
         with self.lock:
-            taken, left, tokens = list[Prompt](), list[Prompt](), 0
-            for one in self.waiting:
-                fits = one.adapter == self.waiting[0].adapter and (not taken or tokens + len(one.ids) <= AT_ONCE)
-                (taken if fits else left).append(one)
-                tokens += len(one.ids) * fits
+            taken, left, tokens = list[WaitingPrompt](), list[WaitingPrompt](), 0
+            for prompt in self.waiting:
+                fits = prompt.adapter == self.waiting[0].adapter and (not taken or tokens + len(prompt.ids) <= AT_ONCE)
+                (taken if fits else left).append(prompt)
+                tokens += len(prompt.ids) * fits
             self.waiting = left
         return taken
 
     @torch.no_grad()
-    def score(self, prompts: list[Prompt]) -> None:
-        """Set the results of prompts of one adapter."""
+    def score(self, prompts: list[WaitingPrompt]) -> None:
         long = [prompt for prompt in prompts if len(prompt.ids) > 1]
-        groups = [group_of(one.ids) for one in long]
-        asked = {id(group.rollouts[0]): one for group, one in zip(groups, long, strict=True)}
-        found = [(one, one.scored(torch.empty(0), torch.empty(0, one.top), torch.empty(0, one.top)))
-                 for one in prompts if len(one.ids) == 1]
+        groups = [group_of(prompt.ids) for prompt in long]
+        asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, long, strict=True)}
+        results = [(prompt, prompt.scored(torch.empty(0), torch.empty(0, prompt.top), torch.empty(0, prompt.top)))
+                   for prompt in prompts if len(prompt.ids) == 1]
         if groups:
             with self.desk.computing_with(long[0].adapter):
-                found += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
-                                         lambda batches: self.passes(batches, asked))
-        for prompt, scored in found:
+                results += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
+                                           lambda batches: self.passes(batches, asked))
+        for prompt, scored in results:
             prompt.future.set_result(scored)
 
-    def passes(self, batches: Iterator[MicroBatch], asked: dict[int, Prompt]) -> list[tuple[Prompt, Scored]]:
-        """The results of all prompts in these micro-batches."""
-        found = []
+    def passes(
+        self, batches: Iterator[MicroBatch], asked: dict[int, WaitingPrompt]
+    ) -> list[tuple[WaitingPrompt, Scored]]:
+        results = []
         for batch in batches:
             prompts = [asked[id(rollout)] for rollout in batch.rollouts]
             most = max(prompt.top for prompt in prompts)
             logprobs, _ = self.desk.policy.logprobs(batch, 1.0)
             ids, values = self.likeliest(batch, most)
-            parts = [unpack(one.cpu(), batch) for one in (logprobs.float(), ids, values)]
-            for prompt, one, tokens, likely in zip(prompts, *parts, strict=True):
-                found.append((prompt, prompt.scored(one, tokens[:, :prompt.top], likely[:, :prompt.top])))
-        return found
+            parts = [unpack(packed.cpu(), batch) for packed in (logprobs.float(), ids, values)]
+            for prompt, own, tokens, likely in zip(prompts, *parts, strict=True):
+                results.append((prompt, prompt.scored(own, tokens[:, :prompt.top], likely[:, :prompt.top])))
+        return results
 
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
         """(ids (N, k), log-probabilities (N, k)) of the likeliest tokens at each of the N places."""
@@ -131,12 +128,7 @@ class Scoring:
         if count == 0:
             return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
         hidden = batch.at_trained(self.desk.policy.hidden(batch)).to(head.weight.dtype)
-        found = [top_of(head, rows, count) for rows in hidden.split(ROWS)]
-        return torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
-
-
-def top_of(head: OutputHead, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same of some rows (R, D)."""
-    shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
-    top = shape.apply_(matmul_fp32(hidden, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
-    return top.indices, top.values.float()
+        shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
+        tops = [shape.apply_(matmul_fp32(rows, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
+                for rows in hidden.split(ROWS)]
+        return torch.cat([top.indices for top in tops]), torch.cat([top.values.float() for top in tops])

@@ -1,7 +1,9 @@
 """A model in a server: loaded, with a desk that owns it, the routes of the Tinker protocol, and OpenAI's."""
 
 import asyncio
-from collections.abc import Iterator
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,24 +17,84 @@ from lowmem_grpo.memory.cutting import Limits as Cut
 from lowmem_grpo.models.named import public_name
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.service.chat import Chat
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.service.errors import Limits
+from lowmem_grpo.service.errors import ChatError, Limits
+from lowmem_grpo.service.histories import Histories
 from lowmem_grpo.service.routes import Completions, openai_router
-from lowmem_grpo.service.sessions import Sessions
+from lowmem_grpo.service.sessions import OpenSessions
 from lowmem_grpo.service.tinker.adapters import Adapters
-from lowmem_grpo.service.tinker.chats import Chats
-from lowmem_grpo.service.tinker.datum import Bounds
-from lowmem_grpo.service.tinker.ledger import Ledger
+from lowmem_grpo.service.tinker.datum import ModelBounds
+from lowmem_grpo.service.tinker.ledger import Ledger, UnknownError
 from lowmem_grpo.service.tinker.route_utils import Served, client_errors
 from lowmem_grpo.service.tinker.routes import tinker_router
-from lowmem_grpo.service.tinker.sampling import Sampling
+from lowmem_grpo.service.tinker.sampling import SampleService
+from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Shelf
 from lowmem_grpo.service.tinker.training import Training
 from lowmem_grpo.service.tinker.usage import Usage
 from lowmem_grpo.service.users import Allowances, User
 
+SCHEME = "tinker://"
 MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
 AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the desk decodes them together
+
+
+class SavedModels(Mapping[str, Path | str | None]):
+    """The models of a user by name: the base model, and RUN@NAME, or tinker://RUN/sampler_weights/NAME, of what was
+    saved to sample with. The shelf is read at each call."""
+
+    def __init__(self, base: str, shelf: Shelf, owner: str) -> None:
+        self.base, self.shelf, self.owner = base, shelf, owner
+
+    def __getitem__(self, name: str) -> Path | None:
+        """The folder of an adapter; None is the base model. ChatError for weights that were saved to train on."""
+        if name == self.base:
+            return None
+        for kind in (SAMPLING, TRAINING):
+            try:
+                saved = self.shelf.find(path_of(name, kind), self.owner)
+            except UnknownError:
+                continue
+            if saved.kind == TRAINING:
+                raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample "
+                                     "with", "model")
+            return self.shelf.folder / saved.file
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.base
+        for saved in self.shelf.all(self.owner):
+            if saved.kind == SAMPLING:
+                yield f"{saved.model}@{saved.path.rpartition('/')[2]}"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Chats:
+    """A Chat for each user, over one desk: nothing that one of them said is known to another."""
+
+    def __init__(self, desk: Desk, shelf: Shelf, base: str) -> None:
+        self.desk, self.shelf, self.base = desk, shelf, base
+        self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
+        self.made: dict[str, Chat] = {}
+
+    def __call__(self, user: User) -> Chat:
+        with self.lock:
+            if user.name not in self.made:
+                tokenizer = self.desk.tokenizer
+                self.made[user.name] = Chat(self.desk, tokenizer, lambda: SavedModels(self.base, self.shelf, user.name),
+                                            histories=Histories(tokenizer, keys=self.keys))
+            return self.made[user.name]
+
+
+def path_of(name: str, kind: str) -> str:
+    """Return the protocol's path of the weights behind a model's name."""
+    if name.startswith(SCHEME):
+        return name
+    run, _, saved = name.rpartition("@")
+    return f"{SCHEME}{run}/{kind}/{saved}"
 
 
 @dataclass
@@ -45,7 +107,6 @@ class ServedModel:
     completions: Completions
 
     def routers(self) -> dict[str, APIRouter]:
-        """All that answers for it, by the prefixes of the paths."""
         return {"/api/v1": self.router, "/v1": openai_router(self.completions)}
 
     def close(self) -> None:
@@ -66,12 +127,12 @@ def serve_model(
     cut = Cut(MICRO_BATCH)
     adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
     config = policy.base.config
-    bounds = Bounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
+    bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(desk, adapters, Ledger(database), folder, bounds, allowances)
     served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
-    router = tinker_router(training, Sampling(desk, bounds, training.usage), served)
+    router = tinker_router(training, SampleService(desk, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
-    completions = Completions(Chats(desk, training.shelf, name), Sessions(limits), limits, asyncio.Event(),
+    completions = Completions(Chats(desk, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
                               partial(counted, training.usage))
     return ServedModel(desk, training, router, completions)
 

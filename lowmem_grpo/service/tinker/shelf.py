@@ -24,24 +24,21 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 class Saved:
     """Weights under a name. Times are seconds since 1970."""
 
-    path: str
-    """tinker://MODEL/weights/NAME, or tinker://MODEL/sampler_weights/NAME."""
+    path: str  # tinker://MODEL/weights/NAME, or tinker://MODEL/sampler_weights/NAME
     owner: str
     model: str
     settings: LoraSettings
-    file: str
-    """Below the folder of the shelf: a safetensors file with moments, or a PEFT folder to sample with."""
+    file: str  # below the folder of the shelf: a safetensors file with moments, or a PEFT folder to sample with
     size: int
     made: float
     expires: float | None = None
 
     @classmethod
-    def of(cls, row: Row) -> "Saved":
+    def from_row(cls, row: Row) -> "Saved":
         return cls(**with_settings(row))
 
     @property
     def kind(self) -> str:
-        """TRAINING or SAMPLING."""
         return self.path.split("/")[-2]
 
 
@@ -67,23 +64,22 @@ class Shelf:
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"path is {path!r}; there are no such weights of yours")
-        found = Saved.of(row)
-        if kind == TRAINING != found.kind:
+        saved = Saved.from_row(row)
+        if kind == TRAINING != saved.kind:
             raise ValueError(f"path is {path!r}, which was saved to sample with; save_state saves what to train on")
-        if kind == SAMPLING != found.kind:
+        if kind == SAMPLING != saved.kind:
             raise ValueError(f"path is {path!r}, which was saved to train on; save_weights_for_sampler saves what to "
                              "sample with")
-        return found
+        return saved
 
     def all(self, owner: str, model: str | None = None) -> list[Saved]:
         """This user's weights, the newest first; of one model, or of all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
                                   "ORDER BY made DESC, path", (owner, time.time()))
-        return [saved for saved in map(Saved.of, rows) if model in (None, saved.model)]
+        return [saved for saved in map(Saved.from_row, rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the file where a request puts its weights. No two requests have the same place, so that an older file
-        of the name stays until the newer one is on the shelf."""
+        """Return the file for a request's weights, no other's: an older one of the name stays until it is whole."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 
@@ -114,7 +110,6 @@ class Shelf:
                              (None if seconds is None else time.time() + seconds, saved.path))
 
     def expired(self) -> bool:
-        """Return whether there are weights whose time is over."""
         return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
 
     def sweep(self) -> None:
@@ -128,4 +123,4 @@ class Shelf:
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of the files in a folder; 0 where it is gone."""
-    return sum(one.stat().st_size for one in (path.rglob("*") if path.is_dir() else [path]) if one.is_file())
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())

@@ -1,7 +1,6 @@
 """`Training`: does what clients ask of their models, in the thread that owns the model, and survives a kill.
 
-    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told
-"""
+    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told"""
 
 import logging
 import threading
@@ -15,28 +14,16 @@ from weakref import WeakValueDictionary
 
 from safetensors.torch import load_file, save_file
 
-from lowmem_grpo.memory.bounds import MemoryExhaustedError
+from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.runs.files import flush, remove
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.adapters import Adapters, DroppedError, LoraSettings
 from lowmem_grpo.service.tinker.calls import LoadWeights, OptimStep, SaveWeights, read
-from lowmem_grpo.service.tinker.datum import Bounds, output_of, pass_of
-from lowmem_grpo.service.tinker.ledger import (
-    ADDED,
-    CHANGED,
-    PASS,
-    REFUSED,
-    Answer,
-    Asked,
-    Ledger,
-    Model,
-    UnknownError,
-    same,
-)
-from lowmem_grpo.service.tinker.runs import Gaps, Runs
+from lowmem_grpo.service.tinker.datum import ModelBounds, output_of, pass_of
+from lowmem_grpo.service.tinker.ledger import PASS, REFUSED, Ledger, ModelReply, ModelRequest, StoredModel, UnknownError
 from lowmem_grpo.service.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
-from lowmem_grpo.service.tinker.usage import Usage
+from lowmem_grpo.service.tinker.usage import Gaps, Runs, Usage
 from lowmem_grpo.service.users import Allowances
 from lowmem_grpo.service.waiting import DeskClosedError
 
@@ -44,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
-SNAPSHOTS = 8  # of a model, the newest, that can be sampled from without a name
+SNAPSHOTS = 8  # a model's newest ones, which can be sampled from without a name
 HELD = 16  # models in the card's memory; what was asked longest ago is read from the disk again when it is asked
 
 
@@ -52,11 +39,10 @@ class Training:
     """One queue for each model, ordered by `seq_id`; models take turns request by request."""
 
     def __init__(
-        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: Bounds,
+        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
-        """`folder` gets a file for each model's state. What an earlier server left is taken up. `allowances` are what
-        users may have of it."""
+        """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
         self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the desk
@@ -73,30 +59,27 @@ class Training:
 
     # For any thread
 
-    def ask(self, asked: Asked) -> str:
-        """Keep a request and return the id of its promise. ValueError where its number was used for another one,
-        BusyError where it is to come again."""
+    def ask(self, asked: ModelRequest) -> str:
+        """Keep a request; return its promise's id. ValueError where its number is taken, BusyError to come again."""
         earlier = self.ledger.asked(asked.model, asked.seq)
         if earlier is None:
             earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
             self.runs.touch(asked.model)
-        if earlier is not None and not same(earlier, asked):
+        if earlier is not None and not earlier.agrees_with(asked):
             raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
                              "two programs may be using one model; let each create its own")
         self.pump(asked.model)
         return asked.id
 
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
-        """Make a model by a request, its first one, and return the id of its promise. ValueError where its user may
-        have no more."""
+        """Make a model by its first request; return its promise's id. ValueError where its user may have no more."""
         self.make_room(model, owner)
         self.ledger.add_model(model, owner, settings, kind, body)
         self.pump(model)
         return f"{model}:0"
 
     def make_room(self, model: str, owner: str) -> None:
-        """Room for one more model of a user: where they have as many as they may, one goes whose client has left.
-        ValueError where there is none."""
+        """Unload a model whose client left, where a user has as many as they may. ValueError where there is none."""
         try:
             self.usage.check_model(model, owner)
         except ValueError:
@@ -105,38 +88,36 @@ class Training:
                 raise
             self.unload(left[0])
 
-    def unload(self, model: Model) -> None:
+    def unload(self, model: StoredModel) -> None:
         """Forget a model: at once in the database, in the memory and on the disk as soon as the desk is free."""
         self.runs.remove(model)
         self.desk.run(lambda: self.clear(model.id), sleep=False)
 
     def sweep_saved(self) -> None:
-        """Delete saved weights whose time is over."""
         if self.shelf.expired():
             self.desk.run(self.shelf.sweep, sleep=False)
 
-    def look_for_gap(self, model: Model) -> bool:
+    def look_for_gap(self, model: StoredModel) -> bool:
         """Return whether others wait for a request that has not come. It has some time to come, and is then answered,
         so that the others are done: it was refused before it had a promise, or lost."""
         missing = self.ledger.gap(model.id)
         if not self.gaps.is_over(model.id, model.owner, missing):
             return missing is not None
         assert missing is not None
-        self.ledger.step_over(model.id, missing, Answer.failed(
+        self.ledger.step_over(model.id, missing, ModelReply.failed(
             f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
             "number of its own"))
         self.pump(model.id)
         return False
 
     def pump(self, model: str) -> None:
-        """Let the next request of a model wait for the desk, unless one does."""
         with self.lock:
             if model in self.busy or (asked := self.ledger.next(model)) is None:
                 return
             self.busy.add(model)
         self.desk.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
-    def done(self, asked: Asked, done: "Future[Any]") -> None:
+    def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
         """A request left the desk, with or without its answer."""
         with self.lock:
             self.busy.discard(asked.model)
@@ -160,13 +141,12 @@ class Training:
 
     # In the desk's thread
 
-    def do(self, asked: Asked) -> None:
-        """Do a request and keep its answer. An OSError of the disk leaves the model as the disk has it, and the
-        request unanswered."""
+    def do(self, asked: ModelRequest) -> None:
+        """Do a request and keep its answer. After an OSError the model is as on the disk, and none is given."""
         state = None
         try:
             answer = self.answer(asked)
-            if answer.effect == CHANGED:
+            if answer.effect == "changed":
                 state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
                 self.write_state(asked.model, self.folder / state)
             self.ledger.keep(asked, answer, state)
@@ -182,50 +162,44 @@ class Training:
                 remove(self.folder / name)
 
     def clear(self, model: str) -> None:
-        """Delete what there is of a model in the memory and on the disk."""
         self.adapters.delete(model)
         self.sweep(model, "")
         for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
             remove(path)
 
-    def answer(self, asked: Asked) -> Answer:
+    def answer(self, asked: ModelRequest) -> ModelReply:
         """Return the reply to a request; a failure names the field that is wrong, and nothing of what is inside."""
         try:
             if asked.kind == REFUSED:
-                return Answer.failed(asked.body.decode())
+                return ModelReply.failed(asked.body.decode())
             self.hold(asked)
             if asked.kind == CREATE:
                 self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
-                return Answer.of({"model_id": asked.model, "type": CREATE})
-            if asked.kind == OPTIM_STEP:
-                return self.optim_step(asked)
-            if asked.kind in (SNAPSHOT, SAVE):
-                return self.save(asked)
-            if asked.kind == LOAD:
-                return self.load_saved(asked)
-            return self.forward_backward(asked)
+                return ModelReply.from_json({"model_id": asked.model, "type": CREATE})
+            kinds = {OPTIM_STEP: self.optim_step, SNAPSHOT: self.save, SAVE: self.save, LOAD: self.load_saved}
+            return kinds.get(asked.kind, self.forward_backward)(asked)
         except DroppedError as error:
-            return Answer.failed(str(error), effect=CHANGED)
+            return ModelReply.failed(str(error), effect="changed")
         except (ValueError, UnknownError, MemoryExhaustedError) as error:
-            return Answer.failed(str(error))
+            return ModelReply.failed(str(error))
         except OSError:
             raise
         except Exception:
             logger.exception("%s failed", asked.id)
-            return Answer.failed("the request failed in the server, whose log says more", "server")
+            return ModelReply.failed("the request failed in the server, whose log says more", "server")
 
-    def forward_backward(self, asked: Asked) -> Answer:
-        found = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
-        done = output_of(*self.adapters.run(asked.model, found))
-        return Answer(done, wire.PROTOBUF, "" if found.forward_only else ADDED)
+    def forward_backward(self, asked: ModelRequest) -> ModelReply:
+        work = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
+        done = output_of(*self.adapters.run(asked.model, work))
+        return ModelReply(done, wire.PROTOBUF, "" if work.forward_only else "added")
 
-    def optim_step(self, asked: Asked) -> Answer:
+    def optim_step(self, asked: ModelRequest) -> ModelReply:
         adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
         if model.state is None:
             self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
-        return Answer.of({"metrics": self.adapters.optim_step(asked.model, adam)}, CHANGED)
+        return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, "changed")
 
-    def save(self, asked: Asked) -> Answer:
+    def save(self, asked: ModelRequest) -> ModelReply:
         """A copy of a model under a name; or without one, and a sampling session that samples from it."""
         call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
         if call.path is None:
@@ -243,29 +217,29 @@ class Training:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
         saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
-        return replace(Answer.of({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
+        return replace(ModelReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
 
-    def save_snapshot(self, number: int, model: Model) -> Answer:
+    def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
         """A copy of a model without a name, and the sampling session of this number, which samples from it."""
         sampler = f"{model.id}:sample:{number}"
         folder = self.snapshots / sampler.replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))
         self.adapters.snapshot(model.id, folder)
         self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
-        return Answer.of({"type": SNAPSHOT, "sampling_session_id": sampler})
+        return ModelReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
 
-    def load_saved(self, asked: Asked) -> Answer:
+    def load_saved(self, asked: ModelRequest) -> ModelReply:
         """Put saved weights into a model, which is made where this is its first request."""
         call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
-        found = self.shelf.find(call.path, model.owner, TRAINING)
+        saved = self.shelf.find(call.path, model.owner, TRAINING)
         if model.state is None:
-            self.usage.check_storage(model.owner, found.size)
+            self.usage.check_storage(model.owner, saved.size)
         if asked.seq == 0:
             self.adapters.create(model.id, model.settings)
-        state = load_file(self.shelf.folder / found.file)
+        state = load_file(self.shelf.folder / saved.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
-        return Answer.of({"type": LOAD, "path": found.path, "model_id": model.id}, CHANGED)
+        return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, "changed")
 
     def write_state(self, model: str, path: Path) -> None:
         """A model's factors and moments, which are on the disk when this returns."""
@@ -274,12 +248,11 @@ class Training:
         flush(path.parent)
 
     def sweep(self, model: str, state: str) -> None:
-        """Delete the states of a model but this one."""
         for path in self.folder.glob(f"{model.replace(':', '_')}.*.safetensors"):
             if path.name != state:
                 path.unlink(missing_ok=True)
 
-    def hold(self, asked: Asked) -> None:
+    def hold(self, asked: ModelRequest) -> None:
         """Have the model of a request in memory, and at most HELD."""
         held = self.adapters.held
         if asked.model in held:
@@ -289,7 +262,7 @@ class Training:
         while len(held) > HELD:
             self.adapters.delete(next(iter(held)))
 
-    def load(self, model: Model) -> None:
+    def load(self, model: StoredModel) -> None:
         """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
         self.adapters.create(model.id, model.settings)
         if model.state is not None:

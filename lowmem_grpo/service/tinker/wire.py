@@ -1,8 +1,5 @@
-"""The protobuf messages of the Tinker protocol, by the numbers of their fields, and the bodies that carry them.
-
-Fields that are not named here are skipped, so that a newer client can be read. The classes are made from the table
-when this file is imported: there is no generated code.
-"""
+"""The protobuf messages of the Tinker protocol by the numbers of their fields, as classes that are made from a table,
+and the bodies that carry them. Fields that are not named are skipped, so that a newer client can be read."""
 
 import io
 import re
@@ -14,14 +11,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # DType
 STOP, LENGTH = 0, 1  # StopReason
 PROTOBUF = "application/x-protobuf"
 BODY_BYTES = 64 * MIB  # that a compressed body may grow to
 WINDOW = 8 * MIB  # that zstd may look back, whatever a body says
-PACKAGE = "lowmem_grpo_wire"  # of these classes; it is not sent
+PACKAGE = "lowmem_grpo_wire"  # the classes' own; it is not sent
 # NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` one of several of which one is there
 TABLE = """
 SampleResponse: 1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs,
@@ -50,16 +47,14 @@ class BodyError(ValueError):
 
 
 def file_of(table: str) -> FileDescriptorProto:
-    """The table as protobuf describes messages."""
     file = FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
     for line in table.strip().replace(",\n   ", ",").splitlines():
         name, fields = line.split(": ")
         message = file.message_type.add(name=name)
         for number, field, is_map, kind, mark in FIELD.findall(fields):
-            if is_map:
-                add_map(message, int(number), field, kind)
-            else:
-                add_field(message, int(number), field, kind, mark)
+            if is_map:  # on the wire a list of entries
+                kind, mark = f"{name}.{add_entry(message, field, kind)}", "*"
+            add_field(message, int(number), field, kind, mark)
     return file
 
 
@@ -77,14 +72,13 @@ def add_field(message: DescriptorProto, number: int, name: str, kind: str, mark:
         field.oneof_index = 0
 
 
-def add_map(message: DescriptorProto, number: int, name: str, kind: str) -> None:
-    """A map from text, which on the wire is a list of entries."""
+def add_entry(message: DescriptorProto, name: str, kind: str) -> str:
+    """Add the message of a map's entries, from text to `kind`, and return its name."""
     entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
     entry.options.map_entry = True
     add_field(entry, 1, "key", "string")
     add_field(entry, 2, "value", kind)
-    field = message.field.add(name=name, number=number, label=FieldDescriptorProto.LABEL_REPEATED)
-    field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{PACKAGE}.{message.name}.{entry.name}"
+    return entry.name
 
 
 POOL = DescriptorPool()
@@ -92,7 +86,6 @@ POOL.Add(file_of(TABLE))
 
 
 def message(name: str) -> type[Message]:
-    """The class of a message of the table."""
     return GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 

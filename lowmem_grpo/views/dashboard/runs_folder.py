@@ -1,6 +1,5 @@
 """The runs below a folder, and what each is doing, from the files that it wrote."""
 
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from typing import Any
 
 from lowmem_grpo.runs.lock import FILE, OWNER_BYTES, boot, is_alive
 from lowmem_grpo.runs.records import EARLIER, METRICS, SUMMARY, json_object
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 from lowmem_grpo.views.dashboard.plain_file import end_of, json_file
 
 DEPTH = 4  # folders below the watched one in which runs are looked for
@@ -40,12 +39,10 @@ class Run:
 
     @property
     def can_stop(self) -> bool:
-        """Whether its process is one of this machine that can be told to stop."""
         return self.state == "running" and holds_lock(self.path / FILE, self.owner)
 
     @property
     def where(self) -> str:
-        """Which process writes into it, in words."""
         if self.state not in ("running", "silent"):
             return ""
         host = self.owner.get("host")
@@ -55,8 +52,8 @@ class Run:
 def runs_below(folder: Path) -> list[Run]:
     """The runs in a folder and below it, those that run first, then the newest; the newest `MOST_RUNS` at most."""
     paths = sorted(islice(run_folders(folder), MOST_FOLDERS), key=newest, reverse=True)
-    found = [run_of(path, folder) for path in paths[:MOST_RUNS]]
-    return sorted(found, key=lambda run: (run.state != "running", -run.written))
+    runs = [run_of(path, folder) for path in paths[:MOST_RUNS]]
+    return sorted(runs, key=lambda run: (run.state != "running", -run.written))
 
 
 def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -88,7 +85,6 @@ def one_run(folder: Path, name: str) -> Run | None:
 
 
 def run_of(path: Path, folder: Path) -> Run:
-    """Return a run as its files describe it."""
     summary, owner, written = json_file(path / SUMMARY), owner_of(path / FILE), newest(path)
     name = path.relative_to(folder).as_posix()
     return Run(name, path, state_of(path, summary, owner, time.time() - written), summary, owner, written)
@@ -107,16 +103,13 @@ def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: fl
 
 
 def owner_of(path: Path) -> dict[str, Any]:
-    """Who the lock's file names; empty where there is none."""
     try:
-        owner = json.loads(end_of(path, OWNER_BYTES))
-    except (ValueError, RecursionError):
+        return json_object(end_of(path, OWNER_BYTES))
+    except ValueError:
         return {}
-    return owner if isinstance(owner, dict) else {}
 
 
 def newest(path: Path) -> float:
-    """When the newest of the records was written; 0.0 where there are none."""
     times = [0.0]
     for name in (METRICS, SUMMARY, FILE):
         with suppress(OSError):
@@ -125,8 +118,7 @@ def newest(path: Path) -> float:
 
 
 def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
-    """Return whether the process that a lock's file names does hold the lock, by the system's own list: the number of a
-    process that ended may be another one's by now."""
+    """Return whether the named process holds the lock, as the system lists it: a number may be another one's by now."""
     if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
         return False
     try:

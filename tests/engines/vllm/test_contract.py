@@ -4,16 +4,17 @@ import importlib
 import inspect
 from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Request
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import BorrowError
-from lowmem_grpo.engines.vllm.requests import settings_of
+from lowmem_grpo.engines.vllm.requests import CallSampling
 from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
 from lowmem_grpo.memory.cache_dtype import CACHE_DTYPES
 
@@ -74,7 +75,8 @@ def test_every_option_of_llm_is_in_the_table_above() -> None:
                            base=SimpleNamespace(config={"model_type": "qwen2"}))
     room: Any = SimpleNamespace(cache=1 << 20, seqs=8, block=None, cache_dtype="fp8")
     used = llm_options(card, 512, "name", room, False, True)  # type: ignore[arg-type]
-    (settings,) = settings_of(SamplingParams(), [5], [0], [2], dict)
+    sampling = CallSampling(SamplingParams(), 16, 9, [2], cast(Any, None), dict)
+    (settings,) = sampling.settings([Request(0, [1], 5, 0)])
     table = {owner: set(names) for (_, owner), names in FIELDS.items()}
     assert set(used) | {"model", "gpu_memory_utilization"} == table["EngineArgs"]
     assert set(settings) == table["SamplingParams"]

@@ -1,6 +1,5 @@
 """vLLM's engine around the trainer's model: what it samples with, and what it refuses."""
 
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -21,7 +20,6 @@ from vllm_models import (
     engine_on,
     ids_of,
     move_adapter,
-    policy_of,
     states,
 )
 
@@ -152,36 +150,6 @@ def test_nan_logits_are_an_error_with_the_likely_causes(engine: VLLMEngine, poli
 
 
 # the rollout copy
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
-def test_a_rollout_copy_samples_with_the_published_version_while_the_next_is_trained(
-    tmp_path: Path, prompts: list[list[int]]
-) -> None:
-    policy = policy_of("tiny", torch.float32, True, tmp_path)
-    params = SamplingParams(n=2, max_tokens=8, seed=1, ignore_eos=True)
-    everything = [*prompts, LONG]
-    move_adapter(policy, 0.05)
-    with engine_on(policy, rollout_copy=True) as engine:
-        first = engine.generate(everything, params)
-        assert distance(policy, everything, first) < SAME
-        move_adapter(policy, 0.3, seed=2)  # version 1 is being trained
-        assert ids_of(engine.generate(everything, params)) == ids_of(first)
-        engine.restart()  # nor does a fresh engine see it
-        again = engine.generate(everything, params)
-        assert ids_of(again) == ids_of(first)
-        assert again[0][0].policy_version == 0
-        engine.publish(1)
-        second = engine.generate(everything, params)
-        assert distance(policy, everything, second) < SAME
-        assert second[0][0].policy_version == 1
-        move_adapter(policy, 0.3, seed=3)
-        with engine.base_model():
-            base = engine.generate(everything, params)
-        assert ids_of(engine.generate(everything, params)) == ids_of(second)
-    with policy.base_model():
-        assert distance(policy, everything, base) < SAME
 
 
 @pytest.mark.usefixtures("alone")

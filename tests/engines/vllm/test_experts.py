@@ -29,7 +29,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.lent_layers import BorrowedExperts, BorrowError, check_family
-from lowmem_grpo.engines.vllm.requests import Sampling, Turns
+from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
@@ -129,9 +129,9 @@ class Output(SimpleNamespace):
                    logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids])
 
 
-def sampling(**options: Any) -> Sampling:
+def sampling(**options: Any) -> CallSampling:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
-    return Sampling(SamplingParams(**options), CONTEXT, 1000, [2], tokenizer, dict, (0, 2, 3))
+    return CallSampling(SamplingParams(**options), CONTEXT, 1000, [2], tokenizer, dict, (0, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -148,12 +148,12 @@ def test_routes_that_vllm_returns_are_those_of_the_layers_with_experts(dtype: An
 
 def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
     talk = Talk([[5, 6, 7]])
-    call = Turns(talk, sampling(), torch.device("cpu"))
+    call = OpenTurns(talk, sampling(), torch.device("cpu"))
     for turn in range(3):
         (request,) = talk.take(busy=False)
         call.open[0], call.keys["1"] = (request, None), 0
         output = Output.of(request.ids, [8, 9], 10 * turn)
-        call.give(SimpleNamespace(request_id="1-abc", outputs=[output], num_cached_tokens=0), 0)
+        call.give_turn(SimpleNamespace(request_id="1-abc", outputs=[output], num_cached_tokens=0), 0)
     first, *others = (rollout.routes for rollout in talk.drawn[0])
     for routes in others:
         assert routes.parts[0].data_ptr() == first.parts[0].data_ptr()
@@ -202,9 +202,9 @@ def test_other_mixtures_are_refused_and_not_given_to_vllm_in_16_bits(kind: str) 
 def test_experts_that_the_trainer_does_not_hold_are_refused_where_vllm_makes_them(tmp_path: Path) -> None:
     policy = mixture(tmp_path, FP32)
     with pytest.raises(BorrowError, match=r"\(model.layers.9.mlp.experts\) is a mixture .* those of Qwen3-MoE are"):
-        BorrowedExperts.of(policy.base, "model.layers.9.mlp.experts")
+        BorrowedExperts.from_model(policy.base, "model.layers.9.mlp.experts")
     plugin = import_plugin()
-    lent = BorrowedExperts.of(policy.base, "model.layers.0.mlp.experts")
+    lent = BorrowedExperts.from_model(policy.base, "model.layers.0.mlp.experts")
     right: dict[str, Any] = {"global_num_experts": 16, "hidden_size": 128, "top_k": 4, "renormalize": True,
                              "activation": SimpleNamespace(value="silu"),
                              "moe_config": SimpleNamespace(intermediate_size_per_partition=64)}

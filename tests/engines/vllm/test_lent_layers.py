@@ -113,7 +113,7 @@ def test_the_copy_has_the_engines_dtype_and_2_bytes_a_number_of_a_16_bit_model(f
     model = policy_of("llama", torch.bfloat16, True, tmp_path, hidden_size=256, num_key_value_heads=4).model
     if fused:
         fuse(model, QKV)
-    (room,) = borrow(model).copy.rooms
+    room = borrow(model).copy.room
     numbers = sum(lora.a.numel() + lora.b.numel() for lora in loras_of(model.get_base_model(), "default"))
     assert room.dtype == torch.bfloat16
     assert room.nbytes == 2 * numbers
@@ -134,7 +134,7 @@ def test_lora_on_some_projections_of_a_gated_delta_net_is_right() -> None:
         loan.linear(start + name, parts)
         theirs = [model.get_base_model().get_submodule(start + module) for module in modules]
         x = torch.randn(3, theirs[0].in_features)
-        loan.take(False)
+        loan.use_policy(False)
         close_to(ours(start + name, x), torch.cat([module(x) for module in theirs], -1))
 
 

@@ -31,10 +31,10 @@ from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS
-from lowmem_grpo.memory import bounds
-from lowmem_grpo.memory.bounds import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory import oom
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.planning.planner import plan
@@ -121,7 +121,7 @@ def test_a_cache_that_cannot_wake_is_made_smaller_and_the_run_goes_on(
     assert (engine.kv_bytes, machine.caches[-1], memory.rollout.kv_bytes) == (left * unit,) * 3
     assert memory.metrics() == {"memory/oom_train": 0, "memory/oom_generate": failures}
     assert memory.rollout.lowered is None and engine.seqs == 16, "fewer sequences would free nothing"
-    lines = [record.getMessage() for record in caplog.records if record.name == bounds.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == oom.__name__]
     assert len(lines) == failures
     mib = unit / 2**20
     assert f"with {4 * mib:.1f} MiB of key-value cache (before: {8 * mib:.1f} MiB)" in lines[0]

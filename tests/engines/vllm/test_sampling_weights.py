@@ -34,7 +34,7 @@ from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
 from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.engines.vllm.pool import SleepingRoom
-from lowmem_grpo.engines.vllm.sampling_weights import PlainRoom, choose, wide_bytes
+from lowmem_grpo.engines.vllm.sampling_weights import choose, new_buffer, wide_bytes
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
@@ -83,7 +83,7 @@ def dequantized(product: Product) -> torch.Tensor:
 
 
 def test_every_weight_is_the_dequantized_one_bit_for_bit(policy: Policy) -> None:
-    borrow(policy, PlainRoom())
+    borrow(policy, new_buffer)
     counts = {layer: len(LAYERS[layer].products) for layer in MODULES}
     assert counts == {layer: 1 if number == 0 else len(MODULES[layer]) for number, layer in enumerate(MODULES)}
     for product in products():
@@ -94,18 +94,18 @@ def test_every_weight_is_the_dequantized_one_bit_for_bit(policy: Policy) -> None
 
 @pytest.mark.parametrize("layer", MODULES)
 def test_a_layer_gives_the_trainers_outputs_with_and_without_the_adapter(policy: Policy, layer: str) -> None:
-    borrowing = borrow(policy, PlainRoom())
+    borrowing = borrow(policy, new_buffer)
     x = inputs(policy.model, layer)
-    borrowing.take(False)
+    borrowing.use_policy(False)
     close_to(ours(layer, x), theirs(policy.model, layer, x))
-    borrowing.take(True)
+    borrowing.use_policy(True)
     with policy.base_model():
         close_to(ours(layer, x), theirs(policy.model, layer, x))
 
 
 def test_few_rows_read_codes_also_where_weights_in_16_bits_are_there(policy: Policy, monkeypatch: Any) -> None:
     monkeypatch.setattr(loan, "few_rows", lambda base, device: 3)
-    borrow(policy, PlainRoom())
+    borrow(policy, new_buffer)
     for product in products():
         assert product.wide is not None
         x = torch.randn(4, product.weight.shape[1], dtype=product.wide.dtype)
@@ -115,7 +115,7 @@ def test_few_rows_read_codes_also_where_weights_in_16_bits_are_there(policy: Pol
 
 def test_one_buffer_holds_all_weights_of_2_bytes_each_and_is_freed_and_filled_again(policy: Policy) -> None:
     with LiveStorage() as made:
-        borrowing = borrow(policy, PlainRoom())
+        borrowing = borrow(policy, new_buffer)
         assert borrowing.wide is not None
         before = made.live
         assert len({product.wide.untyped_storage().data_ptr() for product in products() if product.wide is not None}
@@ -212,7 +212,7 @@ def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
 ) -> None:
     pool(**options)
     with pytest.raises(BorrowError, match=message):
-        SleepingRoom().take(1000, torch.bfloat16, CPU)
+        SleepingRoom()(1000, torch.bfloat16, CPU)
 
 
 def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
@@ -268,7 +268,7 @@ def test_on_the_cpu_it_is_done_where_it_is_asked_for_only(policy: Policy) -> Non
 
 
 def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
-    borrowing = Loan(policy.base, CPU, room=PlainRoom())
+    borrowing = Loan(policy.base, CPU, room=new_buffer)
     for prefix in {name.rpartition(".")[0].rpartition(".")[0] for name, _ in policy.base.named_modules()
                    if name.endswith("q_proj")}:
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
@@ -305,16 +305,16 @@ def sampled(tmp_path: Path) -> Policy:
     return policy
 
 
-class FullRoom(PlainRoom):
+class FullRoom:
     """Memory has room the first time and not again."""
 
     times = 0
 
-    def take(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Any) -> Tensor:
         FullRoom.times += 1
         if FullRoom.times > 1:
             raise RuntimeError(NO_MEMORY)
-        return super().take(*arguments)
+        return new_buffer(*arguments)
 
 
 class TestEngine:
@@ -346,7 +346,7 @@ class TestEngine:
     def test_memory_that_runs_out_in_dequantizing_leaves_the_4_bit_kernels_and_the_run_goes_on(
         self, sampled: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(sampling_weights, "PlainRoom", FullRoom)
+        monkeypatch.setattr(sampling_weights, "new_buffer", FullRoom())
         monkeypatch.setattr(FullRoom, "times", 0)
         with engine_on(sampled, sampling_weights="16bit") as engine, caplog.at_level(logging.WARNING):
             assert engine.sampling_weights == "16bit"

@@ -37,7 +37,7 @@ def test_the_plan_counts_the_prefills_that_the_engine_makes(
                         lambda device: SimpleNamespace(total_memory=total))
     card = SimpleNamespace(device=torch.device("cuda:0"))
     assert vllm_settings.prefill(card, 512, sequences) == {"max_num_batched_tokens": tokens}  # type: ignore[arg-type]
-    shape, settings = ModelShape.of(named_config("qwen2.5-3b")), RunSettings(30_000, sequences=sequences)
+    shape, settings = ModelShape.from_config(named_config("qwen2.5-3b")), RunSettings(30_000, sequences=sequences)
     of_token = engine_workspace(shape, replace(settings, context=2), Device("", total, total)) - engine_workspace(
         shape, replace(settings, context=1), Device("", total, total))
     found = engine_workspace(shape, settings, Device("", total, total))

@@ -20,10 +20,10 @@ def scheduler_of(engine: VLLMEngine) -> Any:
 
 
 def test_every_drawn_token_is_counted_once_and_prompts_once_a_group(engine: VLLMEngine) -> None:
-    engine.pace.take()
+    engine.pace.pop_measured()
     groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=30, seed=1))
     lengths = [len(rollout.completion_ids) for group in groups for rollout in group]
-    pace = engine.pace.take()
+    pace = engine.pace.pop_measured()
     assert sum(pace.spent[name].tokens for name in ("full", "tail")) == sum(lengths) - len(lengths)
     assert pace.spent["prefill"].tokens == 7 and pace.most == 8 and pace.preemptions == 0
     assert pace.spent["prefill"].seconds > 0 and pace.spent["full"].seconds > 0
@@ -33,7 +33,7 @@ def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) ->
     policy = Policy(with_adapter(load_model("tiny")).eval())
     with engine_on(policy, max_num_seqs=3) as engine:
         groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=12, seed=1, ignore_eos=True))
-        pace = engine.pace.take()
+        pace = engine.pace.pop_measured()
     assert pace.most == 3 and sum(len(group) for group in groups) == 8
     assert pace.spent["tail"].tokens == 0  # two rows are left in the last steps, of three
     assert pace.spent["full"].tokens == 8 * 11
@@ -77,6 +77,6 @@ def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest
         monkeypatch.setattr(engine.llm.llm_engine, "step", spy)
         params = SamplingParams(n=4, max_tokens=200, seed=1, ignore_eos=True)
         groups = engine.generate(PROMPTS, params)
-        pace = engine.pace.take()
+        pace = engine.pace.pop_measured()
     assert pace.preemptions == sum(told.values()) > 0
     assert all(len(rollout.completion_ids) == 200 for group in groups for rollout in group)

@@ -5,7 +5,7 @@ from tables import every_row
 from template_tokenizers import FOLDER, tiny_with
 from trl.chat_template_utils import add_response_schema
 
-from lowmem_grpo.environments.tools.forms import CALL, SCHEMA, Template, ToolFormError, parser_of
+from lowmem_grpo.environments.tools.forms import CALL, SCHEMA, ToolCallTemplate, ToolFormError, parser_of
 from lowmem_grpo.environments.tools.parsers import Parser
 
 FOUND = {  # by the beginning of a template's name, the longest first
@@ -53,7 +53,7 @@ def test_the_calls_of_devstral_and_ministral_are_read(version: str, special: tup
     tokenizer.chat_template = MISTRAL.replace("CALL{", CALLS_OF_MISTRAL[version] + "{")
     parser = parser_of(tokenizer, [SCHEMA], None, {})
     assert isinstance(parser, Parser) and parser.form.name == "mistral"
-    said = Template(tokenizer, {}).call().partition("[/INST]")[2].removesuffix("</s>")
+    said = ToolCallTemplate(tokenizer, {}).call().partition("[/INST]")[2].removesuffix("</s>")
     ids = tokenizer.encode(said, add_special_tokens=False)
     assert parser.read(ids, tokenizer.decode(ids, skip_special_tokens=True)).calls == [CALL]
 
@@ -79,7 +79,8 @@ def test_without_a_template_or_with_an_unknown_name_it_says_what_is_allowed() ->
 
 def test_template_kwargs_say_whether_the_prompt_opens_a_thought() -> None:
     tokenizer = tiny_with("qwen3_5_think")
-    assert [Template(tokenizer, {"enable_thinking": on}).opens_thought() for on in (True, False)] == [True, False]
+    opens = [ToolCallTemplate(tokenizer, {"enable_thinking": on}).opens_thought() for on in (True, False)]
+    assert opens == [True, False]
 
 
 @every_row(("template", "special", "broken"), [
@@ -94,8 +95,8 @@ def test_an_unknown_form_is_read_by_the_tokenizers_response_template(
 ) -> None:
     tokenizer = add_response_schema(tiny_with(template, *special))
     parser = parser_of(tokenizer, [SCHEMA], None, {})
-    whole = Template(tokenizer, {}).call()
-    ids = tokenizer.encode(whole.removeprefix(Template(tokenizer, {}).prompt().rpartition("?")[2]))
+    whole = ToolCallTemplate(tokenizer, {}).call()
+    ids = tokenizer.encode(whole.removeprefix(ToolCallTemplate(tokenizer, {}).prompt().rpartition("?")[2]))
     assert parser.read(ids, "").calls == [CALL]
     assert parser.read([], "It is warm.").content == "It is warm."
     found = parser.read(tokenizer.encode(broken), "as decoded")

@@ -197,7 +197,7 @@ def test_a_call_that_a_dying_session_never_answers_is_an_outage_and_is_not_waite
             self.called.set()
             await asyncio.Event().wait()
 
-    session = tools_of_mcp.Session(Dying(), "dying")
+    session = tools_of_mcp.MCPSession(Dying(), "dying")
     session.open(60)
     with pytest.raises(ToolOutage, match="the MCP server dying does not work: RuntimeError: its session has"):
         asyncio.run(asyncio.wait_for(session.call("price", {}), 60))

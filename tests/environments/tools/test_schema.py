@@ -10,7 +10,7 @@ from tables import every_row
 from template_tokenizers import weather
 
 from lowmem_grpo.environments.tools.arguments import fault, typed
-from lowmem_grpo.environments.tools.schema import Tool, ToolSchemaError, tool_of
+from lowmem_grpo.environments.tools.toolbox import Tool, ToolSchemaError, tool_of
 
 
 def no_docs(a: int) -> int:

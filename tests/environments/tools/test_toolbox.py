@@ -72,10 +72,10 @@ def test_functions_methods_and_async_functions_are_tools_alike() -> None:
     assert told(box, "wait", seconds=0) == "0"
     assert told(box, "wait", seconds=0.001) == "error: RuntimeError: too late"
     assert [box.is_async(ToolCall(name, {})) for name in ("buy", "wait", "unknown")] == [False, True, False]
-    other = box.of([weather, Shop("B").buy, Shop("B").wait])
+    other = box.with_functions([weather, Shop("B").buy, Shop("B").wait])
     assert told(other, "buy", what="tea") == '{"shop": "B", "bought": "tea", "ok": true}' and other.parser is box.parser
     with pytest.raises(ValueError, match="the tools buy differ"):
-        box.of([Shop("B").buy])
+        box.with_functions([Shop("B").buy])
 
 
 @every_row(("result", "text"), [

@@ -10,7 +10,7 @@ from tables import not_refused
 from lowmem_grpo.recipes.games import guess, tictactoe
 from lowmem_grpo.recipes.games.calculator import calculate, sums
 from lowmem_grpo.recipes.games.guess import Guess, number_in
-from lowmem_grpo.recipes.games.playing import baselines, play, score
+from lowmem_grpo.recipes.games.playing import baselines, play
 from lowmem_grpo.recipes.games.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
 
 NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]
@@ -219,9 +219,3 @@ def test_the_calculator_refuses_what_is_no_expression() -> None:
 def test_known_players_do_as_well_as_is_known(game: Any, players: Any, expected: dict[str, float]) -> None:
     found = baselines(game, players, rows(1500))
     assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=4)
-
-
-def test_a_score_says_its_share_its_interval_and_its_turns() -> None:
-    found = score(Guess(), guess.bisect, rows(100))
-    assert str(found).startswith(f"{found.wins}.0% (") and f"in {found.turns:.2f} turns" in str(found)
-    assert found.reward == found.share < 1

@@ -10,7 +10,7 @@ from episodes import CALL, episode, game, tool_use, turn
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.rewards import RewardError, RewardScorer, number_equal, repetition_penalty, soft_overlong_penalty
 from lowmem_grpo.rewards.calling.contract import MissingColumnError
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, Later, call
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, EpisodeMessages, call
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -61,13 +61,13 @@ def test_functions_for_one_answer_read_the_last_and_functions_for_messages_read_
 def test_the_messages_are_a_plain_list_but_for_index_0() -> None:
     plain = [{"role": "assistant", "content": "6 * 7", "tool_calls": [CALL]}, {"role": "tool", "content": "42"},
              {"role": "assistant", "content": "It is 42."}, {"role": "user", "content": "Thanks."}]
-    later = Later(plain)
+    later = EpisodeMessages(plain)
     first, *rest = later
     assert [first, *rest] == list(later) == later == plain and len(later) == 4 and isinstance(later, list)
     assert later[0] is plain[2] and later[1:] == plain[1:] and later[:1] == plain[:1]
     assert [later[index] for index in (1, 2, 3, -1, -4)] == [plain[index] for index in (1, 2, 3, -1, -4)]
     assert copy.deepcopy(later) == plain == json.loads(json.dumps(later))
-    for missing, index in ((later, 4), (Later(), 0)):
+    for missing, index in ((later, 4), (EpisodeMessages(), 0)):
         with pytest.raises(IndexError):
             missing[index]
 

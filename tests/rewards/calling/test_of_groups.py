@@ -22,15 +22,14 @@ from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
 from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
-from lowmem_grpo.rewards.calling.early import covered
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call, score_rows
+from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call, covered, score_rows
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SIZE = 3  # completions of a group
 ORDER = (2, 0, 3, 1)  # in which groups are finished
-LINGER = "lowmem_grpo.rewards.calling.early.LINGER"
+LINGER = "lowmem_grpo.rewards.calling.of_groups.LINGER"
 
 
 class Length(Reward):
@@ -526,7 +525,7 @@ def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
 ) -> None:
     reward = Digits()
     trainer = make(tmp_path, reward)
-    trainer.sampler.engine, trainer.sampler.given = TwoArguments(trainer.engine), True
+    trainer.sampler.engine, trainer.sampler.is_callers = TwoArguments(trainer.engine), True
     for _ in range(2):
         trainer.rollout()
     assert sum("capabilities lack on_group" in record.message for record in caplog.records) == 1

@@ -20,7 +20,7 @@ from tables import every_row
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.rewards import RewardError, RewardScorer, Scores, int_reward_func
-from lowmem_grpo.rewards.calling import calls, time_limit
+from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -240,7 +240,7 @@ def scored(weights: list[float], *funcs: Any) -> tuple[list[Any], dict[str, floa
     config = GRPOConfig(reward_weights=weights, num_generations=4, scale_rewards="none")
     group = RolloutGroup({"prompt": "p"}, [1], rollouts)
     scoring = Scoring(RewardScorer(list(funcs), weights), config, TrainerState())
-    logged = scoring.apply([group], scoring.begin([group]).settle([group]))
+    logged = scoring.apply([group], scoring.start_batch([group]).settle([group]))
     return rollouts, logged
 
 
@@ -453,19 +453,19 @@ def test_a_late_function_is_ended_whatever_it_catches_and_leaves_no_handler_behi
                 caught.append(type(error))
         return [0.0] * len(completions)
 
-    monkeypatch.setattr(time_limit, "AGAIN", 0.01)
+    monkeypatch.setattr(calls, "AGAIN", 0.01)
     for func in (catches_errors, catches_all):
         with pytest.raises(RewardError, match=r"did not return within 0\.01 s"):
             score(func, timeout=0.01)
-    assert caught == [time_limit.OverTime] * 2
-    assert signal.getsignal(time_limit.SIGNAL) is signal.SIG_DFL
+    assert caught == [calls.OverTime] * 2
+    assert signal.getsignal(calls.SIGNAL) is signal.SIG_DFL
 
 
 def test_a_function_without_a_limit_is_not_watched_and_runs_in_the_main_thread() -> None:
     seen: list[Any] = []
 
     def looks(completions: list[Any], **kwargs: Any) -> list[float]:
-        seen.append((threading.current_thread(), signal.getsignal(time_limit.SIGNAL)))
+        seen.append((threading.current_thread(), signal.getsignal(calls.SIGNAL)))
         return [0.0] * len(completions)
 
     assert GRPOConfig(reward_timeout=None).reward_limit == math.inf

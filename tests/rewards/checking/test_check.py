@@ -15,8 +15,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import answer_line, correct_answer, make_dataset
-from lowmem_grpo.rewards.checking.result import print_check
-from lowmem_grpo.rewards.checking.trials import Trial
+from lowmem_grpo.rewards.checking.check import print_check
+from lowmem_grpo.rewards.checking.diagnosis import RewardTrial
 from lowmem_grpo.rewards.texts import completion_texts
 
 ARGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24}
@@ -212,7 +212,8 @@ def test_pay_signal_and_what_to_do_are_printed_and_the_models_text_is_not_obeyed
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_narrow_terminal_keeps_the_names_of_functions_whole(width: int) -> None:
     names = ["number_match", "code_passes_tests", "shared_words"]
-    trials = [Trial(name, "verifier", -0.25, [0.123, -0.333], [0.0], verdicts=0.5, seconds=12.5) for name in names]
+    trials = [RewardTrial(name, "verifier", -0.25, [0.123, -0.333], [0.0], verdicts=0.5, seconds=12.5)
+              for name in names]
     result = rewards.RewardCheck([], trials, ["prompt " * 50], ["text " * 80] * 2, [0.1, -0.3], 1, 1, 1.0, (0.0, 1.0),
                                  0.0)
     console = Console(file=io.StringIO(), width=width, force_terminal=False)

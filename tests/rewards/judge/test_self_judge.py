@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.memory.bounds import Shortage
+from lowmem_grpo.memory.oom import OutOfMemory
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.types import Rollout
 from tests.attacks.judge_server import answers_in
@@ -239,7 +239,7 @@ def test_memory_that_ran_out_once_is_remembered(model: FastPeftModel, monkeypatc
 
     judge = rewards.SelfJudge(model, max_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
-    judge.memory.rollout.lower("sampling 4 at once", Shortage("none left", None, 0), 2)
+    judge.memory.rollout.lower("sampling 4 at once", OutOfMemory("none left", None, 0), 2)
     rows: list[int] = []
     begin = Batch.take_part
 

@@ -7,8 +7,8 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.calling.of_groups import Later
-from lowmem_grpo.rewards.judge.transcript import NOTHING, RESULT_CHARS, compared, transcript_of
+from lowmem_grpo.rewards.calling.of_groups import EpisodeMessages
+from lowmem_grpo.rewards.judge.forms import NOTHING, RESULT_CHARS, compared, transcript_of
 
 SYSTEM = {"role": "system", "content": "Find the mail."}
 CALL = {"type": "function", "function": {"name": "search", "arguments": '{"words": "lunch"}'}}
@@ -68,8 +68,8 @@ def test_episodes_are_compared_as_a_whole_and_single_answers_as_before() -> None
     judge = Scripted()
     reward = rewards.ruler(judge)
     opening = [SYSTEM, {"role": "user", "content": "When is lunch?"}]
-    found = Later([CALLED, tool("mail 7"), said("12")])
-    reward(prompts=[opening] * 3, completions=[found, Later([said("12")]), found])
+    found = EpisodeMessages([CALLED, tool("mail 7"), said("12")])
+    reward(prompts=[opening] * 3, completions=[found, EpisodeMessages([said("12")]), found])
     (question,) = judge.asked
     assert question.transcripts and len(question.answers) == 2 and "mail 7" in question.answers[0]
     assert json.loads(question.answers[1]) == said("12")
@@ -78,7 +78,7 @@ def test_episodes_are_compared_as_a_whole_and_single_answers_as_before() -> None
 
 
 def test_episodes_of_two_seeds_are_not_compared_although_they_begin_alike() -> None:
-    judge, episodes = Scripted(), [Later([said(text), tool("no"), said(text)]) for text in "abcd"]
+    judge, episodes = Scripted(), [EpisodeMessages([said(text), tool("no"), said(text)]) for text in "abcd"]
     shared: dict[str, Any] = {"prompts": ["Guess."] * 4, "completions": episodes, "seed": [1, 1, 2, 2]}
     rewards.ruler(judge)(**shared, environments=[None] * 4, turns=[[]] * 4)
     assert [len(question.answers) for question in judge.asked] == [2, 2]

@@ -302,7 +302,7 @@ def test_a_schema_that_is_none_is_refused() -> None:
     ("math_verify", rewards.math_match), ("jsonschema", lambda: rewards.json_match({"type": "object"})),
 ])
 def test_a_missing_package_is_named(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("math_answer", "json_answer"):
+    for module in ("math_answer", "answers"):
         monkeypatch.setattr(f"lowmem_grpo.rewards.ready.{module}.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=f"needs the package {package.replace('_', '-')}: pip install"):
         make()

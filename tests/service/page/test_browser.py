@@ -10,7 +10,7 @@ pytest.importorskip("selenium", reason="the page is driven by selenium (the extr
 
 from lowmem_grpo.views.report import write_report
 from tests.support.page_server import Browser, browsing, needs_chromium, watched
-from tests.support.written_runs import append, completion, metric, write_hostile, write_run
+from tests.support.run_pages import append, completion, metric, write_hostile, write_run
 
 pytestmark = needs_chromium
 REWARD = "return curves.find(({ chart, plot }) => chart.title === 'Reward' && plot)?.plot.data[0].at(-1)"

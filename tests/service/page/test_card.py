@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowmem_grpo.service.page import card as driver
-from lowmem_grpo.service.page.card import KEEP, CardUse
+from lowmem_grpo.service.page import watching as driver
+from lowmem_grpo.service.page.watching import KEEP, CardUse
 
 
 @pytest.fixture(autouse=True)

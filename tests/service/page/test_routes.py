@@ -13,12 +13,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.service.page.page import Page
-from lowmem_grpo.service.page.routes import FILES, HEADERS, page_app
+from lowmem_grpo.service.page.page import FILES, HEADERS, Page, page_app
 from lowmem_grpo.service.users import OWNER, User
 from tests.support.page_server import GUEST_KEY, KEY, page_of
 from tests.support.programs import owner_of
-from tests.support.written_runs import append, completion, metric, write_hostile, write_run
+from tests.support.run_pages import append, completion, metric, write_hostile, write_run
 
 HERE = "http://127.0.0.1"
 OURS = {"origin": HERE}

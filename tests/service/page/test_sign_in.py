@@ -1,8 +1,7 @@
 """Signing in: links work once, cookies end, and nothing that opens the page is kept."""
 
-from lowmem_grpo.service.page import sign_in
-from lowmem_grpo.service.page.sign_in import LASTS, SignIn
-from lowmem_grpo.service.users import User, Users, hashed
+from lowmem_grpo.service import users as sign_in
+from lowmem_grpo.service.users import LASTS, SignIn, User, Users, hashed
 
 KEY = "tml-owner-owner-owner-owner"
 OWNER = User("owner")

@@ -11,7 +11,7 @@ import pytest
 from lowmem_grpo.service.page import sources
 from lowmem_grpo.service.page.sources import RunsSource
 from lowmem_grpo.service.users import OWNER, User
-from tests.support.written_runs import write_run
+from tests.support.run_pages import write_run
 
 ROOT = User(OWNER)
 

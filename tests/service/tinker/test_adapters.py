@@ -5,19 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from exact_gradients import exact
 from tables import every_row
 from torch import Tensor
+from trainer_runs import exact
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
-from lowmem_grpo.memory.bounds import RunMemory
 from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.service.tinker.adapters import Adam, Adapters, LoraSettings, one_each
 from lowmem_grpo.service.tinker.calls import CreateModel, OptimStep, read
-from lowmem_grpo.service.tinker.cells import Cells
-from lowmem_grpo.service.tinker.datum import Datum, Pass
+from lowmem_grpo.service.tinker.datum import Cells, Datum, Pass
 
 
 def adapters(tokens: int | None = None) -> Adapters:

@@ -7,8 +7,7 @@ import torch
 from tables import every_row
 
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.cells import MOST_WIDTH, cells_of
-from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, output_of, pass_of
+from lowmem_grpo.service.tinker.datum import MOST_WIDTH, ModelBounds, as_bytes, cells_of, output_of, pass_of
 
 TOKENS = torch.tensor([[7, 0, 9], [0, 0, 0], [4, 5, 0]])
 WEIGHTS = torch.tensor([[0.5, 0.0, -1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 0.25]])
@@ -80,14 +79,14 @@ def request(loss: str = "cross_entropy", tokens: torch.Tensor = TOKENS) -> Any:
 
 
 def test_other_losses_and_unknown_tokens_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pass_of(request(), Bounds(100, 8)).data[0].cells is not None
+    assert pass_of(request(), ModelBounds(100, 8)).data[0].cells is not None
     with pytest.raises(ValueError, match="which ppo does not take"):
-        pass_of(request("ppo"), Bounds(100, 8))
+        pass_of(request("ppo"), ModelBounds(100, 8))
     with pytest.raises(ValueError, match="the model's token ids are 0 to 7"):
-        pass_of(request(), Bounds(8, 8))
+        pass_of(request(), ModelBounds(8, 8))
     monkeypatch.setattr("lowmem_grpo.service.tinker.datum.MOST_CELLS", 8)
     with pytest.raises(ValueError, match="data has 9 targets; at most 8"):
-        pass_of(request(), Bounds(100, 8))
+        pass_of(request(), ModelBounds(100, 8))
 
 
 def test_the_answer_tells_how_many_targets_each_datum_had() -> None:

@@ -7,9 +7,9 @@ import torch
 from tables import every_row
 
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.datum import Bounds, as_bytes, output_of, pass_of
+from lowmem_grpo.service.tinker.datum import ModelBounds, as_bytes, output_of, pass_of
 
-BOUNDS = Bounds(vocabulary=100, context=8)
+BOUNDS = ModelBounds(vocabulary=100, context=8)
 
 
 def request(ids: list[int] = [5, 6, 7], targets: list[int] = [6, 7, 8], **others: Any) -> Any:  # noqa: B006

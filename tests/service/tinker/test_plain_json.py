@@ -11,7 +11,7 @@ from tables import every_row
 from tinker_server import OWNER, Server
 
 from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.plain_json import request_of, wants_json
+from lowmem_grpo.service.tinker.calls import request_of, wants_json
 
 DATA: list[Any] = [{"tokens": [5, 6, 7], "target_tokens": [6, 7, 8], "weights": [0, 1, -0.5]}]
 IN_JSON = {"Accept": "application/json", "Content-Type": "application/json"}

@@ -103,6 +103,7 @@ def test_an_unknown_loss_is_refused_with_what_to_use_and_the_client_goes_on(clie
     assert training.forward_backward(data(1), "cross_entropy").result().metrics
 
 
+@pytest.mark.slow
 def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: Any) -> None:
     """Bit for bit what two requests of the program's own add up to, each to a model as it began."""
     whole, *others = (client.create_lora_training_client(base_model="tiny", rank=2, seed=1).result() for _ in range(3))

@@ -12,7 +12,7 @@ from tinker_server import API, OTHER, OWNER, Server, body
 from transformers import AutoTokenizer
 
 from lowmem_grpo.models.named import public_name
-from lowmem_grpo.service.tinker import runs
+from lowmem_grpo.service.tinker import usage as runs
 from lowmem_grpo.service.users import Allowance
 
 

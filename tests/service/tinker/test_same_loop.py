@@ -13,12 +13,12 @@ from served import Serving, serving, tinker_client
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.service.call import Call
 from lowmem_grpo.service.database import Database
 from lowmem_grpo.service.desk import Desk
 from lowmem_grpo.service.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.service.tinker.datum import Datum, Pass
 from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
+from lowmem_grpo.service.waiting import Call
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lowmem_grpo.service.tinker import wire
 from lowmem_grpo.service.tinker.calls import SampleRequest, read
-from lowmem_grpo.service.tinker.datum import Bounds
+from lowmem_grpo.service.tinker.datum import ModelBounds
 from lowmem_grpo.service.tinker.sampling import params_of
 
-BOUNDS = Bounds(vocabulary=384, context=64)
+BOUNDS = ModelBounds(vocabulary=384, context=64)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7, 8]}]}
 
 

@@ -9,7 +9,7 @@ import torch
 from tinker_server import Server
 from torch import Tensor
 
-from lowmem_grpo.service.tinker.scoring import NONE, Scored, Scoring
+from lowmem_grpo.service.tinker.scoring import NONE, PromptScoring, Scored
 from lowmem_grpo.service.waiting import DeskClosedError
 
 
@@ -46,7 +46,7 @@ def whole(server: Server, ids: list[int], adapter: Path | None) -> Tensor:
 def test_many_prompts_are_scored_in_one_pass_for_each_adapter(
     server: Server, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scoring, passes = Scoring(server.model.desk), []
+    scoring, passes = PromptScoring(server.model.desk), []
     plain = server.model.desk.policy.logprobs
     monkeypatch.setattr(server.model.desk.policy, "logprobs", lambda *given: passes.append(1) or plain(*given))
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_many_prompts_are_scored_in_one_pass_for_each_adapter(
 
 
 def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as_asked(server: Server) -> None:
-    scoring, ids = Scoring(server.model.desk), [5, 6, 7, 8, 9]
+    scoring, ids = PromptScoring(server.model.desk), [5, 6, 7, 8, 9]
     with server.held_up():
         asked = [scoring.ask(ids, None, top, last) for top, last in ((3, None), (0, None), (7, 2))]
     three, none, seven = [one.result(60) for one in asked]
@@ -81,7 +81,7 @@ def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.service.tinker.scoring.AT_ONCE", 7)
-    scoring = Scoring(server.model.desk)
+    scoring = PromptScoring(server.model.desk)
     with server.held_up():
         asked = [scoring.ask([5] * length, None) for length in (3, 4, 9, 2)]
         assert [len(one.ids) for one in scoring.waiting] == [3, 4, 9, 2]
@@ -90,7 +90,7 @@ def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
 
 def test_an_error_and_a_closed_desk_are_told_to_all_that_wait(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    scoring = Scoring(server.model.desk)
+    scoring = PromptScoring(server.model.desk)
     with server.held_up():
         lost = [scoring.ask([5, 6], tmp_path / "nothing") for _ in range(2)]
         good = scoring.ask([5, 6], None)

@@ -8,7 +8,7 @@ import pytest
 from tinker_server import OTHER, Server, body
 
 from lowmem_grpo.service.users import Allowance
-from lowmem_grpo.units import MIB
+from lowmem_grpo.utils import MIB
 
 SIZE = len(body("m" * 40, 1, 1))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.views.dashboard import jsonl_tail
-from lowmem_grpo.views.dashboard.jsonl_tail import JsonlTail
+from lowmem_grpo.views.dashboard import plain_file
+from lowmem_grpo.views.dashboard.plain_file import JsonlTail
 
 
 def steps(file: JsonlTail) -> list[int]:
@@ -50,7 +50,7 @@ def test_damaged_lines_and_steps_that_are_none_are_counted_and_left_out(tmp_path
 
 
 def test_a_line_that_is_too_long_does_not_block_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl_tail, "PIECE", 1000)
+    monkeypatch.setattr(plain_file, "PIECE", 1000)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "text": "' + "x" * 5000)
     file = JsonlTail(path)
@@ -66,7 +66,7 @@ def test_a_line_that_is_too_long_does_not_block_what_follows(tmp_path: Path, mon
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl_tail, "PIECE", 150)
+    monkeypatch.setattr(plain_file, "PIECE", 150)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(50)))
     file, found, looks = JsonlTail(path), [], 0

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.views.dashboard import jsonl_tail, run_follower
+from lowmem_grpo.views.dashboard import plain_file, run_follower
 from lowmem_grpo.views.dashboard.plain_file import log_tail
 from lowmem_grpo.views.dashboard.run_follower import RunFollower
-from lowmem_grpo.views.page_file import one_file
-from tests.support.written_runs import ATTACK, append, completion, metric, write_hostile, write_run
+from lowmem_grpo.views.report import one_file
+from tests.support.run_pages import ATTACK, append, completion, metric, write_hostile, write_run
 
 
 def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_page_is_told_that_all_is_read_though_the_last_look_found_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "run", 5)
-    monkeypatch.setattr(jsonl_tail, "PIECE", (folder / "metrics.jsonl").stat().st_size)  # it ends with a piece
+    monkeypatch.setattr(plain_file, "PIECE", (folder / "metrics.jsonl").stat().st_size)  # it ends with a piece
     run = RunFollower(folder)
     run.read_news()
     assert "still being read" in run.content()["note"]
@@ -82,7 +82,7 @@ def test_of_a_long_run_the_page_says_what_is_left_out_and_a_look_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_follower, "LAST_BYTES", 2000)
-    monkeypatch.setattr(jsonl_tail, "PIECE", 64 * 1024)
+    monkeypatch.setattr(plain_file, "PIECE", 64 * 1024)
     folder = write_run(tmp_path / "run", 3000)
     run = RunFollower(folder)
     looks = 0

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lowmem_grpo.runs.lock import boot, is_alive
-from lowmem_grpo.units import time_text
+from lowmem_grpo.utils import time_text
 from lowmem_grpo.views.dashboard import runs_folder
 from lowmem_grpo.views.dashboard.runs_folder import one_run, runs_below, so_far, stop
 from tests.support.programs import owner_of
-from tests.support.written_runs import write_run
+from tests.support.run_pages import write_run
 
 HERE = {"host": socket.gethostname(), "boot": boot()}
 

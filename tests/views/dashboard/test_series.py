@@ -2,10 +2,10 @@
 
 import pytest
 
-from lowmem_grpo.views.alarm_list import Warned
-from lowmem_grpo.views.dashboard import series as dashboard_series
-from lowmem_grpo.views.dashboard.series import MOST_ROWS, Series
-from tests.support.written_runs import metric
+from lowmem_grpo.views.dashboard import run_follower as dashboard_series
+from lowmem_grpo.views.dashboard.run_follower import MOST_ROWS, Series
+from lowmem_grpo.views.headline import Warned
+from tests.support.run_pages import metric
 
 
 def filled(steps: int, **at: float) -> Series:

@@ -1,0 +1,77 @@
+"""Answers of `apply_chat_template` that programs for transformers 4 and for transformers 5 both understand.
+
+Without `return_dict`, version 4 returned token ids and version 5 returns a dictionary with them. Programs for version 4
+take the answer's length, decode it or put it into a dataset, and hand a tensor to `model.generate(input_ids=...)`;
+programs for version 5 look up "input_ids", or write `**answer`.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from transformers import BatchEncoding
+
+
+class TokenIds(list[Any]):
+    """The ids, as version 4 returned them, with every key, attribute and method of the dictionary of version 5."""
+
+    encoding: BatchEncoding
+
+    def __init__(self, encoding: BatchEncoding) -> None:
+        super().__init__(encoding["input_ids"])
+        self.encoding = encoding
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.encoding[place] if isinstance(place, str) else super().__getitem__(place)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.encoding if isinstance(value, str) else super().__contains__(value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "encoding" or name.startswith("__"):  # a copy asks before anything is set
+            raise AttributeError(name)
+        return getattr(self.encoding, name)
+
+    def __reduce__(self) -> Any:
+        return list, ([*self],)  # what is sent to another process, or stored, is the ids
+
+
+class IdsTokenizer:
+    """A tokenizer's own methods, with `apply_chat_template` as both versions answer."""
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
+        """Return what transformers does, and `TokenIds` where that is lists of ids and `return_dict` is not given."""
+        answer = super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
+        lists = isinstance(answer, BatchEncoding) and isinstance(answer["input_ids"], list)
+        return TokenIds(answer) if lists and "return_dict" not in options else answer
+
+    def __reduce__(self) -> Any:
+        return empty_tokenizer, (type(self).__bases__[1],), vars(self)
+
+
+@cache
+def class_with_ids(cls: type) -> type:
+    """Return a tokenizer's class under its own name, by which it is stored, with `IdsTokenizer`'s answers."""
+    return type(cls.__name__, (IdsTokenizer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def empty_tokenizer(cls: type) -> Any:
+    """Return a tokenizer whose values a copy or another process is about to set."""
+    own: Any = class_with_ids(cls)
+    return own.__new__(own)
+
+
+def with_ids(tokenizer: Any) -> Any:
+    """Return the tokenizer with `IdsTokenizer`'s answers; the caller keeps no other reference to it."""
+    tokenizer_copy = empty_tokenizer(type(tokenizer))
+    vars(tokenizer_copy).update(vars(tokenizer))
+    return tokenizer_copy
+
+
+def generate_inputs(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `generate`; a dictionary that stands for its `input_ids` is spread over them."""
+    name = next((name for name in ("input_ids", "inputs") if name in options), None)
+    given = args[0] if args else options.get(str(name))
+    if not isinstance(given, Mapping):
+        return args, options
+    return args[1:], {**given, **{key: value for key, value in options.items() if args or key != name}}

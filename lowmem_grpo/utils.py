@@ -1,0 +1,166 @@
+"""Bytes, seconds and counts in words; rules for the values of settings; and torch, imported once it is needed."""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+MIB = 2**20
+GIB = 2**30
+UNIONS = (UnionType, Union)
+Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
+
+
+class LazyModule:
+    """A module that is imported once it is needed: torch takes seconds, and settings are checked before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(import_module(self._name), name)
+        setattr(self, name, value)  # asked for once
+        return value
+
+
+if TYPE_CHECKING:  # a type checker sees the module itself
+    import torch as torch
+else:
+    torch = LazyModule("torch")
+
+
+def size_text(count: float) -> str:
+    """Bytes as people read them: 1.50 GiB, or 300.0 MiB where it is less than one GiB."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as people read them: 0.031 s, 4.3 s, 42 s, 12 min 34 s, 1 h 2 min."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def number(words: str, holds: Callable[[Any], bool]) -> Rule:
+    """A rule for numbers; nothing else satisfies it, nor does True."""
+    return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
+
+
+def at_least(least: int, kind: Any = Real) -> Rule:
+    """A rule for whole numbers; of `Real` numbers, 8.0 is one too."""
+    return f"a whole number, at least {least}", lambda value: (
+        isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
+    )
+
+
+def up_to(most: int, kind: Any = Real) -> Rule:
+    return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
+
+
+def one_of(*allowed: Any) -> Rule:
+    return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
+
+
+NOT_NEGATIVE = number("0 or above", lambda value: value >= 0)  # infinite too
+ZERO_OR_MORE = number("0 or above", lambda value: 0 <= value < math.inf)
+POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
+SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
+DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
+COUNT = at_least(1)
+NUMBERS: Rule = ("a list of numbers", lambda value: isinstance(value, Iterable)
+                 and all(isinstance(each, Real) for each in value))
+TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
+PATH: Rule = ("a folder's name, which is not empty",
+              lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()))
+WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool))
+NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
+                     and all(isinstance(each, Real) for each in value.values()))
+WHOLES: Rule = ("a whole number, or a list of them", lambda value: all(
+    isinstance(each, Integral) for each in (value if isinstance(value, list | tuple | range) else [value])))
+PATTERN_NUMBERS: Rule = ("a dict of numbers, each by a name or a regular expression", lambda value:
+                         NUMBER_DICT[1](value) and all(isinstance(key, str) and is_pattern(key) for key in value))
+TEXTS: Rule = ("a text, or a list of texts", lambda value: isinstance(value, str) or (
+    isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)))
+OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its own, by its annotation
+    bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
+    dict: ("a dict", lambda value: isinstance(value, Mapping)),
+}
+TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
+    """Raise ValueError where a value breaks a rule."""
+    words, holds = rule
+    if not holds(value):
+        raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")
+
+
+def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raise ValueError for the first of these values that breaks its rule; None is one that was not given."""
+    for name, rule in rules.items():
+        if values[name] is not None:
+            require(name, values[name], rule)
+
+
+def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
+    None is allowed where the field's annotation allows it. With `values`, by name, these are checked alone, and
+    `settings` is the class."""
+    for name, words, holds, optional in rules_of(settings.__class__ if values is None else settings):
+        if values is not None and name not in values:
+            continue
+        value = getattr(settings, name) if values is None else values[name]
+        if not (value is None and optional) and not holds(value):
+            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}")
+
+
+def of_yaml(value: Any) -> str:
+    """Return what to write for a number that YAML takes for text: 1e-6 needs a point and a sign there, as 1.0e-6."""
+    read = re.search(r"'([-+]?\d+)(\.\d*)?e([-+]?)(\d+)'", repr(value).lower())
+    return f". YAML reads it as text; write {read[1]}{read[2] or '.0'}e{read[3] or '+'}{read[4]}" if read else ""
+
+
+def check_value(cls: Any, name: str, value: Any) -> None:
+    check_ranges(cls, {name: value})
+
+
+@cache
+def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
+    """(field, what it must be, whether a value is, whether None is one too) of a class and its bases."""
+    rules: dict[str, Rule] = {}
+    for base in reversed(cls.__mro__):
+        rules |= vars(base).get("RANGES", {})
+    hints = get_type_hints(cls)
+    optional = {name for name, hint in hints.items() if NoneType in get_args(hint)}
+    plain = {name: OF_KINDS[kind] for name in getattr(cls, "__dataclass_fields__", ())
+             if name not in rules and (kind := kind_of(hints[name])) in OF_KINDS}
+    return [(name, *rule, name in optional) for name, rule in (rules | plain).items()]
+
+
+def kind_of(hint: Any) -> Any:
+    """Return the one class that an annotation allows beside None, without what it holds; None for several."""
+    kinds = {get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else (hint,))}
+    return (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None

@@ -1,0 +1,133 @@
+"""Operations of ours as the dispatcher sees them: what they write to is known, and little runs around their body."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from nf4_problem import quantized
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_grpo.kernels.custom_op import custom_op, on_its_card
+from lowmem_grpo.kernels.glu import glu_bwd_all, glu_bwd_reuse
+from lowmem_grpo.kernels.logprob_rows import logprob_rows
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
+from lowmem_grpo.kernels.rope import rope_in_place
+
+LIMIT = 5  # Python functions around a body; 20 with torch.library.custom_op
+
+
+def fill(out: Tensor, values: Tensor, other: Tensor | None, number: float) -> None:
+    out.copy_(values * number)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def no_body(out: Tensor, values: Tensor, other: Tensor | None, number: float) -> None:
+    return None
+
+
+FILL = custom_op("test_fill", fill, mutates=("out",))
+DOUBLED = custom_op("test_doubled", doubled, fake=lambda x: x.new_empty(x.shape))
+NO_BODY = custom_op("test_no_body", no_body, mutates=("out",))
+
+
+def test_what_an_operation_writes_to_gets_a_new_version_and_what_it_reads_does_not() -> None:
+    out, values = torch.zeros(2, 3), torch.ones(3)
+    before = out._version, values._version
+    FILL(out[1], values, None, 2.0)  # a view: its base is written to
+    assert out.tolist() == [[0.0] * 3, [2.0] * 3]
+    assert out._version > before[0]
+    assert values._version == before[1]
+    NO_BODY(out, values, None, 2.0)  # as a kernel on a card, whose body no version knows of
+    assert out._version > before[0] + 1
+    with torch.inference_mode():
+        FILL(inference := torch.zeros(3), torch.ones(3), None, 2.0)
+    assert inference.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_kernel_is_launched_on_the_card_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launch = on_its_card(lambda number, x: (current[0], number))
+    with FakeTensorMode():
+        for index in (1, 0):
+            assert launch(5, torch.empty(3, device=f"cuda:{index}")) == (index, 5)
+    assert current == [0]
+
+
+def test_autograd_refuses_a_saved_tensor_that_an_operation_has_overwritten() -> None:
+    x = torch.ones(3, requires_grad=True)
+    saved = x * 1
+    y = saved.exp() + saved * saved
+    with torch.no_grad():
+        FILL(saved.detach(), torch.ones(3), None, 3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_each_operation_of_ours_that_writes_in_place_says_so() -> None:
+    for name in ("glu_bwd_reuse", "glu_bwd_all", "rope_in_place", "nf4_dequantize", "logprob_rows"):
+        written, call = in_place_calls()[name]
+        before = [tensor._version for tensor in written]
+        call()
+        assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+
+
+def in_place_calls() -> dict[str, tuple[list[Tensor], Callable[[], Any]]]:
+    """What each operation writes to, and a call of it."""
+    a, b, c = (torch.randn(4, 8) for _ in range(3))
+    q, k, angles = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 5, 8)
+    weight = NF4Weight.from_bitsandbytes(quantized(8, 64, torch.float32))
+    out, logits = torch.empty(8, 64), torch.randn(3, 11)
+    return {
+        "glu_bwd_reuse": ([a, b], lambda: glu_bwd_reuse(c, a, b, "silu")),
+        "glu_bwd_all": ([a, b, c], lambda: glu_bwd_all(c, a, b, "silu")),
+        "rope_in_place": ([q, k], lambda: rope_in_place(q, k, angles, angles.clone(), True, False)),
+        "nf4_dequantize": ([out], lambda: nf4_dequantize_op(out, weight.tensors, weight.sizes, 0)),
+        "logprob_rows": ([logits], lambda: logprob_rows(logits, torch.zeros(3, dtype=torch.long), None, 1.0, 1.0, None,
+                                                        -1, torch.float32)),
+    }
+
+
+def test_fake_tensors_pass_through_without_their_kernel() -> None:
+    with FakeTensorMode():
+        out = torch.empty(3)
+        version = out._version
+        FILL(out, torch.empty(3), None, 1.0)
+        assert out._version > version
+        assert DOUBLED(torch.empty(5, 2)).shape == (5, 2)
+
+
+def test_the_compiler_takes_them_as_one_operation_each() -> None:
+    def run(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        FILL(out, x, None, 3.0)
+        return DOUBLED(out) + 1
+
+    x = torch.arange(4.0)
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), x * 6 + 1)
+
+
+def test_a_call_runs_a_handful_of_python_functions_around_its_body() -> None:
+    arguments, entered, before = (torch.zeros(0), torch.zeros(0), None, 1.0), [], sys.getprofile()
+    NO_BODY(*arguments)  # torch finds its kernel in the first call
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        NO_BODY(*arguments)
+    finally:
+        sys.setprofile(before)
+    assert "no_body" in entered and len(entered) - 1 <= LIMIT, entered
