@@ -30,7 +30,7 @@ from bench.common import options
 from bench.common import public_code as public
 from bench.common.tables import markdown
 from lowmem_grpo.recipes.problems.arithmetic import problems
-from lowmem_grpo.train.loop import Trainer
+from lowmem_grpo.trainer.loop import Trainer
 
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM
 MADE_ROWS = "bench.notebooks"

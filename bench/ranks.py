@@ -23,7 +23,7 @@ import torch
 
 from bench.common import child, options, rounds, tables
 from bench.common.rows import append_row, machine
-from lowmem_grpo.train.distributed import ranks
+from lowmem_grpo.trainer.distributed import ranks
 from tests.attacks.ranked_run import Ranked, train, trainer
 
 PROMPTS, GENERATIONS, LENGTH, STEPS = 8, 8, 48, 8

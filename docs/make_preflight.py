@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from lowmem_grpo.preflight.checks import CHECKS
+from lowmem_grpo.trainer.preflight.checks import CHECKS
 
 PAGE = Path(__file__).resolve().parent / "preflight.md"
 HEADER = """# Preflight

@@ -23,14 +23,14 @@ from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, OTHER_MODELS, SIZES, Preset, Presets
 from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.runs.views.chart import smooth, window
+from lowmem_grpo.runs.views.palette import LINES
 from lowmem_grpo.utils import GIB, MIB
-from lowmem_grpo.views.chart import smooth, window
-from lowmem_grpo.views.palette import LINES
 
 HERE = Path(__file__).resolve().parent
 PAGES, TABLE = HERE / "recipes", HERE.parent / "lowmem_grpo" / "recipes" / "README.md"

@@ -196,7 +196,7 @@ root starts them:
 | libraries | Python's standard library | |
 
 Code over a limit has failed its test. `code_passes_tests(limits=Limits(seconds=20, total_seconds=60))` changes them,
-with `from lowmem_grpo.sandbox.limits import Limits`; so does `python_tool(limits=...)`.
+with `from lowmem_grpo.rewards.sandbox.limits import Limits`; so does `python_tool(limits=...)`.
 
 In bubblewrap the code sees Python's and the C library's files, all read-only, and its own folder. With
 `isolation="process"` the same limits hold, but there is no such wall: where the kernel lacks Landlock 3 (Linux before

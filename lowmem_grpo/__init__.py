@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.data.chat_template import get_chat_template
     from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
+    from lowmem_grpo.integrations.unsloth_names import PatchFastRL, unsloth_train
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.card_check import is_bfloat16_supported
     from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
-    from lowmem_grpo.train.grpo import GRPOTrainer, RLOOTrainer
-    from lowmem_grpo.train.sft import SFTTrainer
-    from lowmem_grpo.unsloth_names import PatchFastRL, unsloth_train
+    from lowmem_grpo.trainer.grpo import GRPOTrainer, RLOOTrainer
+    from lowmem_grpo.trainer.sft import SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,21 +25,21 @@ __all__ = [
 
 HOMES = {
     **dict.fromkeys(("FastLanguageModel", "FastModel", "FastVisionModel"), "loader"),
-    **dict.fromkeys(("PatchFastRL", "unsloth_train"), "unsloth_names"),
+    **dict.fromkeys(("PatchFastRL", "unsloth_train"), "integrations.unsloth_names"),
     **dict.fromkeys(("standardize_data_formats", "standardize_sharegpt"), "data.conversations"),
     "get_chat_template": "data.chat_template",
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "config.grpo"), "SFTConfig": "config.sft",
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "train.grpo"), "SFTTrainer": "train.sft",
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trainer.grpo"), "SFTTrainer": "trainer.sft",
     "is_bfloat16_supported": "models.card_check", "generate_rollout_completions": "rollout.rollout_func",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "pictures":  # a module of functions
-        return import_module("lowmem_grpo.views.pictures")
+        return import_module("lowmem_grpo.runs.views.pictures")
     if name not in HOMES:
-        elsewhere = import_module("lowmem_grpo.unsloth_names")
+        elsewhere = import_module("lowmem_grpo.integrations.unsloth_names")
         if name in elsewhere.ALIASES:
             return __getattr__(elsewhere.ALIASES[name])
         if name in elsewhere.REFUSED and name.endswith(("Trainer", "Config")):

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.data.chat_template import get_chat_template
     from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
-    from lowmem_grpo.train.responses import train_on_responses_only
+    from lowmem_grpo.trainer.responses import train_on_responses_only
 
 __all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt", "train_on_responses_only"]
 
 HOMES = {
     "get_chat_template": "data.chat_template", "standardize_data_formats": "data.conversations",
-    "standardize_sharegpt": "data.conversations", "train_on_responses_only": "train.responses",
+    "standardize_sharegpt": "data.conversations", "train_on_responses_only": "trainer.responses",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in HOMES:
         return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)
-    import_module("lowmem_grpo.unsloth_names").refuse_name(name)
+    import_module("lowmem_grpo.integrations.unsloth_names").refuse_name(name)
     raise AttributeError(f"module 'lowmem_grpo.chat_templates' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -16,15 +16,15 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
 from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.request_output import Answers, RequestOutput
-from lowmem_grpo.export.saving import Saving
+from lowmem_grpo.memory.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
+from lowmem_grpo.models.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
-from lowmem_grpo.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.runs.adapter_file import (
     PREFIX,
     beyond_lora,

@@ -115,10 +115,10 @@ class FastLanguageModel:
         from lowmem_grpo.engines.token_step import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
+        from lowmem_grpo.memory.offload.embedding import embed_on_host, movable
         from lowmem_grpo.models.card_check import compute_dtype, larger_card, use_card
         from lowmem_grpo.models.fused_weights import fuse_weights
         from lowmem_grpo.models.pretrained import Pretrained, is_quantized
-        from lowmem_grpo.offload.embedding import embed_on_host, movable
 
         cards = torch.cuda.device_count()
         device = own_device(cards) if named is None or (named == "cuda" and cards) else named
@@ -207,7 +207,7 @@ class FastLanguageModel:
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: bool | str = True) -> Any:
         """Training mode. Gradient checkpointing stays as get_peft_model set it up."""
-        from lowmem_grpo.offload.activations import checkpointing_mode
+        from lowmem_grpo.memory.offload.activations import checkpointing_mode
 
         checkpointing_mode(use_gradient_checkpointing)
         return model.train()

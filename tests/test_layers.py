@@ -160,7 +160,7 @@ def test_a_folder_imports_only_the_libraries_that_the_table_gives_it(folder: str
 
 
 def test_the_trainer_imports_only_the_protocol_of_engines() -> None:
-    assert {name for name in ours("train.grpo") if name.startswith("engines")} == {"engines.base"}
+    assert {name for name in ours("trainer.grpo") if name.startswith("engines")} == {"engines.base"}
 
 
 def test_the_protocol_of_engines_imports_no_engine() -> None:

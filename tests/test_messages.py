@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from lowmem_grpo.messages import plain_message
-from lowmem_grpo.service.messages import plain
+from lowmem_grpo.server.openai.messages import plain
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 MESSAGES: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.common.pictures import panels, save
 from bench.learning.settings import BY_NAME, COMMON
-from lowmem_grpo.views.chart import smooth
+from lowmem_grpo.runs.views.chart import smooth
 
 Rows = list[dict[str, Any]]
 FIRST, LAST = 2, 5  # steps whose means are the beginning and the end of a run

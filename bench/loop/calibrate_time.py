@@ -2,7 +2,7 @@
 
     python -m bench.loop.calibrate_time
 
-prints what `CALIBRATION` in lowmem_grpo/planning/time_plan.py should hold. It uses rows of results/loop.jsonl that have
+prints what `CALIBRATION` in lowmem_grpo/memory/time_plan.py should hold. It uses rows of results/loop.jsonl that have
 planned seconds and come from a card whose data sheet is known. Planned seconds in a row are those
 before calibration, so that no factor is counted twice.
 """

@@ -9,10 +9,10 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import Device, card_of
-from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.planning.planner import plan
-from lowmem_grpo.planning.time_plan import calibration
-from lowmem_grpo.train.run_memory import settings_of
+from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.memory.time_plan import calibration
+from lowmem_grpo.trainer.run_memory import settings_of
 
 ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
 

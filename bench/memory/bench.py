@@ -28,7 +28,7 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
     from lowmem_grpo.memory.cards import device
     from lowmem_grpo.memory.named_configs import named_config
     from lowmem_grpo.memory.plan import RunSettings
-    from lowmem_grpo.planning.planner import plan
+    from lowmem_grpo.memory.planner import plan
 
     settings = RunSettings(
         case.context, case.generations, case.rank, max_tokens=case.context, mlp_tile=4096, chunk_rows=1024,

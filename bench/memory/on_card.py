@@ -12,11 +12,11 @@ from bench.memory.fake_models import linear_4bit, meta_model
 from bench.memory.stages import Features
 from bench.memory.weigh import add_lora, groups_of, largest, learner_of, sizes_of, weight_count
 from lowmem_grpo.losses.objective import StepTotals
+from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.offload.embedding import embed_on_host, movable
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.offload.embedding import embed_on_host, movable
-from lowmem_grpo.train.grpo_objective import GRPOObjective
-from lowmem_grpo.train.sums import Sums
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.sums import Sums
 from lowmem_grpo.utils import GIB
 
 CARD = "cuda"

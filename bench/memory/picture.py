@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.pictures import panels, save
+from lowmem_grpo.runs.views.palette import MEMORY
 from lowmem_grpo.utils import GIB
-from lowmem_grpo.views.palette import MEMORY
 
 PARTS = {  # of a row: its words and its colour
     "engine_bytes": ("the engine's own weights", MEMORY["sampling weights"]),

@@ -23,16 +23,16 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import BareModel, Loaded
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.losses.objective import Reducer, StepTotals
+from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.offload.embedding import tables
+from lowmem_grpo.memory.offload.pages import Copies
 from lowmem_grpo.models.lora_targets import ALL_LINEAR
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.offload.embedding import tables
-from lowmem_grpo.offload.pages import Copies
-from lowmem_grpo.train.grpo_objective import GRPOObjective
-from lowmem_grpo.train.learner import Learner
-from lowmem_grpo.train.optim import make_optimizer
-from lowmem_grpo.train.sums import Sums
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.optim import make_optimizer
+from lowmem_grpo.trainer.sums import Sums
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 

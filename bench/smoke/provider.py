@@ -20,9 +20,9 @@ from bench.smoke.variants import CACHE, CARD, VARIANTS, Variant
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.named import TINY, resolve
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.types import Rollout
 

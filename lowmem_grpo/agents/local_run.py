@@ -24,12 +24,12 @@ from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.runs.whole_files import list_checkpoints
-from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import client_of
-from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.service.waiting import LIVE
-from lowmem_grpo.train.distributed import ranks
-from lowmem_grpo.train.trajectories import PER_STEP, TrajectoryTrainer
+from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import LIVE
+from lowmem_grpo.trainer.distributed import ranks
+from lowmem_grpo.trainer.trajectories import PER_STEP, TrajectoryTrainer
 
 logger = logging.getLogger(__name__)
 

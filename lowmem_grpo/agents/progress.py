@@ -14,7 +14,7 @@ from uuid import uuid4
 from tqdm import auto
 
 from lowmem_grpo.config.launcher import this_place
-from lowmem_grpo.service.sessions import SESSION
+from lowmem_grpo.server.openai.sessions import SESSION
 from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 
 logger = logging.getLogger(__name__)

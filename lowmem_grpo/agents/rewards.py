@@ -23,7 +23,7 @@ from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Ratings
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
-from lowmem_grpo.service.waiting import Call
+from lowmem_grpo.server.openai.waiting import Call
 from lowmem_grpo.utils import TEXT, require
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from openai.types.chat.chat_completion import Choice
 
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.from_turns import group_of
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.histories import Histories
-from lowmem_grpo.service.messages import plain
+from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.openai.histories import Histories
+from lowmem_grpo.server.openai.messages import plain
 from lowmem_grpo.types import Message, RolloutGroup, Turn
 
 logger = logging.getLogger(__name__)

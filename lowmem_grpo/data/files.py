@@ -11,7 +11,7 @@ from datasets import disable_progress_bars, enable_progress_bars, is_progress_ba
 from datasets.exceptions import DatasetsError
 
 from lowmem_grpo.data.kinds import KINDS, broken_line, is_file_name, listed, refuse_unreadable
-from lowmem_grpo.hub import find_dataset
+from lowmem_grpo.models.hub import find_dataset
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:

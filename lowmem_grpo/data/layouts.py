@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowmem_grpo.data.code_tests import parsed
 from lowmem_grpo.data.conversations import ALIASES, message_of
 from lowmem_grpo.data.files import cell_text
 from lowmem_grpo.data.kinds import listed
 from lowmem_grpo.engines.prompt_inputs import in_text
-from lowmem_grpo.sandbox.layouts import parsed
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "puzzle", "question_content",
            "ctx", "text", "user", "messages", "conversations", "conversation", "description")
@@ -123,7 +123,7 @@ def value_at(row: dict[str, Any], column: str) -> Any:
 
 
 def holds_tests(value: Any) -> bool:
-    """Return whether a cell holds tests of code, in a layout that `sandbox.layouts` reads."""
+    """Return whether a cell holds tests of code, in a layout that `data.code_tests` reads."""
     text = cell_text(parsed(value)) or ""
     return TESTED.search(text) is not None
 

@@ -18,9 +18,9 @@ from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_not_beside, why_unavailable
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
 from lowmem_grpo.engines.vllm.settings import is_of_start
-from lowmem_grpo.hub import first_line
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.memory.oom import RolloutLimit
+from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from lowmem_grpo.planning.time_plan import TAIL
+from lowmem_grpo.memory.time_plan import TAIL
 
 PHASES = ("prefill", "full", "tail")
 

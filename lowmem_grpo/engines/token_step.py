@@ -20,14 +20,14 @@ from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
 from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers, addresses, up_to_multiple
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
-from lowmem_grpo.hub import first_line
 from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import is_out_of_memory
+from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.lora_layers import adapter_state
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.embedding import on_host
 
 logger = logging.getLogger(__name__)
 WARM = 2  # steps without a graph before the first one, in which kernels are compiled and libraries start; then 1

@@ -31,7 +31,7 @@ WARPS, LEAST_STEPS = 1024, 6  # that `narrow_launch` aims at: warps in all, and 
 WIDE = 8192  # outputs from which on there are enough blocks for larger ones
 # Rows up to which the kernels are better than a product with the weight dequantized first, by form and by the compute
 # capability from which on it holds. Below 80 these are estimates, from data sheets (memory/cards.py) and from the
-# instructions of the compiled loops (planning/time_plan.py), in picoseconds a weight and 8 rows:
+# instructions of the compiled loops (memory/time_plan.py), in picoseconds a weight and 8 rows:
 #
 #     T4, sm_75    NF4: kernel 2.6, dequantize and multiply 15.7: 5 blocks.    FP8: 4.2 and 17.4: 4 blocks
 #     V100, sm_70  NF4: 1.4 and 5.6: 4 blocks.                                 FP8: 1.9 and 6.2: 3 blocks

@@ -1,5 +1,5 @@
 """What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch. Another algorithm on the
-same frozen base, such as the supervised fine-tuning of `train/sft.py`, is another small `Objective`.
+same frozen base, such as the supervised fine-tuning of `trainer/sft.py`, is another small `Objective`.
 """
 
 from collections.abc import Sequence

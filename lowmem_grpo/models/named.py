@@ -37,7 +37,9 @@ def find(model_name: str, **options: Any) -> str:
     `options` are those of `hub.find_model`."""
     path = resolve(model_name)
     if not Path(path).is_dir():
-        from lowmem_grpo.hub import find_model  # its library takes half a second, which a folder need not wait for
+        from lowmem_grpo.models.hub import (
+            find_model,  # its library takes half a second, which a folder need not wait for
+        )
 
         find_model(path, **options)
     return path

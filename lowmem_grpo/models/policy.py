@@ -16,13 +16,13 @@ from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.families import MULTIPLIED, family_of, trained
+from lowmem_grpo.memory.offload.activations import drops, enable_checkpointing
+from lowmem_grpo.memory.offload.embedding import knowing, on_host
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.packed_attention import PackedLayout
 from lowmem_grpo.models.routes import Replay, RouteRecorder, follow_routes
-from lowmem_grpo.offload.activations import drops, enable_checkpointing
-from lowmem_grpo.offload.embedding import knowing, on_host
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from lowmem_grpo.hub import first_line
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.oom import freed_memory_returned
@@ -27,6 +26,7 @@ from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_loading import keep_stored, to_quantize
+from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.stored_form import stored_form
 from lowmem_grpo.models.text_part import read_model, text_names, text_part
 

@@ -17,7 +17,7 @@ from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.arithmetic import last_integer
 from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.rewards.texts import completion_text
-from lowmem_grpo.train.play import Play
+from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/calculator", "seed": 0, "max_steps": 50, "learning_rate": 5e-6, "max_completion_length": 512,

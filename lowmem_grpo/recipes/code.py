@@ -20,9 +20,9 @@ from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.problems.code import code_problems
 from lowmem_grpo.recipes.problems.splits import take
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
+from lowmem_grpo.rewards.sandbox.isolation import SandboxError
+from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.texts import completion_text
-from lowmem_grpo.sandbox.isolation import SandboxError
-from lowmem_grpo.sandbox.limits import Limits
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/code", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 256,

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowmem_grpo.models.named import EMBEDDED
 from lowmem_grpo.recipes.recipe_file import find_recipe
-from lowmem_grpo.train.play import Play
+from lowmem_grpo.trainer.play import Play
 
 
 @dataclass(frozen=True)

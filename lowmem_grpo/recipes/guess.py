@@ -18,7 +18,7 @@ from lowmem_grpo.recipes.games.playing import baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.train.play import Play
+from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/guess", "seed": 0, "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 512,

@@ -26,7 +26,7 @@ from lowmem_grpo.recipes.problems.inbox import check_name, mailbox
 from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
 from lowmem_grpo.recipes.problems.mail_database import check_sqlite
 from lowmem_grpo.recipes.problems.splits import take
-from lowmem_grpo.train.play import Play
+from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/inbox", "seed": 0, "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 3072,

@@ -12,7 +12,6 @@ from rich.console import Console
 from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
 from lowmem_grpo.memory.peaks import keep_to
-from lowmem_grpo.preflight.checks import refuse_errors
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.recipes.warm_up import SFT, WarmUp
 from lowmem_grpo.rewards import RewardCheck, check
@@ -20,10 +19,11 @@ from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
-from lowmem_grpo.train.distributed import ranks
-from lowmem_grpo.train.play import Play, episode_settings
+from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_line, print_samples
+from lowmem_grpo.trainer.distributed import ranks
+from lowmem_grpo.trainer.play import Play, episode_settings
+from lowmem_grpo.trainer.preflight.checks import refuse_errors
 from lowmem_grpo.utils import count_text
-from lowmem_grpo.views.console import any_console, print_accuracy, print_line, print_samples
 
 logger = logging.getLogger(__name__)
 SHOWN = 6  # samples in the report

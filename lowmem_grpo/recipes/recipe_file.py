@@ -14,7 +14,7 @@ from lowmem_grpo.config.launcher import take_card
 from lowmem_grpo.config.unsupported import suggestion
 from lowmem_grpo.data.kinds import KINDS
 from lowmem_grpo.recipes import RECIPES
-from lowmem_grpo.views.terminal import is_ours, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import is_ours, plain_errors, quiet
 
 NEEDED = ("A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options). "
           "`lowmem-grpo new NAME` writes one")

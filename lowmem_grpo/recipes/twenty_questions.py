@@ -19,7 +19,7 @@ from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, PLAYERS, WORLDS,
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.train.play import Play
+from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/twenty_questions", "seed": 0, "max_steps": 200, "learning_rate": 5e-6,

@@ -182,7 +182,7 @@ class SharedCollector(Collector):
     all have all groups, so that everything else is the same in each."""
 
     def __init__(self, ranks: Any, *parts: Any) -> None:
-        """`ranks` are the processes, as train/distributed.py has them; `parts` are those of a `Collector`."""
+        """`ranks` are the processes, as trainer/distributed.py has them; `parts` are those of a `Collector`."""
         self.ranks = ranks
         super().__init__(*parts)
 

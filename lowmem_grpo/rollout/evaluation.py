@@ -20,7 +20,7 @@ class Evaluation:
         self, ranks: Any, dataset: Any, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
         scoring: Scoring,
     ) -> None:
-        """Each of `ranks` (see train/distributed.py) does some batches. `dataset` has all rows, for the checks."""
+        """Each of `ranks` (see trainer/distributed.py) does some batches. `dataset` has all rows, for the checks."""
         self.ranks, self.dataset, self.params, self.size, self.encoder = ranks, dataset, params, size, encoder
         self.sampler, self.scoring = sampler, scoring
 

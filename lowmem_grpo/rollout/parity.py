@@ -90,7 +90,7 @@ class ParityGate:
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return metrics over some groups; ParityError if the mean difference is above the bound. Tokens with NaN or
-        infinity are left out with a warning: they say nothing of the sampler (see train/nonfinite.py)."""
+        infinity are left out with a warning: they say nothing of the sampler (see trainer/nonfinite.py)."""
         sampled, recomputed, later = self.recompute(list(islice(groups, GROUPS)))
         finite = (sampled - recomputed).isfinite()
         if lost := int(finite.logical_not().sum()):

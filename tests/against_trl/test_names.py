@@ -11,9 +11,9 @@ from trainer_runs import ROWS, SMALL, digit_sum, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.config.from_trl import COMPUTED, DIFFERENT, TAKEN_OVER, plain, settings_of
-from lowmem_grpo.train.familiar import NOT_HERE
-from lowmem_grpo.train.parameters import REFUSED
-from lowmem_grpo.unsloth_names import UnsupportedError
+from lowmem_grpo.integrations.unsloth_names import UnsupportedError
+from lowmem_grpo.trainer.familiar import NOT_HERE
+from lowmem_grpo.trainer.parameters import REFUSED
 
 trl = pytest.importorskip("trl")
 PAIRS = [(trl.GRPOTrainer, GRPOTrainer), (trl.SFTTrainer, SFTTrainer)]
@@ -144,7 +144,7 @@ def test_what_scripts_do_after_training_works(grpo: GRPOTrainer, tmp_path: Path,
 def test_an_upload_goes_to_the_named_repository(
     grpo: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowmem_grpo import hub
+    from lowmem_grpo.models import hub
 
     sent: dict[str, Any] = {}
 

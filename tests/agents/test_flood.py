@@ -32,9 +32,9 @@ from lowmem_grpo.engines.base import Conversation, Engine, OnGroup, Request
 from lowmem_grpo.engines.rounds import in_rounds
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.from_turns import rollout_of
-from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.service.waiting import LIVE
+from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import LIVE
 from lowmem_grpo.types import Rollout, Turn
 
 STATM = Path("/proc/self/statm")

@@ -23,8 +23,8 @@ import torch
 
 from lowmem_grpo.runs.lock import FILE as OWNER
 from lowmem_grpo.runs.records import COMPLETIONS, FINAL, METRICS, NONFINITE, REPORT, SUMMARY
+from lowmem_grpo.runs.views.terminal import quiet
 from lowmem_grpo.runs.whole_files import FILES, fingerprint
-from lowmem_grpo.views.terminal import quiet
 from tests.attacks.attack import Verdict, report
 from tests.attacks.kills import LONGEST, Scenario, ended, prepare
 from tests.attacks.small_run import differences

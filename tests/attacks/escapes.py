@@ -174,7 +174,7 @@ TABLE: dict[tuple[str, str], list[str]] = {
                                                                  "/proc/kallsyms", "/sys/class/net/lo/address",
                                                                  "/dev/tty", "/dev/vda")),
         "return os.listdir(FOLDER)", "return next(os.scandir(FOLDER))", "return glob.glob(FOLDER + '/*')[0]",
-        "import torch", "import numpy", "import lowmem_grpo.train.grpo",
+        "import torch", "import numpy", "import lowmem_grpo.trainer.grpo",
         "ctypes.CDLL(FOLDER + '/secret.txt')", "return os.getxattr(FILE, 'user.kept')", "return next(os.walk(FOLDER))",
     ],
     ("network", WORLD): [

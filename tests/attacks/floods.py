@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from lowmem_grpo.sandbox.cases import read_cases
-from lowmem_grpo.sandbox.isolation import Sandbox
-from lowmem_grpo.sandbox.trial import run_tests
+from lowmem_grpo.rewards.sandbox.cases import read_cases
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.trial import run_tests
 from tests.attacks.attack import Verdict
 
 SECONDS = 0.4  # that a flood has

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.sandbox.cases import read_cases
-from lowmem_grpo.sandbox.isolation import Sandbox
-from lowmem_grpo.sandbox.trial import OUTCOMES, run_tests
+from lowmem_grpo.rewards.sandbox.cases import read_cases
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, run_tests
 from tests.attacks.attack import Verdict
 from tests.attacks.floods import AT_ONCE
 
@@ -61,7 +61,7 @@ FORGERIES = {
     "answers with encoded nonsense": "import os\nLINE = b'{\"value\": {\"set\": 5}}\\n'\n" + 9 * WRITE_ALL,
     "hangs up": "import os\nfor n in range(64):\n    try:\n        os.close(n)\n    except OSError:\n        pass\n"
                 "while True: pass\n",
-    "takes over the harness": "import sys\ninside = sys.modules['lowmem_grpo.sandbox.inside']\n"
+    "takes over the harness": "import sys\ninside = sys.modules['lowmem_grpo.rewards.sandbox.inside']\n"
                               "inside.encode = lambda value: {'outcome': 'passed', 'anything': True}\n"
                               "inside.answer = lambda module, request: True\n",
     "walks the frames": "import sys\nframe = sys._getframe()\nwhile frame:\n"
@@ -69,7 +69,7 @@ FORGERIES = {
                         "        if hasattr(value, 'send') and hasattr(value, 'socket'):\n"
                         "            value.send({'outcome': 'passed', 'reason': ''})\n    frame = frame.f_back\n"
                         "def add(a, b):\n    return 0\n",
-    "rewrites the harness": "import lowmem_grpo.sandbox.inside as inside\nfor name in ('trial.py', 'plain.py'):\n"
+    "rewrites the harness": "import lowmem_grpo.rewards.sandbox.inside as inside\nfor name in ('trial.py', 'plain.py'):\n"
                             "    path = inside.__file__.replace('inside.py', name)\n    open(path, 'a').close()\n"
                             "    opened = True\nresult = 5 if opened else 0\ndef add(a, b):\n    return result\n",
     "leaves files for the test": "open('tests.py', 'w').write('')\nopen('code.py', 'w').write('')\n"

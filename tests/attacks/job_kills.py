@@ -24,9 +24,9 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.jobs import keeper
-from lowmem_grpo.jobs.queue import DONE, FAILED, OVER, STOPPED, Job, JobQueue, JobRequest
-from lowmem_grpo.service.database import Database
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.jobs import keeper
+from lowmem_grpo.server.jobs.queue import DONE, FAILED, OVER, STOPPED, Job, JobQueue, JobRequest
 from tests.attacks.attack import Verdict, report
 
 NUMBERS, PAUSE = 40, 0.04
@@ -56,9 +56,9 @@ def run(options):
 SERVER = """
 import sys
 from pathlib import Path
-from lowmem_grpo.jobs import dispatcher
-from lowmem_grpo.jobs.queue import JobQueue
-from lowmem_grpo.service.home import Home
+from lowmem_grpo.server.jobs import dispatcher
+from lowmem_grpo.server.jobs.queue import JobQueue
+from lowmem_grpo.server.home import Home
 dispatcher.EVERY, dispatcher.COMES_UP = 0.05, 3.0
 home = Home(Path(sys.argv[1]))
 with home.owned() as database:
@@ -100,7 +100,7 @@ class Place:
 
     def keeper_of(self, job: Job) -> int | None:
         """The process of its keeper, by its command line."""
-        wanted = [b"lowmem_grpo.jobs.keeper", str(self.queue.folder_of(job)).encode()]
+        wanted = [b"lowmem_grpo.server.jobs.keeper", str(self.queue.folder_of(job)).encode()]
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 if entry.read_bytes().rstrip(b"\0").split(b"\0")[-2:] == wanted:

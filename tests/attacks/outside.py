@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.sandbox.system_calls import CAPSET, MACHINES
-from lowmem_grpo.sandbox.worker import children_of
+from lowmem_grpo.rewards.sandbox.system_calls import CAPSET, MACHINES
+from lowmem_grpo.rewards.sandbox.worker import children_of
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.shmat.restype = ctypes.c_void_p

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from lowmem_grpo.train.distributed import ranks
-from lowmem_grpo.train.learner import Learner
-from lowmem_grpo.train.loop import Trainer
+from lowmem_grpo.trainer.distributed import ranks
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.types import MicroBatch
 from tests.attacks.small_run import ROWS, digit_sum
 
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-4, "save_steps": 100, "beta": 0.02, "disable_tqdm": True, "report_to": "none",
 }
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["lowmem_grpo.train.grpo", "lowmem_grpo.train.sft", "lowmem_grpo.loader",
+SERVER.set_forkserver_preload(["lowmem_grpo.trainer.grpo", "lowmem_grpo.trainer.sft", "lowmem_grpo.loader",
                                "tests.attacks.ranked_run"])
 TIMEOUT = 400  # seconds until what hangs is killed
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import click
 
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, Sandbox, why_not
-from lowmem_grpo.sandbox.limits import MIB, Limits
-from lowmem_grpo.sandbox.plain import decode
-from lowmem_grpo.sandbox.system_calls import MACHINES
-from lowmem_grpo.sandbox.trial import Trial
-from lowmem_grpo.sandbox.worker import WorkerEnded
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
+from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.plain import decode
+from lowmem_grpo.rewards.sandbox.system_calls import MACHINES
+from lowmem_grpo.rewards.sandbox.trial import Trial
+from lowmem_grpo.rewards.sandbox.worker import WorkerEnded
 from tests.attacks.attack import Verdict, report
 from tests.attacks.doors import DOORS
 from tests.attacks.escapes import ANSWER, ESCAPES, KERNEL, Escape

@@ -29,13 +29,13 @@ import click
 import torch
 from safetensors.torch import load_file
 
-from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.server import made_for, make_server_app, open_socket
-from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.datum import as_bytes
-from lowmem_grpo.service.tinker.serving import serve_model
-from lowmem_grpo.service.users import Users
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.errors import Limits
+from lowmem_grpo.server.server import made_for, make_server_app, open_socket
+from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.datum import as_bytes
+from lowmem_grpo.server.tinker.serving import serve_model
+from lowmem_grpo.server.users import Users
 from tests.attacks.attack import Verdict, report
 
 KEY, API = "tml-" + "k" * 32, "/api/v1"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lowmem_grpo.sandbox import file_access
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.rewards.sandbox import file_access
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
 from tests.attacks import floods, judge, judge_answers
 from tests.attacks.attack import Verdict, report
 from tests.attacks.escapes import ESCAPES

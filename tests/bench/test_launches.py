@@ -9,7 +9,7 @@ from programs import ROOT, ran
 from tables import every_row
 
 from bench import launches
-from lowmem_grpo.planning import time_plan
+from lowmem_grpo.memory import time_plan
 
 TRAINING, DECODE = 170, 16  # at most
 
@@ -36,7 +36,7 @@ def test_the_time_plan_counts_no_fewer_launches_than_the_code_makes(found: dict[
     planned = {"launches_forward": time_plan.LAUNCHES_FORWARD, "launches_backward": time_plan.LAUNCHES_BACKWARD,
                "launches_decode": time_plan.LAUNCHES_DECODE["vllm"]}
     for name, most in planned.items():
-        assert found[name] <= most, f"raise {name.upper()} in lowmem_grpo/planning/time_plan.py"
+        assert found[name] <= most, f"raise {name.upper()} in lowmem_grpo/memory/time_plan.py"
 
 
 @pytest.mark.slow

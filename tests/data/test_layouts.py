@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from public_rows import LAYOUTS, Layout
 
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.layouts import answer_of, prompt_of
 from lowmem_grpo.recipes.new_recipe import KINDS
 from lowmem_grpo.recipes.recipe_file import load_recipe

@@ -15,8 +15,8 @@ from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.texts import ConversationEncoder, TextEncoder
 from lowmem_grpo.memory.families import FAMILIES
-from lowmem_grpo.train.responses import ResponsesOnly, parts_of
-from lowmem_grpo.train.sft import as_groups
+from lowmem_grpo.trainer.responses import ResponsesOnly, parts_of
+from lowmem_grpo.trainer.sft import as_groups
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 EMPTY = "<think>\n\n</think>\n\n"

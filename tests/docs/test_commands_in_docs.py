@@ -9,7 +9,7 @@ import click
 import pytest
 from tables import every_row
 
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import fill
 

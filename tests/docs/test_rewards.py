@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
-from lowmem_grpo.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.limits import Limits
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")

@@ -12,11 +12,11 @@ from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
 from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
+from lowmem_grpo.memory.offload import pages
 from lowmem_grpo.memory.peaks import peak_memory
-from lowmem_grpo.offload import pages
-from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes.arithmetic import make_dataset
-from lowmem_grpo.train.run_memory import settings_of
+from lowmem_grpo.trainer.run_memory import settings_of
 
 
 def test_the_peak_is_of_what_lives_together() -> None:

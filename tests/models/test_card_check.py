@@ -150,7 +150,7 @@ def test_the_loader_refuses_a_card_before_it_reads_weights(monkeypatch: pytest.M
 
 def test_a_brought_models_card_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("lowmem_grpo.train.brought_model.use_card", seen.append)
+    monkeypatch.setattr("lowmem_grpo.trainer.brought_model.use_card", seen.append)
     model = AutoModelForCausalLM.from_pretrained(resolve("tiny"))
     GRPOTrainer(model=model, reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
                 args=GRPOConfig(output_dir=str(tmp_path), max_steps=1, report_to=[]), peft_config=LoraConfig(r=4),

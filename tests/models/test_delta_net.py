@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.memory.offload.activations import ActivationOffload, enable_checkpointing
 from lowmem_grpo.models import delta_net
 from lowmem_grpo.models.delta_net import DeltaNet
 from lowmem_grpo.models.lean_modules import make_lean
 from lowmem_grpo.models.lora_targets import Scope, lora_targets
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload, enable_checkpointing
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs to its completions

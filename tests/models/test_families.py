@@ -16,11 +16,11 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory import token_rows
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
+from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload
 from lowmem_grpo.types import RolloutGroup
 
 NEAR = 1e-5  # of log-probabilities, and of gradients as a part of the largest of their tensor

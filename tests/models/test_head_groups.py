@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.memory import token_rows
+from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.offload.pages import Copies
 from lowmem_grpo.models.head_groups import by_head_groups, ranges, without_waiting
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout, packed_attention
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.offload.activations import ActivationOffload
-from lowmem_grpo.offload.pages import Copies
 
 # of the largest value: attention over fewer heads at once may add up in another order
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

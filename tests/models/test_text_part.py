@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lowmem_grpo import FastLanguageModel, FastVisionModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.export.formats import ExportSettings, export
 from lowmem_grpo.memory.families import TEXT_NAMES, WHOLE_KINDS, check_images
+from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.text_part import text_name

@@ -13,8 +13,8 @@ from checkpointed_stack import Stack, grads, inputs, offloading, same, step
 from small_models import random_model, with_adapter
 from torch import Tensor
 
-from lowmem_grpo.offload.activations import ActivationOffload, enable_checkpointing
-from lowmem_grpo.offload.pages import PagePool, StreamCopies
+from lowmem_grpo.memory.offload.activations import ActivationOffload, enable_checkpointing
+from lowmem_grpo.memory.offload.pages import PagePool, StreamCopies
 
 CYCLES = 4_000_000  # of the card's clock: a few milliseconds, far more than any copy or layer here takes
 WIDTH, LAYERS, PAGE = 256, 12, 16384

@@ -17,7 +17,7 @@ from trainer_runs import Gradients, adapter, same
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.train.nonfinite import FILE
+from lowmem_grpo.trainer.nonfinite import FILE
 from lowmem_grpo.types import RolloutGroup
 from tests.attacks.small_run import StopAt
 

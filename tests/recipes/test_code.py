@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.problems.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
 from lowmem_grpo.rewards.ready.code import code_passes_tests
-from lowmem_grpo.sandbox import command
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
-from lowmem_grpo.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox import command
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
+from lowmem_grpo.rewards.sandbox.limits import Limits
 
 WORKING = [name for name in ISOLATIONS if why_not(name) is None]
 PATIENT = Limits(seconds=60, total_seconds=120)  # right code on a busy machine

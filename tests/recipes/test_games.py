@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from bench.tiny_models import games_model
 from bench.tiny_models.games_model import TOOLS, calculator_talk, guess_talk, tictactoe_talk
 from bench.tiny_models.talks import encode_talk
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 from lowmem_grpo.environments.rows import HELD_OUT
 from lowmem_grpo.models.named import resolve
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions

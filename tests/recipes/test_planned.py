@@ -8,11 +8,11 @@ import torch
 from card import gpu
 
 from lowmem_grpo.engines.vllm.capacity import default_kv_bytes
-from lowmem_grpo.jobs.dispatcher import JobPlan, plan_recipe
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.options import fill
 from lowmem_grpo.recipes.presets import planned, prepare
+from lowmem_grpo.server.jobs.dispatcher import JobPlan, plan_recipe
 from lowmem_grpo.utils import GIB
 
 

@@ -14,7 +14,7 @@ from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.planning.planner import plan
+from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions
 from lowmem_grpo.recipes.options import RecipeOptions

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from datasets import Dataset
 
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes.problems.stock import (
     GOODS,
     MAX_STEPS,

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tables import every_row
 
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 
 HEAD = """
 from dataclasses import dataclass

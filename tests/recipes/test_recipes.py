@@ -20,7 +20,7 @@ from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.tiny_models import tiny_model
-from lowmem_grpo.cli import main
+from lowmem_grpo.cli.main import main
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes import arithmetic, gsm8k

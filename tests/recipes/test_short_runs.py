@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from lowmem_grpo.cli import main
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.cli.main import main
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
 
 WORKING = [name for name in ISOLATIONS if why_not(name) is None]
 needs_isolation = pytest.mark.skipif(not WORKING, reason="no isolation works here: " + str(why_not("process")))

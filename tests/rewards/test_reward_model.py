@@ -27,9 +27,9 @@ from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.models.pretrained import linears_in_4bit
-from lowmem_grpo.preflight.checks import PreflightError
 from lowmem_grpo.rewards import RewardError, RewardScorer, check, reward_model
 from lowmem_grpo.rewards.reward_model import RewardModel, with_models
+from lowmem_grpo.trainer.preflight.checks import PreflightError
 from lowmem_grpo.utils import GIB
 
 TURN = [{"role": "user", "content": "9 + 1"}]

@@ -16,7 +16,7 @@ from lowmem_grpo.rewards import Reward, RewardScorer
 from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.train.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 REWARDS: dict[str, list[float | None]] = {  # of the four completions of a row, and of its greedy one

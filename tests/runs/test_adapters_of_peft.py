@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.export.formats import ExportSettings, export
-from lowmem_grpo.export.merge import read_pairs
 from lowmem_grpo.fast_model import FastPeftModel, adapter_for
+from lowmem_grpo.models.export.formats import ExportSettings, export
+from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.runs.whole_files import AdapterError
 
 IDS = torch.tensor([[5, 9, 11, 200, 31, 7, 8, 90, 14, 301]])

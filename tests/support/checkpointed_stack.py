@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_grpo.offload.activations import ActivationOffload
+from lowmem_grpo.memory.offload.activations import ActivationOffload
 
 Place = tuple[StorageWeakRef, int, torch.Size, tuple[int, ...], torch.dtype]
 

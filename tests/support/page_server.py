@@ -16,11 +16,11 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from starlette.types import ASGIApp
 
-from lowmem_grpo.service.page.page import Page, page_app
-from lowmem_grpo.service.page.sources import RunSource, RunsSource
-from lowmem_grpo.service.page.watching import CardUse
-from lowmem_grpo.service.server import made_for, open_socket
-from lowmem_grpo.service.users import OWNER, SignIn, User, Users
+from lowmem_grpo.server.page.page import Page, page_app
+from lowmem_grpo.server.page.sources import RunSource, RunsSource
+from lowmem_grpo.server.page.watching import CardUse
+from lowmem_grpo.server.server import made_for, open_socket
+from lowmem_grpo.server.users import OWNER, SignIn, User, Users
 
 KEY, GUEST_KEY = "tml-owner-owner-owner-owner", "tml-guest-guest-guest-guest"
 

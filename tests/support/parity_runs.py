@@ -32,9 +32,9 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.metrics import rollout_metrics
-from lowmem_grpo.train.grpo_objective import GRPOObjective
-from lowmem_grpo.train.learner import Learner
-from lowmem_grpo.train.optim import make_optimizer, make_scheduler
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.optim import make_optimizer, make_scheduler
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 LONGEST = 12  # max_completion_length, of both

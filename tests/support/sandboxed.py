@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.sandbox.cases import read_cases
-from lowmem_grpo.sandbox.isolation import Sandbox
-from lowmem_grpo.sandbox.limits import MIB, Limits
-from lowmem_grpo.sandbox.plain import decode, encode
-from lowmem_grpo.sandbox.trial import Trial, run_tests
+from lowmem_grpo.rewards.sandbox.cases import read_cases
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.plain import decode, encode
+from lowmem_grpo.rewards.sandbox.trial import Trial, run_tests
 
 LIMITS = Limits(seconds=2, total_seconds=30, memory_bytes=128 * MIB, scratch_bytes=MIB, files=40, output_bytes=50_000)
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -26,7 +26,7 @@ def descendants() -> list[str]:
             parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:
             continue
-        if b"lowmem_grpo.sandbox.inside" in words and parent in ("0", "1", str(os.getpid())):
+        if b"lowmem_grpo.rewards.sandbox.inside" in words and parent in ("0", "1", str(os.getpid())):
             found.append(f"{entry.name} {words[:80]!r}")
     return found
 

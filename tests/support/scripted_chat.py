@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import openai
 
-from lowmem_grpo.service.errors import ChatError
-from lowmem_grpo.service.pending import Record, unrecorded
-from lowmem_grpo.service.waiting import LIVE
+from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.openai.pending import Record, unrecorded
+from lowmem_grpo.server.openai.waiting import LIVE
 
 Says = Callable[[list[dict[str, Any]]], Awaitable[str]]
 

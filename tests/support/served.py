@@ -18,15 +18,15 @@ from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.rewards import DeskJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
-from lowmem_grpo.service.chat import Chat
-from lowmem_grpo.service.client import client_of
-from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.desk import Desk
-from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.server import made_for, make_server_app, open_socket
-from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
-from lowmem_grpo.service.users import Allowances, User, Users
-from lowmem_grpo.service.waiting import LIVE, Call
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.errors import Limits
+from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import LIVE, Call
+from lowmem_grpo.server.server import made_for, make_server_app, open_socket
+from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
+from lowmem_grpo.server.users import Allowances, User, Users
 from lowmem_grpo.types import Rollout
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32

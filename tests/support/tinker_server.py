@@ -11,13 +11,13 @@ import torch
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from lowmem_grpo.service.database import Database
-from lowmem_grpo.service.errors import Limits
-from lowmem_grpo.service.server import make_server_app
-from lowmem_grpo.service.tinker import wire
-from lowmem_grpo.service.tinker.datum import as_bytes
-from lowmem_grpo.service.tinker.serving import ServedModel, serve_model
-from lowmem_grpo.service.users import Allowances, User, Users
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.errors import Limits
+from lowmem_grpo.server.server import make_server_app
+from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.datum import as_bytes
+from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
+from lowmem_grpo.server.users import Allowances, User, Users
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
 API = "/api/v1"

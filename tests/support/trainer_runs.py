@@ -16,8 +16,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.train.grpo_objective import GRPOObjective
-from lowmem_grpo.train.learner import Learner
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.types import RolloutGroup
 
 QUESTIONS = (

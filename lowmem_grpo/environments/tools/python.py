@@ -1,14 +1,14 @@
-"""A tool that runs Python which a policy wrote, in the sandbox. `lowmem_grpo.sandbox` says what that prevents."""
+"""A tool that runs Python which a policy wrote, in the sandbox. `lowmem_grpo.rewards.sandbox` says what that prevents."""
 
 import logging
 import time
 from collections.abc import Callable
 
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
-from lowmem_grpo.sandbox.isolation import Sandbox, open_sandbox
-from lowmem_grpo.sandbox.limits import Limits
-from lowmem_grpo.sandbox.trial import too_large, why_refused
-from lowmem_grpo.sandbox.worker import CannotStart, Worker, WorkerEnded
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox, open_sandbox
+from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.trial import too_large, why_refused
+from lowmem_grpo.rewards.sandbox.worker import CannotStart, Worker, WorkerEnded
 
 OWN_FRAME = '  File "code.py"'  # where a traceback reaches the program; above it is the sandbox's
 NOTHING = "(it printed nothing; print what you want to see)"

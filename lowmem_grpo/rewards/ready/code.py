@@ -10,7 +10,7 @@ layout of a public dataset (docs/rewards.md):
 
 A test that no code can pass is no verdict: the row is refused before a run, and gets None in one.
 
-`lowmem_grpo.sandbox` says what the sandbox prevents and what it does not. For several rewards in one run, use
+`lowmem_grpo.rewards.sandbox` says what the sandbox prevents and what it does not. For several rewards in one run, use
 `.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
 """
 
@@ -23,17 +23,17 @@ import time
 from collections import Counter
 from typing import Any
 
+from lowmem_grpo.data.code_tests import function_in
 from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import MeanOf, Reward
+from lowmem_grpo.rewards.sandbox.cases import AssertCase, Case, read_cases
+from lowmem_grpo.rewards.sandbox.isolation import SandboxError, open_sandbox
+from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, run_tests
+from lowmem_grpo.rewards.sandbox.trial import Verdict as TestVerdict
+from lowmem_grpo.rewards.sandbox.worker import CannotStart
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
-from lowmem_grpo.sandbox.cases import AssertCase, Case, read_cases
-from lowmem_grpo.sandbox.isolation import SandboxError, open_sandbox
-from lowmem_grpo.sandbox.layouts import function_in
-from lowmem_grpo.sandbox.limits import Limits
-from lowmem_grpo.sandbox.trial import OUTCOMES, run_tests
-from lowmem_grpo.sandbox.trial import Verdict as TestVerdict
-from lowmem_grpo.sandbox.worker import CannotStart
 
 BATCH_SECONDS = 45.0  # plus the time of the last completion, this stays below the trainer's reward_timeout of 60
 FENCED = re.compile(  # possessive: a long first line is read once

@@ -36,8 +36,8 @@ from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.planning.planner import plan
 from lowmem_grpo.types import Rollout
 
 CONTEXT = 256

@@ -17,10 +17,10 @@ from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.ready import code as code_rewards
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests, python_code
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, SandboxError, why_not
-from lowmem_grpo.sandbox.limits import MIB, Limits
-from lowmem_grpo.sandbox.trial import OUTCOMES, Verdict
-from lowmem_grpo.sandbox.worker import CannotStart
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
+from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, Verdict
+from lowmem_grpo.rewards.sandbox.worker import CannotStart
 
 QUICK = Limits(seconds=0.5, total_seconds=1, memory_bytes=128 * MIB)
 PATIENT = Limits(seconds=60, total_seconds=120, memory_bytes=128 * MIB)  # right codes on a busy machine

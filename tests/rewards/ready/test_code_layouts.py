@@ -13,8 +13,8 @@ from tables import every_row
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import faulty_rows
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
-from lowmem_grpo.sandbox.isolation import ISOLATIONS, why_not
-from lowmem_grpo.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 
 PATIENT = Limits(seconds=60, total_seconds=120, memory_bytes=256 * MIB)
 ADD = "def add(a, b):\n    return a {} b"

@@ -1,0 +1,67 @@
+"""`lowmem-grpo doctor`: what this machine has, what a run will use, and what is missing."""
+
+import json
+import logging
+import textwrap
+from typing import Any
+
+import click
+
+from lowmem_grpo.runs.views.terminal import columns
+from lowmem_grpo.utils import size_text
+
+WIDTH = 100
+LABEL = 22  # characters of a line's name
+UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes": "memory available",
+         "disk_free_bytes": "disk free here", "model_cache_free_bytes": "disk free there", "count": "cards",
+         "model_cache": "models are kept in", "capability": "compute capability", "bf16": "bfloat16"}
+
+
+@click.command(short_help="Check libraries, card, memory and disk.")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+def doctor(as_json: bool) -> None:
+    """Check libraries, card, memory and disk. Say what a run will use, what is missing, and how to get it.
+
+    The exit status is 1 if training is not possible at all, else 0."""
+    from lowmem_grpo.trainer.preflight.doctor import examine
+
+    logging.disable(logging.WARNING)  # hides warnings of libraries that load: the report says what is wrong
+    try:
+        checkup = examine()
+    finally:
+        logging.disable(logging.NOTSET)
+    click.echo(json.dumps(checkup.to_dict(), indent=2) if as_json else "\n".join(report(checkup)))
+    if not checkup.can_train:
+        raise SystemExit(1)
+
+
+def report(checkup: Any) -> list[str]:
+    """The checkup in lines of plain text, since the library that draws tables may be broken."""
+    lines = section("Versions", checkup.versions) + section("Card", card_lines(checkup.card))
+    lines += section("Host", {name: value for name, value in checkup.host.items() if value is not None})
+    lines += section("A run will use", checkup.used)
+    lines.append("Missing, or worth a change")
+    for line in checkup.advice or ["nothing"]:
+        lines += textwrap.wrap(line, columns(WIDTH), initial_indent="  - ", subsequent_indent="    ")
+    return [*lines, "", "Training is possible here." if checkup.can_train else "Training is NOT possible here."]
+
+
+def card_lines(card: dict[str, Any]) -> dict[str, Any]:
+    if card.get("name") is None:
+        return {"name": "none", **({"driver": card["driver"]} if card.get("driver") else {})}
+    return {name: value for name, value in card.items() if value is not None}
+
+
+def section(title: str, facts: dict[str, Any]) -> list[str]:
+    lines = [title]
+    for name, value in facts.items():
+        start = f"  {UNITS.get(name, name):<{LABEL}}"
+        lines += textwrap.wrap(shown(name, value), columns(WIDTH) - len(start), initial_indent=start,
+                               subsequent_indent=" " * len(start), break_on_hyphens=False) or [start.rstrip()]
+    return [*lines, ""]
+
+
+def shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return size_text(value)
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -1,0 +1,217 @@
+"""`lowmem-grpo eval`: how often a model answers right, and what an adapter changes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.recipes.recipe_file import unknown_recipe
+from lowmem_grpo.runs.views.terminal import plain_errors, quiet
+
+FILE = "eval.json"
+MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to test: a base model, and the adapter on it."""
+
+    model: str
+    adapter: Path | None
+    load_in_4bit: bool
+    out: Path  # where results go without --out
+    note: str = ""
+    revision: str | None = None  # the base model's, on the hub
+    load_in_fp8: bool | str = False  # as it was in training
+
+    def load(self, engine: str, context: int) -> tuple[Any, Any]:
+        """Return the model, and what makes it answer with its adapter (None without one)."""
+        from torch import cuda
+
+        from lowmem_grpo.cli.asked_model import load
+
+        chosen = engine if engine != "auto" else cuda.is_available() or "transformers"
+        return load(self.model, self.adapter, context, load_in_4bit=self.load_in_4bit, load_in_fp8=self.load_in_fp8,
+                    revision=self.revision, fast_inference=chosen)
+
+
+@click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
+@click.argument("target")
+@click.option("--adapter", type=click.Path(path_type=Path),
+              help="Folder of a run, a checkpoint or a saved adapter, if TARGET is a model.")
+@click.option("--recipe", help="Use the held-out problems of a recipe or of your own ./FILE.py, and what it counts "
+              "as right.")
+@click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset on the hub.")
+@click.option("--split", default="test", show_default=True, help="Split of a hub dataset.")
+@click.option("--prompt-column", default="prompt", show_default=True)
+@click.option("--reward", "rewards", multiple=True, metavar="NAME",
+              help="A function of lowmem_grpo.rewards, or FILE.py:FUNCTION. The first decides what is right (above 0); "
+              "the mean of each further one is reported.")
+@click.option("--samples", "-n", default=1, show_default=True, help="Number of answers to each prompt.")
+@click.option("--limit", type=click.IntRange(1),
+              help="Most prompts.  [default: the recipe's number, or the whole dataset]")
+@click.option("--k", "ks", multiple=True, type=click.IntRange(1),
+              help="k of pass@k; may be given several times.  [default: 1, 2, 4 ... up to --samples]")
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1),
+              help=f"Longest answer.  [default: as in training, the recipe's, or {MAX_TOKENS}]")
+@click.option("--max-seq-length", type=click.IntRange(1), help="Longest prompt and answer together.  [default: "
+              f"{CONTEXT}, or {PROMPT_ROOM} more than the longest answer]")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
+              help="How the base model is held.  [default: as in training, else 16 bit]")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="The same: in FP8, a scale for each row.")
+@click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
+@click.option("--show", type=click.IntRange(0), default=3, show_default=True,
+              help="Number of prompts whose answers are shown.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help=f"Folder for {FILE}.  [default: that of the run or adapter]")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: Any) -> None:
+    """Test TARGET on prompts with known answers. TARGET is a model (hub name or folder), a run, a checkpoint or an
+    adapter.
+
+    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json."""
+    check_source(chosen)
+    with plain_errors():
+        from lowmem_grpo.cli.options import check_data, check_model
+        from lowmem_grpo.config.loading import form_of_weights
+        from lowmem_grpo.config.sampling import SamplingParams
+        from lowmem_grpo.rewards.by_name import refuse_unknown
+
+        SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # refuses what cannot be drawn
+        if chosen["recipe"] and (problem := unknown_recipe(chosen["recipe"])):
+            raise ValueError(problem)
+        for name in chosen["rewards"]:
+            refuse_unknown(name)
+        form_of_weights(chosen["load_in_4bit"], False, chosen["load_in_fp8"])  # refuses both
+        check_data(None if chosen["recipe"] else chosen["dataset"])
+        if not Path(target).exists():
+            check_model(target)
+        subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
+    quiet()
+    with plain_errors():
+        result = run(subject, chosen)
+        from lowmem_grpo.runs.records import finite, replace_text
+
+        folder = out or subject.out
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / FILE, json.dumps(finite(result), indent=1, ensure_ascii=False) + "\n")
+        numbers = {name: value for name, value in result.items() if name != "rows"}
+        if as_json:
+            click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2))
+        else:
+            from lowmem_grpo.runs.views.tables import show_result
+
+            show_result(result, subject.note, show)
+            click.echo(f"all answers: {folder / FILE}")
+
+
+def check_source(chosen: dict[str, Any]) -> None:
+    """click.UsageError unless it is clear what is asked and what is right."""
+    if not chosen["recipe"] and not chosen["dataset"]:
+        raise click.UsageError("name the problems: --recipe NAME, or --dataset FILE with --reward NAME")
+    if not chosen["recipe"] and not chosen["rewards"]:
+        raise click.UsageError("--dataset needs --reward NAME: the function that says what a right answer is")
+    if chosen["recipe"]:
+        refuse_beside_recipe()
+    if too_large := [k for k in chosen["ks"] if k > chosen["samples"]]:
+        raise click.UsageError(f"--k {too_large[0]} needs at least as many answers: --samples {too_large[0]}")
+
+
+def refuse_beside_recipe() -> None:
+    """click.UsageError for an option that says how --dataset is read, where a recipe reads it in its own way."""
+    for name in ("split", "prompt_column"):
+        if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
+                                   "columns in its own way; leave it out, or write --dataset FILE --reward NAME "
+                                   "without --recipe")
+
+
+def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
+    """Return the model and adapter that TARGET and --adapter mean, held as asked, else as the record says, with the
+    record's revision where it is of this very model."""
+    from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
+
+    path = Path(target)
+    named = adapter is not None or not path.exists() or (path / "config.json").is_file()
+    if named and adapter is None:
+        place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
+        return Candidate(target, None, bool(load_in_4bit), place, load_in_fp8=load_in_fp8)
+    place = path if adapter is None else adapter
+    saved = find_adapter(place, unfinished=True)
+    record = base_of_adapter(saved.folder)
+    model = target if named else record.model
+    if model is None:
+        raise RunError(f"{path} does not say which model it was trained on; write eval MODEL --adapter {path}")
+    in_fp8: bool | str = load_in_fp8
+    if load_in_4bit is None and not load_in_fp8:
+        load_in_4bit, in_fp8 = record.load_in_4bit, record.load_in_fp8 or False
+    revision = record.revision if record.model == model else None
+    return Candidate(model, saved.folder, bool(load_in_4bit), place, saved.note, revision, in_fp8)
+
+
+def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
+    from lowmem_grpo.config.sampling import SamplingParams
+    from lowmem_grpo.rollout.assessment import answer
+    from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
+
+    rows, functions, max_tokens, play = problems(subject, chosen)
+    params = SamplingParams(n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens,
+                            seed=chosen["seed"])
+    context = chosen["max_seq_length"] or max(CONTEXT, max_tokens + PROMPT_ROOM)
+    model, request = subject.load(chosen["engine"], context)
+    measure = answer if play is None else play.answers
+    measured = {"base": measure(model, rows, functions, params)}
+    if request is not None:
+        measured["adapter"] = measure(model, rows, functions, params, request)
+    ks = sorted(set(chosen["ks"])) or powers_of_two(params.n)
+    return {
+        "model": subject.model, "revision": subject.revision,
+        "adapter_folder": None if subject.adapter is None else str(subject.adapter),
+        "load_in_4bit": subject.load_in_4bit, "load_in_fp8": subject.load_in_fp8,
+        "recipe": chosen["recipe"], "dataset": chosen["dataset"],
+        "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
+        "seed": params.seed, **{name: described(answers, ks) for name, answers in measured.items()},
+        **({"difference": compared(measured["base"], measured["adapter"])} if len(measured) > 1 else {}),
+        "rows": answered_rows(rows, measured),
+    }
+
+
+def tokens_of_run(subject: Candidate) -> int | None:
+    """Return the length of the longest answer in the run that left the adapter; None if it is not known. It is said."""
+    if subject.adapter is None:
+        return None
+    from lowmem_grpo.runs.saved_adapter import read_summary
+
+    config = read_summary(subject.adapter.absolute().parent).get("config")
+    longest = config.get("max_completion_length") if isinstance(config, dict) else None
+    if not isinstance(longest, int):
+        return None
+    click.echo(f"answers of up to {longest} tokens, as the run was trained; --max-tokens changes it", err=True)
+    return longest
+
+
+def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
+    """Rows, the functions that judge, tokens of an answer, and how one of several turns is played."""
+    from lowmem_grpo.rewards.by_name import find_function
+    from lowmem_grpo.rollout.assessment import rows_of
+
+    functions = [find_function(name) for name in chosen["rewards"]]
+    if not chosen["recipe"]:
+        from lowmem_grpo.data.files import read_dataset
+
+        dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
+        rows = rows_of(dataset, chosen["limit"])
+        return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS, None
+    from lowmem_grpo.recipes.exam import find_exam
+
+    exam = find_exam(chosen["recipe"])
+    if chosen["dataset"] and not exam.takes_source:
+        raise ValueError(f"the recipe {chosen['recipe']!r} makes its own problems; leave --dataset out, or --recipe")
+    size = chosen["limit"] or exam.size
+    rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
+    longest = chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens_of(subject.model)
+    return rows, [exam.right, *functions], longest, exam.play

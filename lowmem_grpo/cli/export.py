@@ -1,0 +1,74 @@
+"""`lowmem-grpo export`: make an adapter, a merged model or a GGUF file from a run."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.models.export.gguf import TYPES
+from lowmem_grpo.runs.views.terminal import plain_errors, quiet
+from lowmem_grpo.utils import size_text
+
+
+@click.command(short_help="Export an adapter, a merged model or a GGUF file.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--format", "kind", type=click.Choice(["adapter", "merged", "gguf"]), default="merged", show_default=True,
+              help="The files of PEFT, the whole model in 16 bits, or a GGUF file (with llama.cpp's converter).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the export.")
+@click.option("--base", help="Base model, if the adapter does not name it or it has moved.")
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
+              help="How the base model was held in training, if the adapter does not say.")
+@click.option("--fp8", "load_in_fp8", is_flag=True, default=None, help="The same: in FP8, a scale for each row.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
+              help="Of a merged model.  [default: that of the run, else bfloat16]")
+@click.option("--gguf-type", type=click.Choice(TYPES), default="bf16", show_default=True)
+@click.option("--llama-cpp", type=click.Path(path_type=Path), help="Folder of llama.cpp, for --format gguf.")
+@click.option("--device", help="Where weights are merged: cpu or cuda:0.  [default: the card, if there is one]")
+@click.option("--unfinished", is_flag=True, help="Export the last good checkpoint of a run that never finished.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in the same folder.")
+@click.option("--push", "repo", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub.")
+@click.option("--public", is_flag=True, help="Make a new hub repository public.")
+def export(
+    run: Path, kind: str, out: Path, unfinished: bool, overwrite: bool, repo: str | None, public: bool, **chosen: Any
+) -> None:
+    """Export the adapter of RUN, which is the folder of a run, of a checkpoint, or of a saved adapter.
+
+    The export is loaded back and compared before its folder gets its name. A model is merged one tensor at a time, so
+    this needs no card, and no memory for the whole model."""
+    if public and repo is None:
+        raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
+    with plain_errors():
+        from lowmem_grpo.cli.options import check_adapter
+
+        if repo is not None:
+            from lowmem_grpo.models.hub import check_repo
+
+            check_repo(repo)
+        check_adapter(run, unfinished)
+    quiet()
+    with plain_errors():
+        from lowmem_grpo.models.export.formats import ExportSettings, export
+
+        done = export(run, kind, out, ExportSettings(**chosen), unfinished, overwrite, repo, private=not public)
+    for line in summary(done):
+        click.echo(line)
+
+
+def summary(done: Any) -> list[str]:
+    of = f" and {done.base}" if done.base else ""
+    lines = [f"{done.format}: {done.folder} ({size_text(done.bytes)}), from the {done.source}{of}"]
+    checks = done.checks
+    if "tensors_equal" in checks:
+        lines.append(f"read back with PEFT: {checks['layers']} layers, all {checks['tensors_equal']} tensors equal")
+    if "merged" in checks:
+        lines.append(f"read back: {checks['tensors']} tensors within half a unit of {checks['dtype']}, "
+                     f"{checks['merged']} of them merged; {checks['update_kept']:.1%} of the update is left")
+    if "logits_difference" in checks:
+        lines.append(f"loaded back: logits differ from the adapter's by {checks['logits_difference']:.3g} (root mean "
+                     f"square; rounding to {checks['dtype']} explains {checks['logits_rounding']:.3g}), the likeliest "
+                     f"token is the same in {checks['logits_same_choice']:.1%} of places")
+    elif "merged" in checks:
+        lines.append("too large to be loaded twice: its weights were compared, its logits were not")
+    if "gguf_tensors" in checks:
+        lines.append(f"GGUF read back: {checks['gguf_architecture']}, {checks['gguf_tensors']} tensors")
+    return lines + ([f"pushed: {done.address}"] if done.address else [])

@@ -1,0 +1,86 @@
+"""`lowmem-grpo generate`: ask a model one question, or watch it play an episode of a recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.runs.views.terminal import plain_errors, quiet
+
+MAX_TOKENS = 256
+
+
+@click.command(short_help="Ask a model one question, or watch it play.")
+@click.argument("prompt", required=False)
+@click.option("--recipe", help="Play an episode of a recipe, or of your own ./FILE.py, instead of answering PROMPT.")
+@click.option("--you", type=click.Choice(["beside", "against"]),
+              help="With --recipe: play the same task before the model does, or play against it.")
+@click.option("--model", help="A model on the hub, a folder, or the embedded tiny.  [default: that of the adapter or "
+              "of the recipe, else tiny]")
+@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter, a run or a checkpoint.")
+@click.option("-n", "--samples", default=1, show_default=True, help="Number of answers.")
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--max-tokens", type=int, help="Longest answer, or longest episode.  [default: "
+              f"{MAX_TOKENS}, or that of the recipe]")
+@click.option("--seed", type=int, default=None)
+@click.option("--load-in-4bit", is_flag=True, help="Hold the base model in 4 bits.")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="Hold the base model in 8-bit floats.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer or episode.")
+def generate(
+    prompt: str | None, recipe: str | None, you: str | None, model: str | None, adapter: Path | None, as_json: bool,
+    load_in_4bit: bool, load_in_fp8: bool, **sampling: Any,
+) -> None:
+    """Answer PROMPT as a chat message, with the base model or with a saved adapter.
+
+    With --recipe, an episode is played and shown turn by turn."""
+    check_asked(prompt, recipe, you, sampling["samples"], as_json)
+    with plain_errors():
+        from lowmem_grpo.cli.options import check_adapter, check_model
+        from lowmem_grpo.config.loading import form_of_weights
+        from lowmem_grpo.config.sampling import SamplingParams
+        from lowmem_grpo.recipes.recipe_file import unknown_recipe
+
+        longest = sampling.pop("max_tokens")
+        params = SamplingParams(n=sampling.pop("samples"), max_tokens=MAX_TOKENS if longest is None else longest,
+                                **sampling)
+        if recipe and (problem := unknown_recipe(recipe)):
+            raise ValueError(problem)
+        check_model(model)
+        check_adapter(adapter)
+        form = {"load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
+        form_of_weights(load_in_16bit=False, **form)  # refuses both
+    quiet()
+    with plain_errors():
+        if recipe:
+            from lowmem_grpo.cli.playing import play
+
+            play(recipe, you, model, adapter, form, params, longest, as_json)
+        else:
+            answer(str(prompt), model, adapter, form, params, as_json)
+
+
+def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
+    if (prompt is None) == (recipe is None):
+        raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
+                               ("" if prompt is None else "; not both"))
+    if you and not recipe:
+        raise click.UsageError("--you is for --recipe NAME, whose task is played")
+    if you and as_json:
+        raise click.UsageError("--json prints no questions, and with --you you are asked; leave one of them out")
+    if recipe and samples != 1:
+        raise click.UsageError(f"--samples {samples} is for a PROMPT; of a recipe one episode is played. Many: "
+                               f"lowmem-grpo eval MODEL --recipe {recipe} --samples {samples}")
+
+
+def answer(
+    prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
+) -> None:
+    from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
+
+    folder, base = adapter_and_base(adapter)
+    loaded, request = load(model or base or "tiny", folder, CONTEXT, **form)
+    (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
+    for completion in output.outputs:
+        record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
+        click.echo(json.dumps(record) if as_json else completion.text)

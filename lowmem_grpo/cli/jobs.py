@@ -1,0 +1,112 @@
+"""`lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`: what a server's queue is told, and what it says."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowmem_grpo.runs.views.terminal import plain_errors
+
+if TYPE_CHECKING:
+    from lowmem_grpo.server.home import ServerClient
+
+EVERY = 1.0  # seconds between looks at a log
+SERVER = click.option(
+    "--server", type=click.Path(path_type=Path), default=Path("~/.lowmem-grpo/server.json"), show_default=True,
+    help="The file that `lowmem-grpo serve` writes, or its folder.")
+OVER = ("done", "failed", "stopped", "cancelled")
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, short_help="Let a recipe wait for the card.")
+@click.argument("recipe")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@SERVER
+@click.option("--priority", default=0, show_default=True, help="Higher ones start first.")
+@click.option("--time-limit", help="Of one go, as 90m or 2h; the run is then stopped after its step, and saved.")
+@click.option("--share", default=1.0, show_default=True, help="Its part of the card: jobs run together where their "
+              "parts do.")
+def submit(
+    recipe: str, options: tuple[str, ...], server: Path, priority: int, time_limit: str | None, share: float
+) -> None:
+    """Submit RECIPE with options as `lowmem-grpo run` takes them: key=value or --key value."""
+    with plain_errors():
+        from lowmem_grpo.server.jobs.queue import JobRequest, seconds_of
+
+        limit = None if time_limit is None else seconds_of(time_limit)
+        asked = JobRequest(recipe, list(options), priority, limit, share)
+        job = remote(server).post("/jobs", vars(asked))
+        click.echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
+
+
+@click.command(short_help="List the jobs of a server, and why they wait.")
+@click.argument("number", type=int, required=False)
+@SERVER
+@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+def jobs(number: int | None, server: Path, as_json: bool) -> None:
+    """List the jobs, the newest first, or show the one with this NUMBER."""
+    with plain_errors():
+        reply = remote(server).get("/jobs" if number is None else f"/jobs/{number}")
+        shown = reply["jobs"] if number is None else [reply]
+        if as_json:
+            click.echo(json.dumps(reply, indent=2))
+        elif not shown:
+            click.echo("no jobs yet: `lowmem-grpo submit RECIPE [key=value ...]`")
+        else:
+            from lowmem_grpo.runs.views.tables import show_jobs
+
+            show_jobs(shown)
+
+
+@click.command(short_help="Print the log of a job.")
+@click.argument("number", type=int)
+@SERVER
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over; the exit status is 0 if it is done.")
+def logs(number: int, server: Path, follow: bool) -> None:
+    """Print what job NUMBER has written."""
+    with plain_errors():
+        at, offset, said = remote(server), 0, ""
+        while True:
+            job = at.get(f"/jobs/{number}")  # before the log: what an ended job wrote is then all there
+            while piece := at.ask(f"/jobs/{number}/log?from={offset}"):
+                offset += len(piece)
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+            if not follow or job["state"] in OVER:
+                break
+            if job["state"] == "waiting" and job["why"] != said:
+                said = job["why"]
+                click.echo(f"job {number} {said if said.startswith('waits') else f'waits: {said}'}", err=True)
+            time.sleep(EVERY)
+        if follow:
+            click.echo(f"job {number} is {job['state']}{': ' + job['why'] if job['why'] else ''}", err=True)
+            raise SystemExit(0 if job["state"] == "done" else 1)
+
+
+@click.command(short_help="Take a job back, or stop it after its step.")
+@click.argument("number", type=int)
+@SERVER
+def cancel(number: int, server: Path) -> None:
+    """Take job NUMBER back if it waits. One that runs finishes its step and saves, so that it can be resumed."""
+    with plain_errors():
+        job = remote(server).post(f"/jobs/{number}/cancel", {})
+        click.echo(f"job {number}: {job['why']}")
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, short_help="Let a job go on from its checkpoint.")
+@click.argument("number", type=int)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@SERVER
+def resume(number: int, options: tuple[str, ...], server: Path) -> None:
+    """Let job NUMBER wait again, to go on from its last checkpoint; OPTIONS such as max_steps=500 are added."""
+    with plain_errors():
+        job = remote(server).post(f"/jobs/{number}/resume", {"options": list(options)})
+        click.echo(f"job {number}: {job['state']}")
+
+
+def remote(server: Path) -> "ServerClient":
+    from lowmem_grpo.server.home import ServerClient, read_address
+
+    return ServerClient(read_address(server))

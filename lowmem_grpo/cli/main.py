@@ -1,0 +1,39 @@
+"""The command `lowmem-grpo`: a group of the commands in commands/. Importing it loads no heavy library."""
+
+import io
+import sys
+
+import click
+
+from lowmem_grpo import __version__
+from lowmem_grpo.cli.doctor import doctor
+from lowmem_grpo.cli.eval import evaluate
+from lowmem_grpo.cli.export import export
+from lowmem_grpo.cli.generate import generate
+from lowmem_grpo.cli.jobs import cancel, jobs, logs, resume, submit
+from lowmem_grpo.cli.new import new
+from lowmem_grpo.cli.plan import plan
+from lowmem_grpo.cli.run import report, run
+from lowmem_grpo.cli.serve import serve, watch
+
+
+class InOrder(click.Group):
+    """Help lists the commands in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lowmem-grpo")
+def main() -> None:
+    """Fine-tune language models with GRPO on one GPU, or try it on a CPU with the embedded tiny model."""
+    for stream in (sys.stdout, sys.stderr):  # text that the terminal's encoding lacks must not end a command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+for command in (
+    run, new, plan, evaluate, generate, export, report, watch, serve, submit, jobs, logs, cancel, resume, doctor,
+):
+    main.add_command(command)

@@ -1,0 +1,253 @@
+"""What a command line asks for, checked before a heavy library is imported; recipes are read, and not run."""
+
+import ast
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo import recipes
+from lowmem_grpo.config.engine import VLLM, EngineSettings
+from lowmem_grpo.config.grpo import GRPOConfig, check_weights
+from lowmem_grpo.config.loading import form_of_weights
+from lowmem_grpo.config.strategies import LATE, MEND
+from lowmem_grpo.data.kinds import check_columns, columns_of, is_file_name, refuse_unreadable
+from lowmem_grpo.engines.vllm.installed import refuse_absent
+from lowmem_grpo.models.hub import REPO, find_dataset
+from lowmem_grpo.models.named import find
+from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
+from lowmem_grpo.runs.files import place_fault
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.saved_adapter import find_adapter
+from lowmem_grpo.runs.views.sinks import refuse_absent_sinks
+from lowmem_grpo.runs.views.terminal import columns
+from lowmem_grpo.utils import check_value
+
+WIDTH, QUOTE = 100, "'"
+PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # arguments of a Preset
+FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
+Option = tuple[str, str, str, str]  # name, type, default, what it is
+PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
+TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
+
+
+def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Refuse what `fill`, the recipe and its trainer would refuse, and return the run's settings, as far as the
+    recipe's file writes them out: it is read, and not run. ValueError, OSError or click.UsageError. The rest is left to
+    the recipe."""
+    from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
+    from lowmem_grpo.recipes.presets import check_setup, size_of
+
+    try:
+        tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
+    except ValueError as error:
+        if isinstance(error.__cause__, SyntaxError):
+            return {}  # Python shows the line, when the file is loaded
+        raise
+    owner = named(tree, "OPTIONS")
+    shared = {setting.name for setting in fields(RecipeOptions)}
+    written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
+    own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
+    if not own and owner != "RecipeOptions":
+        return {}
+    made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
+                          bases=(RecipeOptions,))
+    asked: Any = fill(made, list(arguments))
+    for option, value in asked.config.items():
+        check_value(GRPOConfig, option, value)
+    presets, defaults = written_presets(tree), literal(assigned(tree, "DEFAULTS")) or {}
+    if presets and asked.gpu != "auto" and size_of(asked.gpu) not in presets:
+        raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(presets)}")
+    if asked.engine != "auto":
+        asked.fast_inference  # noqa: B018  (refuses an unknown engine)
+    asked.checkpointing  # noqa: B018  (refuses an unknown mode)
+    form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # refuses both
+    EngineSettings(kv_cache_dtype=asked.kv_cache_dtype).check_for(asked.engine)
+    if asked.engine == VLLM:
+        refuse_absent()
+    check_model(asked.model)
+    source = getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1]
+    if not is_recipe_file(name) or REPO.fullmatch((source or "").partition(":")[0]):
+        check_data(source, literal(assigned(tree, "COLUMNS")) or ())
+    check_setup(asked, defaults, presets)
+    settings = defaults | asked.config
+    check_rewards(rewards_of(tree), {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, settings)
+    refuse_absent_sinks(settings.get("report_to") or [])
+    return settings | {"resume": asked.resume}
+
+
+def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:
+    """Raise ValueError for weights of other reward functions than these, if there are some, and where some that are
+    `plain` functions are called too late for what is asked for."""
+    if names:
+        check_weights(settings.get("reward_weights"), names)
+    mode, late = settings.get("train_while_sampling"), [name for name in names if name in plain]
+    if mode and late and settings.get("score_while_sampling") is not True:
+        raise ValueError(f"train_while_sampling={mode!r}: {LATE.format(', '.join(late))}; {MEND}")
+
+
+def check_run_folder(settings: dict[str, Any]) -> None:
+    """Raise RecordError or OSError where a run would find another one in its folder, or could not write there."""
+    if "output_dir" not in settings:
+        return
+    folder = Path(settings["output_dir"])
+    if fault := place_fault(folder):
+        raise OSError("; ".join(fault))
+    if not settings["resume"] and not settings.get("overwrite_output_dir"):
+        RunRecords(folder).refuse_another_run()
+
+
+def check_model(name: str | None) -> None:
+    """OSError for a path that leads to no model, and for a name that the hub does not give."""
+    if name is not None:
+        find(name)
+
+
+def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
+    """OSError for a data file that is missing, empty or broken, and for a name that the hub does not give (ValueError
+    where it says that there is none). ValueError for a file without these columns."""
+    if source is None:
+        return
+    if is_file_name(source):
+        refuse_unreadable(Path(source))
+        check_columns(source, columns_of(Path(source)), columns)
+    else:
+        find_dataset(source.partition(":")[0])
+
+
+def check_adapter(path: Path | None, unfinished: bool = True) -> None:
+    if path is not None:
+        find_adapter(path, unfinished)
+
+
+# The options and presets of a recipe, from its file
+
+
+def file_of(recipe: str) -> Path:
+    return Path(recipes.__path__[0], f"{recipe}.py")
+
+
+def recipe_help(path: Path) -> str:
+    """A recipe's docstring, options and presets as text. ValueError for a file that cannot be read."""
+    tree, common = parsed(path), parsed(file_of("options"))
+    own = list(options_of(tree, named(tree, "OPTIONS")))
+    names = {option[0] for option in own}
+    shared = [option for option in options_of(common, "RecipeOptions") if option[0] not in {*names, "config"}]
+    presets = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
+    parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own),
+             listed("Options of every recipe:", shared),
+             "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *presets]) if presets else "", FOOT]
+    return "\n\n".join(filter(None, parts))
+
+
+def parsed(path: Path) -> ast.Module:
+    """The file's syntax tree. ValueError for a file that cannot be read."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a recipe: {error}") from error
+
+
+def named(tree: ast.Module, name: str) -> str:
+    """The source of what a file assigns to `name` at its top level; empty if it assigns nothing."""
+    value = assigned(tree, name)
+    return "" if value is None else ast.unparse(value)
+
+
+def assigned(tree: ast.Module, name: str) -> ast.expr | None:
+    """Return what a file assigns to `name` at its top level, with or without a type; None if it assigns nothing."""
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
+              and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name]
+    return values[-1] if values else None
+
+
+def literal(node: ast.expr | None) -> Any:
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+
+
+def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
+    """The fields of a dataclass, each with the text below it. Fields of its base classes come first."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and owner != "RecipeOptions":
+            yield from imported(node, owner)
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            mine = {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
+            for base in node.bases:
+                yield from (option for option in options_of(tree, ast.unparse(base)) if option[0] not in mine)
+            for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and field.value is not None:
+                    written = ast.unparse(field.value)
+                    default = (named(tree, written) or written).strip(QUOTE)
+                    yield ast.unparse(field.target), ast.unparse(field.annotation), default, text_of(below)
+
+
+def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
+    """The fields of a class that a `from ... import` takes from a file of the package."""
+    inside = (node.module or "").split(".")
+    path = Path(recipes.__path__[0]).parents[1].joinpath(*inside).with_suffix(".py")
+    for name in node.names:
+        if (name.asname or name.name) == owner and inside[0] == "lowmem_grpo" and path.is_file():
+            yield from options_of(parsed(path), name.name)
+
+
+def text_of(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""
+
+
+def listed(title: str, options: list[Option]) -> str:
+    """A title, and a paragraph for each option; empty if there are no options."""
+    paragraphs = [
+        textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), columns(WIDTH),
+                      initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
+        for name, kind, default, text in options
+    ]
+    return "\n".join([title, *paragraphs]) if paragraphs else ""
+
+
+def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
+    """Return the arguments of each preset that the file itself writes out, by its size."""
+    value = assigned(tree, "PRESETS")
+    pairs = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
+    return {str(key.value): dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value
+                                                                         for word in made.keywords}
+            for key, made in pairs if isinstance(key, ast.Constant) and isinstance(made, ast.Call)}
+
+
+def written_presets(tree: ast.Module) -> dict[str, Any]:
+    """Return the presets that the file writes out, by size; none unless each is written out whole."""
+    from lowmem_grpo.recipes.presets import Preset
+
+    read = {size: {name: literal(value) for name, value in values.items()}
+            for size, values in preset_calls(tree).items()}
+    whole = all(None not in values.values() and {*PRESET[:-1]} <= {*values} <= {*PRESET} for values in read.values())
+    return {size: Preset(**values) for size, values in read.items()} if whole else {}
+
+
+def rewards_of(tree: ast.Module) -> list[str]:
+    """Return the reward functions that the file's only Lesson writes out as a list; else none."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
+    values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
+                                                                       if word.arg == "rewards"))]
+    value = values[0] if len(calls) == len(values) == 1 else None
+    value = assigned(tree, value.id) if isinstance(value, ast.Name) else value
+    if not isinstance(value, ast.List) or any(isinstance(each, ast.Starred) for each in value.elts):
+        return []
+    return [ast.unparse(each) for each in value.elts]
+
+
+def preset_line(size: str, arguments: dict[str, ast.expr]) -> str:
+    """A preset's size, model, context and LoRA, and the settings that it changes."""
+    shown = dict(arguments)
+    settings = shown.pop("settings", None)
+    if isinstance(settings, ast.Dict):
+        pairs = zip(settings.keys, settings.values, strict=True)
+        shown |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
+    words = ", ".join(f"{name}={ast.unparse(value).strip(QUOTE)}" for name, value in shown.items())
+    return textwrap.fill(f"{size:<4}{words}", columns(WIDTH), initial_indent="  ", subsequent_indent=" " * 6,
+                         break_on_hyphens=False)

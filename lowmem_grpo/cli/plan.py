@@ -1,0 +1,105 @@
+"""`lowmem-grpo plan`: what a run will hold in memory and how long a step will take, before there is a card."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import click
+
+from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
+from lowmem_grpo.memory.layer_forms import FP8
+from lowmem_grpo.runs.views.terminal import plain_errors
+from lowmem_grpo.utils import check_given, up_to
+
+MOST_PROMPTS = 100_000  # in a step
+CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
+
+
+@click.command(short_help="Plan the memory and time of a run, without a card.")
+@click.option("--model", required=True, help="A built-in shape, a model on the hub, or a folder or file with a "
+              "config.json.")
+@click.option("--gpu", required=True, help="A card (t4, 4090, a100-40, ...) or a memory size (16GiB).")
+@click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Such cards, which share the "
+              "prompts of a step; memory and time are of one of them.")
+@click.option("--context", default=2048, show_default=True, help="Tokens of the longest sequence.")
+@click.option("--generations", "num_generations", default=8, show_default=True, help="Completions for each prompt.")
+@click.option("--rank", "lora_rank", default=32, show_default=True, help="Rank of LoRA on all linear layers.")
+@click.option("--gpu-memory-utilization", type=float, help="Share of the card that the run may use.")
+@click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="Weights in FP8, as load_in_fp8=True, in place of 4 bits.")
+@click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="offload", show_default=True,
+              help="Gradient checkpointing: layer inputs on the host, on the card, or none.")
+@click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="What samples the completions.  [default: "
+              "vllm; transformers on a card below sm_80, as in a run]")
+@click.option("--kv-cache-dtype", type=click.Choice(CACHE_DTYPES), default=AUTO, show_default=True,
+              help="Of vLLM's keys and values: the model's dtype, or 8-bit floats.")
+@click.option("--max-tokens", type=int, help="Tokens of a training micro-batch.  [default: chosen by the plan]")
+@click.option("--mlp-tile", type=int, help="Tokens that an MLP computes at a time.  [default: chosen by the plan]")
+@click.option("--optim", help="Optimizer, named as in GRPOConfig.  [default: chosen by the plan]")
+@click.option("--prompts", type=int, help="Prompts in each step.  [default: 8]")
+@click.option("--prompt-length", type=int, help="Mean tokens of a prompt.  [default: a fifth of the context]")
+@click.option("--completion-length", type=int, help="Mean tokens of a completion.  [default: 40% of the longest]")
+@click.option("--max-completion-length", type=int, help="Tokens of the longest completion.  [default: what the prompt "
+              "leaves of the context]")
+@click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, in bytes.")
+def plan(
+    model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
+    prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
+    gpus: int, **settings: Any,
+) -> None:
+    """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
+
+    This needs no card and no weights. Prompts times generations is the number of completions in a step: all of them
+    are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time."""
+    with plain_errors():
+        from lowmem_grpo.memory import planner
+        from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
+        from lowmem_grpo.memory.families import planned_as
+        from lowmem_grpo.memory.model_shape import ModelShape
+        from lowmem_grpo.memory.plan import RunSettings
+        from lowmem_grpo.memory.time_plan import PROMPTS, Workload, plan_time
+        from lowmem_grpo.models.named import config_of
+
+        card, config = device(gpu, gpu_memory_utilization), config_of(model)
+        settings["engine"] = settings["engine"] or engine_of(card)
+        said = planned_as(config, model, settings["engine"])
+        if not settings["load_in_fp8"] and stored_in_fp8(config):
+            click.echo(f"{model} is stored in FP8, in which its weights are held", err=True)
+            settings["load_in_fp8"] = True
+        asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
+        check_given({"prompts": prompts}, {"prompts": up_to(MOST_PROMPTS)})
+        whole = PROMPTS if prompts is None else prompts
+        if whole < gpus:
+            raise ValueError(f"a step of {whole} prompts cannot be shared by {gpus} cards, each of which takes whole "
+                             "prompts; raise --prompts, or plan fewer --gpus")
+        prompts = math.ceil(whole / gpus)
+        step = prompts * asked.num_generations
+        asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES),
+                        longest_completion=max_completion_length, ranks=gpus)
+        longest = planner.max_context(config, asked, card) if max_context else None
+        memory = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        fitted = memory.settings
+        work = Workload.within(fitted.context, prompts, fitted.num_generations, prompt_length, completion_length,
+                               max_completion_length)
+        time = plan_time(memory, ModelShape.from_config(config), work)
+        if as_json:
+            extra = {"max_context": longest} if max_context else {}
+            click.echo(json.dumps(memory.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
+        else:
+            from lowmem_grpo.runs.views.tables import show
+
+            show(memory, longest, time=time)
+            click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
+    if not memory.fits:
+        raise SystemExit(1)
+
+
+def stored_in_fp8(config: Any) -> bool:
+    """Return whether a checkpoint keeps its weights in FP8; ValueError for another form that is refused."""
+    if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
+        from lowmem_grpo.models.stored_form import stored_form
+
+        return stored_form(config, "the model") == FP8
+    return False

@@ -1,0 +1,112 @@
+"""An episode of a recipe on the terminal: a model plays it, and a person before it or against it."""
+
+import json
+import random
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.recipes.exam import find_exam
+from lowmem_grpo.recipes.presets import Preset, choose
+from lowmem_grpo.recipes.recipe_file import find_recipe
+from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
+from lowmem_grpo.trainer.play import Play
+from lowmem_grpo.types import Rollout
+
+PATIENCE = 24 * 3600.0  # seconds that a person may think
+COLOURS = {"model": "cyan", "you": "green"}
+
+
+def play(
+    recipe: str, you: str | None, model: str | None, adapter: Path | None, form: dict[str, bool],
+    params: SamplingParams, longest: int | None, as_json: bool,
+) -> None:
+    """Play one episode of the recipe's held-out tasks; `longest` is its most tokens, None for the recipe's."""
+    exam = find_exam(recipe)
+    played = exam.play
+    if played is None:
+        raise ValueError(f"the recipe {recipe!r} has no episodes: one completion is the whole answer. Ask a question "
+                         "with lowmem-grpo generate \"...\", or measure with lowmem-grpo eval")
+    if you == "against":
+        played = against(played, recipe)
+    folder, base = adapter_and_base(adapter)
+    name = model or base or preset_of(recipe).model
+    params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
+    seed = random.getrandbits(30) if params.seed is None else params.seed
+    (row,) = exam.problems_of(name)(1, seed, None)
+    loaded, request = load(name, folder, max(CONTEXT, 2 * params.max_tokens), **form)
+    tell = (lambda who, text: None) if as_json else say
+    if you == "beside":
+        click.echo("you play first; a call of a tool is written as name(key=value)")
+        mine = played.episode(loaded, row, exam.right, params, tell, None, ask, patient())
+        click.echo(ended("you", *mine) + "\n\nnow the model, with the same task")
+    rollout, right = played.episode(loaded, row, exam.right, params, tell, request, None, patient() if you else {})
+    if as_json:
+        click.echo(json.dumps(record(rollout, right, seed)))
+    else:
+        last = [reply for turn in rollout.turns[-1:] for reply in turn.replies]
+        for reply in last:
+            say(str(reply.get("role")), str(reply.get("content", "")))
+        click.echo(ended("the model", rollout, right) + f" (--seed {seed} plays the same task again)")
+
+
+def preset_of(recipe: str) -> Preset:
+    presets = getattr(find_recipe(recipe), "PRESETS", {})
+    return choose("auto", presets)[1] if presets else Preset("tiny", CONTEXT, 16, 32)
+
+
+def patient() -> dict[str, float]:
+    return {"environment_timeout": PATIENCE, "episode_timeout": PATIENCE}
+
+
+def against(played: Play, recipe: str) -> Play:
+    """The same with a person as the opponent, where the environment has a seat for one."""
+    factory = played.environment
+    if not callable(factory) or not hasattr(factory(), "opponent"):
+        raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "
+                         "(a function of what the opponent sees, which returns a reply). Use --you beside")
+
+    def seated() -> Any:
+        environment = factory()
+        environment.opponent = answer_to
+        return environment
+
+    return replace(played, environment=seated)
+
+
+def answer_to(told: str) -> str:
+    """Ask the person for an answer to what the opponent sees."""
+    say("environment", told)
+    return ask()
+
+
+def ask() -> str:
+    """A line of the terminal. The end of the input stops the command, also in the thread of an environment."""
+    try:
+        return input(click.style("you> ", fg=COLOURS["you"], bold=True))
+    except EOFError:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt from None
+        signal.raise_signal(signal.SIGINT)
+        raise
+
+
+def say(who: str, text: str) -> None:
+    click.echo(click.style(f"{who}: ", fg=COLOURS.get(who, "yellow"), bold=True) + text)
+
+
+def ended(who: str, rollout: Rollout, right: bool | None) -> str:
+    paid = sum(turn.reward or 0.0 for turn in rollout.turns)
+    verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
+    turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
+    return f"{who} {verdict}: {turns}, reward {paid:g}; the end: {ENDINGS.get(rollout.ending, rollout.ending)}"
+
+
+def record(rollout: Rollout, right: bool | None, seed: int) -> dict[str, Any]:
+    return {"right": right, "ending": rollout.ending, "seed": seed, "turns": turn_records(rollout)}

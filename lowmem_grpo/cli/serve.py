@@ -1,0 +1,191 @@
+"""`lowmem-grpo serve`: one card as a service; `watch`: the live page of runs that were started elsewhere."""
+
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from socket import socket
+
+import click
+
+from lowmem_grpo.config.launcher import one_process
+from lowmem_grpo.models.named import find, public_name
+from lowmem_grpo.runs.views.terminal import plain_errors
+
+LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
+HOST = click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Which address of this machine listens. Any but loopback "
+    "needs --key-file, and a proxy before it for TLS.")
+
+
+@click.command(short_help="Serve this card over HTTP: a queue of jobs.")
+@click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@HOST
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("~/.lowmem-grpo"),
+              show_default=True, help="What the server keeps; one server at a time has it.")
+@click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs. Limits of a user "
+              "come after it too, as in --limits.")
+@click.option("--limits", default="", help="What each key may have, such as \"requests=4096 bodies=1GiB storage=100GiB "
+              "models=64\": unanswered requests, their bodies, what is saved, and models. These are the defaults.")
+@click.option("--model", help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
+@click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
+              help="Tokens of a sequence that clients train on.")
+@click.option("--4bit/--16bit", "load_in_4bit", default=None, help="How the model is stored.  [default: 4bit]")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="The same: in FP8, a scale for each row.")
+@click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True,
+              help="What samples; vLLM does in recipes only.")
+@click.option("--offload-embedding", is_flag=True, help="Keep the embedding on the host, to save the card's memory.")
+@click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="A folder of recipe files that jobs may name.")
+def serve(
+    port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
+    load_in_4bit: bool | None, load_in_fp8: bool, engine: str, offload_embedding: bool, recipes: Path | None,
+) -> None:
+    """Serve this card: recipes that are submitted wait here, and run when it is free.
+
+    It prints its address, and keeps the key of whoever starts it in the folder, where `lowmem-grpo submit` finds both.
+    Jobs that run go on when the server ends, and the next one finds them."""
+    with plain_errors():
+        one_process("the server")
+        check_loading(load_in_4bit, load_in_fp8, engine, model)
+        from lowmem_grpo.server.home import Address, Home
+
+        try:
+            from lowmem_grpo.models.card_check import driver_version
+            from lowmem_grpo.server.jobs.dispatcher import Dispatcher
+            from lowmem_grpo.server.jobs.queue import JobQueue
+            from lowmem_grpo.server.jobs.routes import make_jobs_app, make_jobs_page
+            from lowmem_grpo.server.page.page import Beside, page_app
+            from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
+
+            if model is not None:  # torch comes with it, for which a queue has no use
+                from lowmem_grpo.server.tinker.serving import serve_model
+        except ImportError as error:
+            raise ImportError(f"{LACKING.format('serve')} ({error})") from error
+        from lowmem_grpo.server.users import OWNER, Allowance, User, Users, read_users
+
+        usual = Allowance().but(limits.split())
+        others = [] if key_file is None else read_users(key_file, usual)
+        own = {user.name: user.allowance for user, _ in others if user.allowance}
+        if not is_loopback(host) and not others:
+            raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each user "
+                             "has a key, and put a proxy with TLS before the server")
+        home = Home(folder)
+        with ended_by_signals(), home.owned() as database:
+            listening = open_socket(host, port)
+            address = Address(address_of(host, listening), home.key())
+            path = home.announce(address)
+            queue = JobQueue(database, home.jobs)
+            dispatcher = Dispatcher(queue, recipes, has_card=driver_version() is not None)
+            served = None if model is None else serve_model(
+                model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
+                load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
+            users, everywhere = Users(address.key, others), not is_loopback(host)
+            app = make_jobs_app(queue, users, partial(checked, recipes), everywhere,
+                                None if served is None else served.routers())
+            page = make_jobs_page(queue, users, visible_name(host))
+            server = made_for(Beside(page_app(page, everywhere), app))
+            page.closing = lambda: server.should_exit
+            click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
+                       f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")
+            if model is not None:
+                click.echo(client_name(model))
+            dispatcher.start()
+            try:
+                server.run(sockets=[listening])
+            finally:
+                dispatcher.close()
+                if served is not None:
+                    served.close()
+
+
+def client_name(model: str) -> str:
+    """Return what clients of the Tinker protocol are to be told of a model."""
+    name = public_name(model)
+    folder = (" (its name for clients of the Tinker protocol, who find its tokenizer there; recipes of tinker-cookbook "
+              "do not know it, and need renderer_name=role_colon, or that of its family)")
+    return f"model {name}{folder if Path(name).is_dir() else ''}"
+
+
+def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, model: str | None = None) -> None:
+    """Raise ValueError for a model that is not served so, and OSError for one that there is not. Nothing is loaded."""
+    if model is not None and (Path(model) / "adapter_config.json").is_file():
+        raise ValueError(f"--model {model} is an adapter, and clients train adapters of their own on a whole model: "
+                         f"lowmem-grpo export {model} --out FOLDER merges it with its base, then serve that FOLDER")
+    if engine == "vllm":
+        raise ValueError("--engine is 'vllm'; a served model samples with its clients' adapters between two of their "
+                         "steps, and is tested with our own engine only: leave --engine out. A recipe takes vLLM: "
+                         "`lowmem-grpo submit RECIPE engine=vllm`")
+    if load_in_fp8 and load_in_4bit is not None:
+        raise ValueError(f"--fp8 and --{'4bit' if load_in_4bit else '16bit'} contradict each other; give one of them")
+    if model is not None:
+        find(model)
+
+
+def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
+    """ValueError for what the recipe would refuse. A file must be in the folder `recipes`."""
+    from lowmem_grpo.cli.options import check_recipe
+    from lowmem_grpo.recipes.recipe_file import unknown_recipe
+
+    if recipe.endswith(".py"):
+        if recipes is None or not (recipes / recipe).is_file():
+            where = "has none (--recipes FOLDER gives it some)" if recipes is None else f"has {listed(recipes)}"
+            raise ValueError(f"there is no recipe file {recipe!r} on the server, which {where}")
+        recipe = str(recipes / recipe)
+    elif problem := unknown_recipe(recipe):
+        raise ValueError(problem)
+    try:
+        check_recipe(recipe, options)
+    except click.ClickException as error:
+        raise ValueError(error.format_message()) from error
+
+
+def listed(recipes: Path) -> str:
+    return ", ".join(sorted(path.name for path in recipes.glob("*.py"))) or "no files"
+
+
+def visible_name(host: str) -> str:
+    """Return the name under which this machine's own programs reach an address that listens."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def address_of(host: str, listening: socket) -> str:
+    return f"http://{visible_name(host)}:{listening.getsockname()[1]}"
+
+
+@click.command(short_help="Watch runs on a live page in the browser.")
+@click.argument("runs_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--port", default=8401, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@HOST
+@click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Who else may look, a line NAME KEY each.")
+def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
+    """Serve a page of the runs in RUNS_DIR and below it, which moves while they write.
+
+    It reads their files and nothing else, so they may run anywhere that writes there. The link that is printed works
+    once; the key signs further browsers in."""
+    with plain_errors():
+        try:
+            from lowmem_grpo.server.page.page import Page, page_app
+            from lowmem_grpo.server.page.sources import RunsSource
+            from lowmem_grpo.server.page.watching import CardUse
+            from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
+            from lowmem_grpo.server.users import SignIn
+        except ImportError as error:
+            raise ImportError(f"{LACKING.format('watch')} ({error})") from error
+        from lowmem_grpo.server.users import OWNER, User, Users, new_key, read_users
+
+        others = [] if key_file is None else read_users(key_file)
+        if not is_loopback(host) and not others:
+            raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each who "
+                             "may look has a key, and put a proxy with TLS before the page")
+        key = new_key()
+        sign_in = SignIn(Users(key, others))
+        page = Page(RunsSource(runs_dir), sign_in, CardUse())
+        with ended_by_signals(), open_socket(host, port) as listening:
+            url = address_of(host, listening)
+            click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"
+                       f"key {key} (for further browsers, at {url})")
+            server = made_for(page_app(page, not is_loopback(host)))
+            page.closing = lambda: server.should_exit
+            server.run(sockets=[listening])

@@ -1,0 +1,204 @@
+"""Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest.
+
+A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves only its inputs as ordinary saved tensors, so
+hooks around a forward pass see these. They go to pinned host memory on a side stream while the next layer computes; in
+backward the next one comes back while a layer is recomputed. Weights, small tensors and whole numbers stay.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowmem_grpo.memory.offload.pages import PAGE_BYTES, Copies, StreamCopies
+from lowmem_grpo.memory.offload.store import HostStore, Offloaded, check_untouched, span
+
+MODES = (True, False, "offload")
+ALIASES = {"unsloth": "offload"}
+MIN_BYTES = 2**20  # below this, a copy costs more than the memory is worth
+
+
+def checkpointing_mode(value: bool | str) -> bool | str:
+    """True, False or "offload" for what the user wrote; ValueError names what is allowed."""
+    mode = ALIASES.get(value, value) if isinstance(value, str) else value
+    if mode not in MODES:
+        raise ValueError(
+            f'use_gradient_checkpointing is {value!r}; allowed are True, False, "offload" and its alias "unsloth"'
+        )
+    return mode
+
+
+def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
+    """Switch a transformers model's checkpointing of layers on or off; returns the mode, as `checkpointing_mode` does.
+
+    Layers keep the random states for their recomputation where something drops out now: see `drops`. ValueError where
+    no layer of the model takes it.
+    """
+    mode = checkpointing_mode(mode)
+    if not mode:
+        if hasattr(model, "gradient_checkpointing_disable"):
+            model.gradient_checkpointing_disable()
+        return mode
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops(model)})
+        # transformers lets the embeddings require a gradient, for reentrant checkpointing's sake; here that would only
+        # keep them, and their gradient, on the device
+        model.disable_input_require_grads()
+    if not checkpointed_layers(model):
+        raise ValueError(
+            f"no layer of {type(model).__name__} takes gradient checkpointing; set use_gradient_checkpointing=False, "
+            "or derive its layers from transformers.modeling_layers.GradientCheckpointingLayer and set "
+            "supports_gradient_checkpointing = True in the model's class"
+        )
+    return mode
+
+
+def drops(model: Any) -> bool:
+    """Return whether training a model draws random numbers: a dropout module, or a rate in its config, is above 0. Else
+    saving the random states in each layer would save nothing."""
+    rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
+    rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
+    return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def drop_nothing(model: Any) -> None:
+    config = model.get_base_model().config.get_text_config()
+    for name, rate in vars(config).items():
+        if "drop" in name and isinstance(rate, float):
+            setattr(config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.ModuleDict):  # LoRA's, whose fast path has none at all
+            module.update({name: nn.Identity() for name, child in module.items() if isinstance(child, nn.Dropout)})
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that checkpointing is on for; whole models carry the flag too, whatever their layers do."""
+    flagged = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    return [module for module in flagged if not hasattr(module, "gradient_checkpointing_enable")]
+
+
+def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
+    """Around a forward pass: what checkpointed layers keep for backward goes to pinned host memory.
+
+    Given a device instead of a model, only parameters are known to be weights. On the CPU nothing changes. A trainer
+    keeps one `ActivationOffload` and enters it again and again.
+    """
+    return ActivationOffload(model) if enabled else nullcontext()
+
+
+@dataclass(eq=False)
+class Kept:
+    """In the graph: a tensor that stays where it is."""
+
+    tensor: Tensor
+    version: int
+
+
+class ActivationOffload:
+    """A context around forward passes, to be entered as often as wanted; host pages are used again each time.
+
+    Backward may run inside or outside of it, in any order, twice, or never: pages are free again once the graph drops
+    the tensor that they hold. `copies` replaces the CUDA side stream (tests, fake tensors).
+    """
+
+    def __init__(
+        self, model: nn.Module | torch.device, copies: Copies | None = None, min_bytes: int = MIN_BYTES,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
+        self.model = model if isinstance(model, nn.Module) else None
+        self.device = device_of(model) if isinstance(model, nn.Module) else model
+        if copies is None and self.device.type == "cuda":
+            copies = StreamCopies(self.device)
+        self.store = None if copies is None else HostStore(self.device, copies, page_bytes)
+        self.min_bytes = min_bytes
+        self.weights: set[int] = set()  # identities of the model's storages
+        self.entered: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> "ActivationOffload":
+        if self.store is not None:
+            self.weights = storage_ids(self.model)
+            self.store.start_backward()
+            self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
+            self.entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.store is not None:
+            self.entered.pop().__exit__(*error)
+
+    def read_ahead(self, ahead: bool) -> None:
+        """Set whether the next tensor comes back while another is in use, which hides its copy and takes its memory."""
+        if self.store is not None:
+            self.store.ahead = ahead
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.store is None else self.store.pool.bytes_in_use
+
+    @property
+    def host_bytes_peak(self) -> int:
+        """The largest that `host_bytes` was; that much host memory is held until `release`."""
+        return 0 if self.store is None else self.store.pool.peak_bytes
+
+    def host_storages(self) -> list[torch.UntypedStorage]:
+        """The host memory held, used and free, so that a counter of bytes can tell it from the device's."""
+        return [] if self.store is None else self.store.pool.storages()
+
+    def release(self) -> None:
+        """Give the host memory that no graph needs back to the system; the next forward takes new memory."""
+        if self.store is not None:
+            self.store.pool.release()
+
+    def pack(self, tensor: Tensor) -> Kept | Offloaded:
+        """Return what the graph holds for `tensor`; not `tensor` itself, which may hold the graph."""
+        if self.store is None or not self.goes(tensor):
+            return Kept(tensor.detach(), tensor._version)
+        return self.store.put(tensor)
+
+    def unpack(self, packed: Kept | Offloaded) -> Tensor:
+        """The tensor again. Autograd does not check for changes where hooks are, so that is done here."""
+        if isinstance(packed, Offloaded):
+            assert self.store is not None
+            return self.store.get(packed)
+        check_untouched(packed.tensor._version == packed.version, packed.tensor.size())
+        return packed.tensor
+
+    def goes(self, tensor: Tensor) -> bool:
+        # a leaf that requires grad stays alive until its gradient is there, so its copy would free nothing
+        weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+        plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
+        if weight or not plain or tensor.device.type != self.device.type:
+            return False
+        elements = span(tensor)
+        sparse = elements > 2 * tensor.numel()  # a thin slice: its neighbours are not worth copying
+        large = elements * tensor.element_size() >= self.min_bytes
+        return large and not sparse and storage_id(tensor) not in self.weights
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device on which the model computes: that of its parameters, although some of them may be on the host."""
+    devices = {parameter.device for parameter in model.parameters()}
+    away = sorted(devices - {torch.device("cpu")}, key=str)
+    if len(away) > 1 or not devices:
+        description = f"parameters on {', '.join(map(str, away))}" if away else "no parameters"
+        raise ValueError(f"{type(model).__name__} has {description}; offloading needs a model on exactly one device")
+    return away[0] if away else torch.device("cpu")
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors that share memory. Fake tensors, of which plans are made, have no `data_ptr()`: hence a
+    private attribute of torch, used only here. Checked with torch 2.13; tests/memory/offload/test_activations.py fails if it
+    moves."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_ids(model: nn.Module | None) -> set[int]:
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    return {storage_id(tensor) for tensor in tensors}

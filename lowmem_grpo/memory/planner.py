@@ -1,0 +1,255 @@
+"""Plans memory before a run: what each phase will hold, and settings with which the run fits a card. Nothing is loaded.
+
+The sizes of weights and adapters are exact. Those of a training step follow the code, and tests compare them with a
+step that is weighed. Those of the rollout engine and of the driver are estimates and say so.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from lowmem_grpo.memory.cache_dtype import in_8_bits
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.layer_forms import BITS_16
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.named_configs import named_config, named_shapes
+from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
+from lowmem_grpo.memory.rows import PAGED, build, recorded
+from lowmem_grpo.memory.time_plan import faster_in_16_bit
+from lowmem_grpo.utils import size_text
+
+TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
+CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time
+GROUPS = (2, 4, 8, 16, 32)  # groups of heads in attention's backward pass; no more than there are key heads
+MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain little speed
+MAX_PACKED_LARGE = 32_768  # the same on a card whose arithmetic is done sooner than the host has launched it
+LARGE = 40 * 10**9  # bytes of such a card that may be filled
+PLENTY = 0.5  # the same for fewer launches, which large steps and small cards do not wait for
+EASE = 0.9  # share of what may be filled: more than that is not taken for larger micro-batches, as plans are estimates
+SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # side by side in attention, in tokens of a micro-batch
+CONTEXT_STEP = 128  # tokens
+FAR = 2**20  # tokens: the longest context looked for, where the config names none
+WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
+WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
+LASTING = "the cache stays while training, and with it the CUDA graphs of token steps: there is room for both"
+Step = tuple[str, Any, str]  # setting, value, what it does
+FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
+
+
+def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:
+    """The plan of a run on a device, with every open setting chosen so that it fits, if it can.
+
+    `model_config` holds a config.json's fields, or is a transformers config. A plan that does not fit (`fits`) says in
+    `advice` what would. ValueError where the context is longer than the model's.
+    """
+    shape = ModelShape.from_config(model_config)
+    if shape.context is not None and run_config.context > shape.context:
+        raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
+    draft = replace(choose(shape, run_config, device), model=model or shape.model_type)
+    return draft if draft.fits else replace(draft, advice=tuple(advise(shape, draft, run_config)))
+
+
+def max_context(model_config: Any, run_config: RunSettings, device: Device) -> int:
+    """The longest context, in steps of 128 tokens, with which a run fits the device; 0 where none does.
+
+    `run_config.context` is not looked at.
+    """
+    return longest(ModelShape.from_config(model_config), run_config, device)
+
+
+def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
+    """Settings with which a run fits, if it can: the fastest ones, and then what lowers a peak that is too high."""
+    draft = lowered(shape, asked, device)
+    if asked.spread is None:
+        alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
+        draft = widened(shape, max(draft, lowered(shape, alone, device), key=worth), device)
+    settings = draft.settings  # a choice that was widened again is none
+    kept = [choice for choice in draft.choices if choice.value == getattr(settings, choice.name)]
+    draft = replace(draft, choices=(*kept, *chosen_for_rollout(shape, draft, asked)))
+    return lasting(shape, in_one_piece(shape, dequantized(shape, draft), asked))
+
+
+def worth(draft: MemoryPlan) -> tuple[Any, ...]:
+    """Return what decides between two plans; if all is equal, the plan with larger micro-batches is taken."""
+    settings = draft.settings
+    return (draft.fits, draft.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
+
+
+def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
+    """The fastest settings first; then, one after the other, what lowers a peak that is too high."""
+    draft = build(shape, generous(asked, device), device)
+    choices: list[Choice] = []
+    for steps, short_of in ((sizes(asked, device), short_of_ease), (steps_down(asked, device), MemoryPlan.short_of)):
+        for name, value, why in (step for step in steps if getattr(asked, step[0]) is None):
+            then = build(shape, replace(draft.settings, **{name: value}), device)
+            saved = max((needed(draft, phase) - needed(then, phase) for phase in short_of(draft)), default=0)
+            if saved > 0:
+                draft, choices = then, [*choices, Choice(name, value, saved, why)]
+    return replace(draft, choices=tuple(merged(choices)))
+
+
+def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
+    """The plan with weights dequantized while sampling, if the cache stays as large and decoding is faster."""
+    settings, rows = draft.settings, draft.settings.sequences or draft.settings.num_generations
+    own = settings.engine != "vllm"
+    if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
+        return draft
+    if not faster_in_16_bit(shape, draft.device.name, rows, settings.context, settings.form, settings.engine):
+        return draft
+    wide = build(shape, replace(settings, sampling_weights="16bit"), draft.device)
+    if not wide.fits or wide.kv_bytes != draft.kv_bytes:
+        return draft
+    return replace(wide, choices=(*draft.choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+
+
+def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
+    """Return the plan with a micro-batch in one MLP tile if there is room: tiles make an H100 wait for the host."""
+    settings = draft.settings
+    if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
+        return draft
+    whole = build(shape, replace(settings, mlp_tile=settings.max_tokens), draft.device)
+    if not whole.fits or whole.train > PLENTY * draft.device.budget or whole.kv_bytes != draft.kv_bytes:
+        return draft
+    return replace(whole, choices=(*draft.choices, Choice("mlp_tile", settings.max_tokens, 0, WHOLE)))
+
+
+def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
+    """The plan with the cache of our own engine kept while training, and so its CUDA graphs, where there is room."""
+    if draft.settings.engine == "vllm" or not recorded(shape):
+        return draft
+    kept = build(shape, replace(draft.settings, sleeps=False), draft.device)
+    if not kept.fits or kept.train > EASE * draft.device.budget:
+        return draft
+    return replace(kept, choices=(*draft.choices, Choice("sleeps", False, 0, LASTING)))
+
+
+def short_of_ease(draft: MemoryPlan) -> list[str]:
+    tight = draft.train > EASE * draft.device.budget
+    return [*(["train"] if tight else []), *(["host"] if "host" in draft.short_of() else [])]
+
+
+def needed(draft: MemoryPlan, phase: str) -> int:
+    return {"train": draft.train, "rollout": draft.rollout - draft.kv_bytes, "host": draft.host}[phase]
+
+
+def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
+    """The plan with as much side by side in attention as costs nothing: another moment of the step holds as much."""
+    wider = (build(shape, replace(draft.settings, spread=spread), device)
+             for spread in SPREADS if spread > (draft.settings.spread or 0))
+    free = next((wide for wide in wider if wide.train <= draft.train and wide.host <= draft.host), draft)
+    return replace(free, choices=draft.choices)
+
+
+def generous(asked: RunSettings, device: Device) -> RunSettings:
+    defaults: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
+                                "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
+                                "optim": "adamw_torch_fused", "head_groups": 1}
+    return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
+
+
+def together(asked: RunSettings, device: Device) -> int:
+    """Sequences of the longest length in the largest micro-batch that is of use."""
+    most = MAX_PACKED_LARGE if device.budget >= LARGE else MAX_PACKED
+    return max(1, min(most // asked.context, asked.completions_per_step or FAR))
+
+
+def enough(asked: RunSettings, device: Device) -> int:
+    """Sequences of the longest length in a micro-batch that is worth a slower setting elsewhere."""
+    return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
+
+
+def paid_spread(asked: RunSettings) -> float:
+    """Return the layout side by side in attention that is worth memory of its own, unless one sequence is enough."""
+    return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
+
+
+def sizes(asked: RunSettings, device: Device) -> list[Step]:
+    """Smaller and smaller micro-batches, down to what is worth a slower setting elsewhere."""
+    most, least = together(asked, device), enough(asked, device)
+    usual = min(most, max(least, MAX_PACKED // asked.context))
+    paid = paid_spread(asked)
+    return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
+
+
+def steps_down(asked: RunSettings, device: Device) -> list[Step]:
+    steps: list[Step] = [
+        ("optim", "adamw_8bit", "optimizer states in 8 bits"),
+        *fewer(enough(asked, device), 1, asked),
+        *spreads(min(paid_spread(asked), 1.0), SPREADS[-1]),
+        *(("chunk_rows", rows, "logits of fewer tokens at a time") for rows in CHUNKS[1:]),
+        *(("mlp_tile", tile, "smaller tiles of the MLP") for tile in TILES[1:]),
+        ("host_embedding", True, "the input embedding is looked up on the host"),
+        ("optim", PAGED, "optimizer states in 8 bits, on the host while they are not used"),
+        *(("head_groups", count, "attention's gradient by groups of heads, each computed again") for count in GROUPS),
+    ]
+    return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # it needs the table
+
+
+def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
+    """Steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth."""
+    steps: list[Step] = []
+    count = most
+    while count > least:
+        count = max(least, count - max(1, count // 8))
+        steps.append(("max_tokens", count * asked.context, f"{count} of the longest sequences in a micro-batch"))
+    return steps
+
+
+def spreads(most: float, least: float) -> list[Step]:
+    return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
+             "hold fewer") for spread in SPREADS if least <= spread < most]
+
+
+def merged(choices: list[Choice]) -> list[Choice]:
+    last = {choice.name: choice for choice in choices}
+    return [replace(final, saved=sum(choice.saved for choice in choices if choice.name == name))
+            for name, final in last.items()]
+
+
+def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
+    if asked.kv_bytes is not None:
+        return []
+    group = asked.num_generations
+    why = f"{draft.concurrent_sequences} of {group} sequences of the longest length at a time"
+    if may_be_halved(draft):
+        halved = build(shape, replace(draft.settings, kv_cache_dtype="fp8"), draft.device)
+        why += f"; {halved.concurrent_sequences} with kv_cache_dtype=fp8"
+    return [Choice("kv_bytes", draft.kv_bytes, 0, why)]
+
+
+def may_be_halved(draft: MemoryPlan) -> bool:
+    settings = draft.settings
+    return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
+            and draft.concurrent_sequences < settings.num_generations)
+
+
+def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str]:
+    device, room = draft.device, size_text(draft.device.budget)
+    context, models = longest(shape, asked, device), fitting_models(asked, device)
+    fixed = sum(row.train for row in draft.rows if row.name in FIXED)
+    alone = f"no context of it fits: weights and adapters alone take {size_text(fixed)} of {room}"
+    known = f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1] if models else ''}"
+    halved = asked if not may_be_halved(draft) else replace(asked, kv_cache_dtype="fp8")
+    eight = [] if halved is asked or not choose(shape, halved, device).fits else [
+        "with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"]
+    return [
+        *eight,
+        f"the longest context of this model that fits {room} is {context:,} tokens" if context else alone,
+        known if models else f"none of the known models fits {room} at {asked.context:,} tokens",
+        f"a card with {size_text(draft.peak)} free would do",
+    ]
+
+
+def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
+    low, high = 0, (shape.context or FAR) // CONTEXT_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        trial = choose(shape, replace(asked, context=middle * CONTEXT_STEP), device)
+        low, high = (middle, high) if trial.fits else (low, middle - 1)
+    return low * CONTEXT_STEP
+
+
+def fitting_models(asked: RunSettings, device: Device) -> list[str]:
+    shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
+    fitting = {name: shape for name, shape in shapes.items()
+               if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
+    return sorted(fitting, key=lambda name: fitting[name].linear_weights)

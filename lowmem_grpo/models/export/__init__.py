@@ -1,0 +1,1 @@
+"""Exporting an adapter as a PEFT folder, a merged model or a GGUF file."""

@@ -1,0 +1,194 @@
+"""Exports an adapter as a PEFT folder, as a merged model in 16 bits, or as a GGUF file.
+
+Everything is written into a temporary folder, read back and compared. Only then the folder gets its name.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.utils.save_and_load import load_peft_weights
+from safetensors import safe_open
+
+from lowmem_grpo.config.loading import form_of_weights
+from lowmem_grpo.memory.oom import freed_memory_returned
+from lowmem_grpo.models.export import gguf
+from lowmem_grpo.models.export.base_weights import stored_weights, tensor_files
+from lowmem_grpo.models.export.folder import Exported, ExportError, finish, new_folder
+from lowmem_grpo.models.export.merge import read_pairs
+from lowmem_grpo.models.export.merged import (
+    DTYPES,
+    LARGEST,
+    Merge,
+    adapter_logits,
+    compare,
+    elements,
+    live_merge,
+    output_dtype,
+    write_folder,
+    write_live,
+)
+from lowmem_grpo.models.hub import check_repo, model_folder, push
+from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.policy import end_ids
+from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
+from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
+from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, base_of_adapter, find_adapter
+from lowmem_grpo.runs.whole_files import ADAPTER_FILE
+
+FORMATS = ("adapter", "merged", "gguf")
+COMPUTED = ("float32", *DTYPES)  # what a run may have computed in
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """The options of an export. None means: as the adapter's record says."""
+
+    base: str | None = None
+    load_in_4bit: bool | None = None
+    load_in_fp8: bool | str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    gguf_type: str = "bf16"
+    llama_cpp: Path | None = None
+
+
+def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = None, unfinished: bool = False,
+           overwrite: bool = False, repo: str | None = None, private: bool = True, api: Any = None) -> Exported:
+    """Export the adapter of `run` (a run, a checkpoint or a saved adapter) as one of FORMATS into `out`. With `repo`,
+    push the folder to the hub as well.
+
+    Raises ExportError, RunError, CheckpointError, AdapterError, MergeError, GGUFError, HubError or OSError. `out` is
+    then as it was, except after a failed push: then it holds the complete export.
+    """
+    settings = settings or ExportSettings()
+    check_choices(kind, settings)
+    if repo is not None:
+        check_repo(repo)
+    converter = gguf.find_converter(settings.llama_cpp, [settings.gguf_type]) if kind == "gguf" else None
+    adapter = find_adapter(run, unfinished)
+    with new_folder(out, overwrite, adapter.folder) as temp:
+        done = Exported(out, kind, adapter.note, None)
+        if kind == "adapter":
+            export_adapter(adapter, temp, done)
+        elif kind == "merged":
+            export_merged(adapter, settings, temp, done)
+        elif converter is not None:
+            export_gguf(adapter, settings, converter, temp, done)
+        finish(temp, done)
+    if repo is not None:
+        done.address = push(out, repo, private, api)
+    return done
+
+
+def check_choices(kind: str, settings: ExportSettings) -> None:
+    """ExportError for an unknown format, dtype or type of GGUF."""
+    choices = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
+             "gguf_type": (settings.gguf_type, gguf.TYPES)}
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a)}")
+
+
+def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
+    """Copy PEFT's own files, and read them back with PEFT."""
+    _, tensors = read_adapter(adapter.folder)
+    for name in ADAPTER_FILES:
+        if (adapter.folder / name).is_file():
+            shutil.copyfile(adapter.folder / name, temp / name)
+    if tokenizer := tokenizer_beside(adapter.folder):
+        tokenizer.save_pretrained(temp)
+    done.base = base_of_adapter(adapter.folder).model
+    PeftConfig.from_pretrained(str(temp))
+    read = load_peft_weights(str(temp), device="cpu")
+    if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in tensors):
+        raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
+    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(read)}
+
+
+def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
+    """Merge a saved adapter into the stored base, without loading a model. Only small ones are loaded, to compare."""
+    pairs = read_pairs(adapter.folder)
+    record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
+    name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
+    done.base, computed = name, getattr(torch, str(record.dtype))
+    device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
+    with stored.naming_the_model():
+        (config, names), tokenizer = stored.parts(), tokenizer_beside(adapter.folder) or stored.tokenizer()
+        form = stored.form(form)
+    with freed_memory_returned():
+        weights = stored_weights(Path(stored.path), config, form, computed, device, names)
+        dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
+        ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
+        merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends)
+        write_folder(merge, temp, done)
+    if elements(weights) * 4 <= LARGEST:
+        reference = adapter_logits(stored, adapter.folder, computed, device, form)
+        compare(reference, merge, temp, device, done)
+
+
+def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
+                done: Exported) -> None:
+    merged = temp / "merged"
+    merged.mkdir()
+    export_merged(adapter, settings, merged, done)
+    convert_merged(converter, merged, [settings.gguf_type], done)
+
+
+def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool,
+              name: str) -> Exported:
+    """Merge a loaded model with its adapter, if it has one, and write a GGUF file of each kind."""
+    for kind in kinds:
+        check_choices("gguf", ExportSettings(gguf_type=kind))
+    converter = gguf.find_converter(llama_cpp, kinds)
+    merge, done = live_merge(model, tokenizer, None), Exported(out, "gguf", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        merged = temp / "merged"
+        merged.mkdir()
+        write_live(model, merge, merged, done)
+        convert_merged(converter, merged, kinds, done)
+        finish(temp, done)
+    return done
+
+
+def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], done: Exported) -> None:
+    """A GGUF file of each kind beside a merged model, which is deleted afterwards. ExportError if one lacks weights."""
+    name, wanted = Path(str(done.base)).name.lower() or "model", matrix_elements(merged)
+    for kind in kinds:
+        content = converter.convert(merged, merged.parent / f"{name}-{kind}.gguf", kind)
+        if content.elements != wanted:
+            raise ExportError(f"the GGUF file holds {content.elements:,} weights in matrices, the merged model "
+                              f"{wanted:,}")
+        done.checks |= {"gguf_architecture": content.architecture, "gguf_tensors": len(content.shapes)}
+    shutil.rmtree(merged)
+
+
+def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
+    """The record, with what was chosen in its place. ExportError if something that the result depends on is unknown."""
+    model = settings.base or record.model
+    chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings
+    four_bit, in_fp8 = False if chosen.load_in_fp8 else chosen.load_in_4bit, chosen.load_in_fp8
+    if model is None:
+        raise ExportError(f"the adapter in {folder} does not say which model it was trained on; name it with --base")
+    if four_bit is None:
+        raise ExportError(f"the adapter in {folder} does not say whether {model} was held in 4 bit while it was "
+                          "trained; say --load-in-4bit, --fp8 or --16bit, because the adapter only fits the weights "
+                          "that it was trained on")
+    if record.dtype not in (None, *COMPUTED):
+        raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
+    revision = None if settings.base else record.revision
+    return BaseRecord(model, four_bit, record.dtype or "bfloat16", revision, in_fp8)
+
+
+def matrix_elements(folder: Path) -> int:
+    total = 0
+    for file in sorted(set(tensor_files(folder).values())):
+        with safe_open(file, "pt") as opened:
+            shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - not a dict
+        total += sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    return total

@@ -1,0 +1,233 @@
+"""Writes the folder of a merged model (weights, config, tokenizer, generation config) and checks it.
+
+Of small models, logits are compared with those of base and adapter, both in float32: they may differ by a small
+multiple of what 16 bits change anyway, the merged model's own difference between float32 and its dtype.
+"""
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Params4bit
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from lowmem_grpo.memory.oom import freed_memory_returned
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.export.base_weights import Weight, live_weights, tensor_files
+from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, finish, new_folder
+from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
+from lowmem_grpo.models.policy import end_ids, evaluating
+from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
+
+logger = logging.getLogger(__name__)
+
+MUCH = 0.9  # share of an update; if rounding keeps less, a warning says so
+TEXTS = (
+    "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
+)
+LARGEST = 2**31  # bytes in float32; of larger models only the weights are compared, not the logits
+ALLOWED = 2.0  # times the difference between float32 and 16 bits: base and adapter may be in 16 bits too
+Logits = Callable[[Tensor], Tensor]  # ids (1, T) -> (1, T, V)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merged model to be written: the tensors, what is added to them, and the files beside them."""
+
+    weights: list[Weight]
+    pairs: dict[str, LoraPair]
+    dtype: torch.dtype
+    config: Any
+    generation_config: Any
+    tokenizer: Any
+    ends: list[int]  # ids that end a completion
+
+
+def save_merged(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool,
+                name: str | None = None) -> Exported:
+    merge, done = live_merge(model, tokenizer, dtype), Exported(out, "merged", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        write_live(model, merge, temp, done)
+        finish(temp, done)
+    return done
+
+
+def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
+    """A loaded model and its adapter, if it has one, as a merge."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
+    pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
+    ends = {*end_ids(base.generation_config, tokenizer), *getattr(getattr(model, "loaded", None), "stop_ids", ())}
+    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer, sorted(ends))
+
+
+def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
+    """Write the merge of a loaded model into a folder, and compare it with the model."""
+    with freed_memory_returned():
+        write_folder(merge, temp, done)
+        if elements(merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
+            context = getattr(getattr(model, "loaded", None), "max_seq_length", 0)
+            compare(live_logits(model), merge, temp, str(model.device), done, context)
+
+
+def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: str | None = None) -> Exported:
+    """Write the adapter of a loaded PEFT model as `save_pretrained` does, and mark the folder as an export."""
+    done = Exported(out, "adapter", "a loaded model", name)
+    with new_folder(out, overwrite) as temp:
+        model.save_pretrained(str(temp))
+        tokenizer.save_pretrained(temp)
+        finish(temp, done)
+    return done
+
+
+def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
+    """Write weights, config, tokenizer and generation config. Then check everything except the logits."""
+    check_disk(temp, sum(size_of(weight, merge.dtype) for weight in merge.weights))
+    total = write_merged(temp, merge.weights, merge.pairs, merge.dtype)
+    config = copy.deepcopy(merge.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = merge.dtype
+    config.save_pretrained(temp)
+    generation = copy.deepcopy(merge.generation_config) or GenerationConfig.from_model_config(config)
+    generation.eos_token_id = merge.ends[0] if len(merge.ends) == 1 else merge.ends or None
+    for part in (generation, merge.tokenizer):
+        if part is not None:
+            part.save_pretrained(temp)
+    checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)
+    tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
+    check_loads(temp, {weight.name for weight in merge.weights} | tied)
+    if checked.kept < MUCH:
+        logger.warning("of the adapter's update %.0f%% is left after rounding to %s: most of its elements are smaller "
+                       "than the steps between 16-bit numbers. The adapter itself loses nothing; float16 is finer",
+                       100 * checked.kept, merge.dtype)
+    done.checks |= {"tensors": checked.tensors, "merged": checked.merged, "worst_rounding": checked.worst_rounding,
+                    "rounded_otherwise": checked.rounded_otherwise, "update_kept": checked.kept, "tensor_bytes": total,
+                    "dtype": str(merge.dtype).removeprefix("torch.")}
+
+
+def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
+    check = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device, context)
+    done.checks |= {f"logits_{name}": value for name, value in asdict(check).items()}
+
+
+def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
+    """The dtype that was asked for, else the one that the model computes in, with bfloat16 in place of float32.
+
+    ExportError for a dtype that is not in DTYPES."""
+    if asked is not None:
+        if asked not in DTYPES:
+            raise ExportError(f"dtype is {asked!r}; allowed are {', '.join(DTYPES)}")
+        return DTYPES[asked]
+    return torch.bfloat16 if computed == torch.float32 else computed
+
+
+def elements(weights: list[Weight]) -> int:
+    return sum(torch.Size(weight.shape).numel() for weight in weights)
+
+
+@dataclass(frozen=True)
+class LogitCheck:
+    """Root mean squares over all positions and tokens."""
+
+    difference: float  # between the merged model and the adapter
+    rounding: float  # between the merged model in float32 and in 16 bits
+    same_choice: float  # share of positions where both give the same token the highest logit
+
+
+def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenizer: Any, device: str,
+                   context: int = 0) -> LogitCheck:
+    """Load a merged model with transformers and compare. MergeError if it differs by more than rounding explains.
+
+    `context`: that of a loaded model, whose position embeddings were fixed for it.
+    """
+    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
+    wanted = [reference(ids).float() for ids in prompts]
+    exact, rounded = (answers(folder, kind, prompts, device, context) for kind in (torch.float32, dtype))
+    difference, rounding = rms(exact, wanted), rms(exact, rounded)
+    agree = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(exact, wanted, strict=True)])
+    check = LogitCheck(difference, rounding, agree.float().mean().item())
+    if not difference <= ALLOWED * rounding:
+        raise MergeError("the merged model was loaded back, and its logits differ from the adapter's by "
+                         f"{difference:.3g} (rounding to {dtype} explains {rounding:.3g}); nothing was exported")
+    return check
+
+
+def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
+    ).eval()
+    if context:
+        fix_frequencies(model, context)
+    try:
+        with torch.no_grad():
+            return [model(input_ids=ids).logits.float() for ids in prompts]
+    finally:
+        gc.collect()
+
+
+def rms(left: list[Tensor], right: list[Tensor]) -> float:
+    squares = torch.cat([(a - b).double().square().flatten() for a, b in zip(left, right, strict=True)])
+    return squares.mean().sqrt().item()
+
+
+def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
+    """Return the logits of plain PEFT in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
+    model, _ = base.load(dtype, device, form)
+    adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
+    adapted.get_base_model().set_attn_implementation("sdpa")
+
+    return live_logits(adapted)
+
+
+def in_float32(model: Any) -> Any:
+    """The same model, computing in float32. Weights in 4 bit or FP8 stay as they are: quantizing them again out of
+    another dtype would change their values."""
+    compute_in(model, torch.float32)
+    for parameter in model.parameters():
+        if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model
+
+
+def live_logits(model: Any) -> Logits:
+    """Return the logits of a loaded model as it is now. Its training mode is restored afterwards."""
+    def logits(ids: Tensor) -> Tensor:
+        with evaluating(model), torch.no_grad():
+            result: Tensor = model(input_ids=ids).logits
+        return result
+
+    return logits
+
+
+def check_loads(folder: Path, names: set[str]) -> None:
+    """MergeError unless `names` has every parameter of the model that the folder's config describes."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        raise MergeError(f"{folder}/config.json still has a quantization_config")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.NAME, trust_remote_code=False
+        )
+    own = {name for name, _ in model.named_parameters()}
+    if missing := sorted(own - names - {loaded_name(name, model) for name in names if name not in own}):
+        raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")
+
+
+def loaded_name(name: str, model: Any) -> str:
+    """The parameter that a stored tensor becomes a part of: an expert's, that of all experts."""
+    conversions = get_model_conversion_mapping(model)
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    own = dict(model.named_parameters())
+    return str(rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0])

@@ -1,0 +1,140 @@
+"""A loaded model's calls that make what `lowmem-grpo export` makes, and send it to the hub, under Unsloth's names."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
+from lowmem_grpo.integrations.unsloth_names import UnsupportedError
+from lowmem_grpo.models.hub import check_repo, client, full_name, push
+
+MERGED_16BIT, LORA = "merged_16bit", "lora"
+METHODS = {"merged_16bit": MERGED_16BIT, "16bit": MERGED_16BIT, "lora": LORA}
+ADVICE = {
+    "4bit": 'save "merged_16bit" and load that with load_in_4bit=True: merging into 4 bit would round away the update',
+    "mxfp4": 'save "merged_16bit", and quantize that with the tool of your server',
+    "gguf": "call save_pretrained_gguf",
+}
+GGUF_METHODS = {"fast_quantized": "q8_0", "not_quantized": "bf16", "quantized": "q4_k_m", "q4_k": "q4_k_m",
+                "q5_k": "q5_k_m"}
+REFUSED: Table = {
+    **any_value("is_main_process", "save_function", "use_temp_dir", "max_shard_size", "maximum_memory_usage",
+                "temporary_location", "merge_is_disposable"),  # one process writes shards of a GiB, tensor by tensor
+    **any_value("save_peft_format", "tags", "datasets", "token", "private", "commit_description"),
+    **any_value("num_calibration_samples", "max_seq_length"),  # nothing is calibrated
+    **off("Leave it out: the weights are those of the model.", "state_dict"),
+    **off("Leave it out: files have transformers' own names.", "variant"),
+    **off("GGUF files are made without calibration; use llama-quantize --imatrix yourself.", "calibration_dataset",
+          "imatrix_file"),
+    **off("Call push_to_hub_merged or push_to_hub_gguf.", "push_to_hub"),
+    **off("Upload to the main branch, or use `hf upload REPO FOLDER --create-pr`.", "create_pr", "revision"),
+    **only("Only safetensors are written: pickled weights can run code.", safe_serialization=(True, None)),
+}
+
+
+class Saving:
+    """`save_pretrained_merged`, `save_pretrained_gguf` and the calls that also upload, for a loaded model."""
+
+    inner: Any
+    loaded: Any
+
+    def save_pretrained_merged(self, save_directory: str | Path, tokenizer: Any = None,
+                               save_method: str | None = MERGED_16BIT, dtype: str | None = None,
+                               overwrite: bool = False, **options: Any) -> Path:
+        """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); returns the folder.
+
+        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Only one tensor
+        is in memory at a time, and each file is read back and compared. The model in memory stays as it is. Raises
+        ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
+        UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
+        """
+        refuse(options, REFUSED, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
+        from lowmem_grpo.models.export.merged import save_adapter, save_merged
+
+        folder, name = Path(save_directory), self.loaded.name
+        if method_of(save_method) == MERGED_16BIT:
+            return save_merged(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
+        if not hasattr(self.inner, "peft_config"):
+            raise UnsupportedError('save_method="lora" needs a model with LoRA')
+        if dtype is not None:
+            raise UnsupportedError(f'dtype is {dtype!r}; save_method="lora" keeps the adapter\'s own: leave it out')
+        return save_adapter(self.inner, folder, tokenizer or self.loaded.tokenizer, overwrite, name).folder
+
+    def save_pretrained_gguf(
+        self, save_directory: str | Path, tokenizer: Any = None,
+        quantization_method: str | list[str] | None = "fast_quantized", llama_cpp: str | Path | None = None,
+        overwrite: bool = False, save_method: str | None = None, first_conversion: str | None = None, **options: Any,
+    ) -> Path:
+        """Merge, and write a GGUF file for each `quantization_method` into the folder, as `lowmem-grpo export` does.
+
+        Methods are bf16, f16, f32, q8_0 ("fast_quantized"), and llama.cpp's other types, as q4_k_m, which need its
+        program llama-quantize; "not_quantized" is bf16. `llama_cpp` is a folder of llama.cpp; None looks on the PATH.
+        Raises GGUFError where something is missing, and ExportError as `save_pretrained_merged` does.
+        """
+        refuse(options, REFUSED, {"llama_cpp", "overwrite", "quantization_method"}, "save_pretrained_gguf")
+        if save_method is not None and method_of(save_method) == LORA:
+            raise UnsupportedError('save_method="lora": an adapter is not written as GGUF; llama.cpp\'s '
+                                   "convert_lora_to_gguf.py makes one of the folder that save_lora writes")
+        from lowmem_grpo.models.export.formats import save_gguf
+
+        chosen = [quantization_method] if not isinstance(quantization_method, list | tuple) else quantization_method
+        kinds = [gguf_type(each) for each in chosen]
+        return save_gguf(self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, kinds,
+                         None if llama_cpp is None else Path(llama_cpp), overwrite, self.loaded.name).folder
+
+    def push_to_hub_merged(self, repo_id: str, tokenizer: Any = None, save_method: str | None = MERGED_16BIT,
+                           token: str | bool | None = None, private: bool | None = None,
+                           commit_message: str | None = None, api: Any = None, **options: Any) -> str:
+        """`save_pretrained_merged`, and upload the folder to OWNER/NAME; returns the address of the commit. A new
+        repository is private unless `private` is False. After a failed upload the folder stays, and the error names
+        it."""
+        method_of(save_method)
+        return uploaded(repo_id, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method, **options),
+                        token, private, commit_message, api)
+
+    def push_to_hub_gguf(self, repo_id: str, tokenizer: Any = None,
+                         quantization_method: str | list[str] | None = "fast_quantized",
+                         token: str | bool | None = None, private: bool | None = None,
+                         commit_message: str | None = None, api: Any = None, **options: Any) -> str:
+        """`save_pretrained_gguf`, and upload the folder, as `push_to_hub_merged` does."""
+        return uploaded(repo_id, lambda folder: self.save_pretrained_gguf(
+            folder, tokenizer, quantization_method, **options), token, private, commit_message, api)
+
+    def save_pretrained_torchao(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError("save_pretrained_torchao is not supported: save_pretrained_merged, and quantize that "
+                               "folder with torchao's TorchAoConfig in transformers")
+
+
+def method_of(save_method: str | None) -> str:
+    """One of METHODS; UnsupportedError with advice for Unsloth's others."""
+    name = MERGED_16BIT if save_method is None else str(save_method).lower().replace(" ", "_")
+    if name not in METHODS:
+        advice = next((advice for part, advice in ADVICE.items() if part in name), None)
+        raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}"
+                               + (f": {advice}" if advice else ""))
+    return METHODS[name]
+
+
+def gguf_type(method: str | None) -> str:
+    name = str(method or "fast_quantized").lower()
+    return GGUF_METHODS.get(name, name)
+
+
+def uploaded(repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None,
+             api: Any) -> str:
+    """The address of what `save` wrote, on the hub; a name without an owner is the user's own. The folder is deleted
+    after the upload, and only then."""
+    api = api or client(token if isinstance(token, str) and token else None)
+    repo = full_name(repo, api=api)
+    check_repo(repo)
+    temp = Path(tempfile.mkdtemp(prefix="lowmem-grpo-"))
+    folder = temp / repo.rpartition("/")[2]
+    try:
+        save(folder)
+    except BaseException:
+        shutil.rmtree(temp)
+        raise
+    address = push(folder, repo, private is not False, api, message)
+    shutil.rmtree(temp)
+    return address

@@ -1,0 +1,26 @@
+"""What a run will take before it starts: settings with which it fits a card, and the seconds of its steps.
+
+Names load when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmem_grpo.memory.cards import device
+    from lowmem_grpo.memory.named_configs import named_config
+    from lowmem_grpo.memory.plan import RunSettings
+    from lowmem_grpo.memory.planner import max_context, plan
+    from lowmem_grpo.memory.time_plan import Workload, plan_time
+
+__all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "plan", "plan_time"]
+
+HOMES = {"RunSettings": "memory.plan", "Workload": "memory.time_plan", "device": "memory.cards",
+         "max_context": "memory.planner", "named_config": "memory.named_configs", "plan": "memory.planner",
+         "plan_time": "memory.time_plan"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'lowmem_grpo.planning' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"lowmem_grpo.{HOMES[name]}"), name)

@@ -1,0 +1,293 @@
+"""The program inside the sandbox: it takes an order, gives up its rights, then loads the code and answers.
+
+    {"role": "serve", "code": ...}    the code's functions answer calls, one {"call": name, ...} a line
+    {"role": "program", "code": ...}  the code runs as a script with "stdin"; its output goes to the pipes
+    {"role": "test"}                  tests run as they come, {"source": ..., "names": [...]} a line: the names, and
+                                      what is imported from "modules", are stand-ins (`remote`) for the code's
+
+Messages are one JSON object a line, both ways. Nothing here is secret. The other side trusts nothing that this program
+says, except in the role "test", in whose process no code of a model ever runs. Imports only the standard library.
+"""
+
+import array
+import ast
+import builtins
+import importlib.abc
+import importlib.util
+import json
+import math
+import os
+import resource
+import runpy
+import socket
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowmem_grpo.rewards.sandbox import leetcode, like_pytest
+from lowmem_grpo.rewards.sandbox.file_access import restrict
+from lowmem_grpo.rewards.sandbox.plain import decode, encode
+from lowmem_grpo.rewards.sandbox.remote import Link, RemoteObject, Undecided, described, of_code, of_tests
+from lowmem_grpo.rewards.sandbox.subject import Subject
+from lowmem_grpo.rewards.sandbox.system_calls import give_up_rights, install_filter
+
+SOURCE = "code.py"
+NEVER_CALLED = "the test never called the code"
+ONLY_OBJECTS = "the test got only objects of the code's own classes, and nothing to compare"
+
+
+class Channel:
+    """JSON lines over the socket that was handed in."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=descriptor)
+        self.lines = self.socket.makefile("rb")
+
+    def receive(self) -> Any:
+        """Return the next message. Raises SystemExit if the other side is gone."""
+        line = self.lines.readline()
+        if not line:
+            raise SystemExit(0)
+        return json.loads(line)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    """Take an order from the descriptor named on the command line, and follow it."""
+    channel = Channel(int(sys.argv[1]))
+    order = channel.receive()
+    place = os.open(order["scratch"], os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        prepare(order)
+    except OSError as error:
+        channel.send({"refused": str(error)})
+        return
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [place]))]
+    channel.socket.sendmsg([b'{"ready": true}\n'], rights)
+    os.close(place)
+    {"serve": serve, "program": run_program, "test": run_asserts}[order["role"]](order, channel)
+
+
+def prepare(order: dict[str, Any]) -> None:
+    """Enter the scratch directory with the code in it, then give up what the code must not have. OSError on failure."""
+    os.chdir(order["scratch"])
+    if order["role"] == "program":
+        Path(SOURCE).write_text(order["code"], encoding="utf-8")
+        open_as_stdin(order["stdin"])
+    sys.path[:] = [entry for entry in sys.path if entry != order["package"]]
+    sys.argv = [SOURCE]
+    limit(order["limits"])
+    give_up_rights()
+    if order["readable"] is not None:
+        restrict(order["readable"], [order["scratch"], "/dev/null"])
+    install_filter()
+
+
+def open_as_stdin(text: str) -> None:
+    Path("stdin").write_text(text, encoding="utf-8")
+    descriptor = os.open("stdin", os.O_RDONLY)
+    os.unlink("stdin")
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+
+
+def limit(limits: dict[str, float]) -> None:
+    """Set this process's resource limits. SIGXCPU comes when the CPU time is over, SIGKILL a second later."""
+    seconds = math.ceil(limits["total_seconds"])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    for kind, value in (
+        (resource.RLIMIT_AS, limits["memory_bytes"]), (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["files"]), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(kind, (int(value), int(value)))
+
+
+class TextSource(importlib.abc.InspectLoader):
+    """Loads a module from text, so that no file can be changed before it is read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+
+class TestSource(TextSource):
+    """Loads test code, which is run as if by pytest or unittest: without what starts those, and as the main program."""
+
+    def get_code(self, fullname: str) -> Any:
+        tree = ast.parse(self.text)
+        kept = [statement for node in tree.body
+                for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
+        tree.body = [node for node in kept if not starts_tests(node)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                node.level = 0  # `from .solution import add`
+        return self.source_to_code(tree, f"{fullname}.py")
+
+
+def is_main_guard(node: ast.If) -> bool:
+    return "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
+
+
+def starts_tests(node: ast.stmt) -> bool:
+    return any(isinstance(child, ast.Call) and ast.unparse(child.func) in ("unittest.main", "pytest.main")
+               for child in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
+
+
+def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType:
+    """Run the source as a module `name`, with `namespace` among its globals. Raises whatever it raises."""
+    spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module).update(namespace)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_program(order: dict[str, Any], channel: Channel) -> None:
+    """Close the channel and run the code as a script. Python's `site` would bring `exit` and `quit`."""
+    channel.lines.close()
+    channel.socket.close()
+    runpy.run_path(SOURCE, init_globals={"exit": sys.exit, "quit": sys.exit}, run_name="__main__")
+
+
+def serve(order: dict[str, Any], channel: Channel) -> None:
+    """Load the code, then answer calls until the other side hangs up."""
+    link = Link(channel, of_module, RemoteObject)
+    asks = RemoteObject(link, -1, "", False)._ask
+    known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: asks("input", *text)}
+    try:
+        known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
+        # As built-in names they are known in the code, and not taken for something that it defines.
+        link.module = load("solution", TextSource(order["code"]), {"__builtins__": {**vars(builtins), **known}})
+        channel.send({"loaded": True})
+    except BaseException as error:  # noqa: BLE001, also SystemExit: the code does not decide when this ends
+        channel.send(described(error))
+        return
+    while True:
+        request = channel.receive()
+        if "do" in request:
+            link.serve(request)
+            continue
+        try:
+            line = json.dumps({"value": answer(link.module, request)}).encode()
+        except BaseException as error:  # noqa: BLE001
+            line = json.dumps(described(error)).encode()
+        channel.socket.sendall(line + b"\n")
+
+
+def answer(module: ModuleType, request: dict[str, Any]) -> Any:
+    function = find(module, request["call"])
+    return encode(function(*decode(request["args"]), **decode(request["kwargs"])))
+
+
+def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what the code defines under a name, or the names, or the result of anything else that tests ask."""
+    if do == "names":
+        return [name for name in vars(link.module) if not name.startswith("_")]
+    return find(link.module, args[0]) if do == "get" else of_code(link, do, args, kwargs)
+
+
+def find(module: ModuleType, name: str) -> Any:
+    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError without one."""
+    target: Any = module
+    if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
+        name = f"Solution.{name}"
+    for part in name.split("."):
+        target = target() if isinstance(target, type) else target
+        if not hasattr(target, part):
+            raise NameError(f"the code defines no {name}")
+        target = getattr(target, part)
+    return target
+
+
+def run_asserts(order: dict[str, Any], channel: Channel) -> None:
+    """Run the tests of a row one after another, and report how each went."""
+    while True:
+        test = channel.receive()
+        link = Link(channel, of_tests, Subject)
+        code = Code(link)
+        sys.modules.update({"pytest": like_pytest, **dict.fromkeys(test["modules"], code)})
+        outcome, reason = result_of(test, link, code)
+        unused = not link.calls and not link.raised
+        if outcome == "passed" and not link.answers and not link.raised:
+            outcome, reason = "undecided", NEVER_CALLED if unused else ONLY_OBJECTS
+        untestable = unused or outcome == "undecided"
+        outcome = "error" if outcome == "undecided" else outcome
+        channel.send({"outcome": outcome, "reason": reason, "untestable": untestable})
+
+
+def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
+    try:
+        helpers = leetcode.for_tests(set(test["names"]), test["source"])
+        subjects = {name: code.named(name) for name in test["names"] if name not in helpers}
+        like_pytest.run_all(load("tests", TestSource(test["source"]), subjects | helpers))
+        if link.broken is not None:
+            raise link.broken
+    except Undecided as why:
+        return "undecided", str(why)
+    except BaseException as error:  # noqa: BLE001, a test that ends in any other way has not passed
+        theirs = [text for other, text in link.raised if error is other]
+        if isinstance(error, AssertionError) and not theirs:
+            return "failed", failed_line(error, test["source"])
+        return "error", theirs[0] if theirs else str(described(error)["text"])
+    return "passed", ""
+
+
+class Code(ModuleType):
+    """The code under test as a module: whatever is imported from it is asked for."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__("solution")
+        self.__dict__["link"] = link
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return decode(self.link.ask("names")["value"])
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self.named(name)
+        if isinstance(value, Missing):
+            self.link.raised.append((error := AttributeError(value.text), value.text))
+            raise error
+        return value
+
+    def named(self, name: str) -> Any:
+        """Return what the code defines under a name; what is missing is an error only where it is used."""
+        reply = self.link.ask("get", name)
+        if "value" not in reply:
+            return Missing(self.link, str(reply.get("text")))
+        value = decode(reply["value"], self.link.referred)
+        self.link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
+        return value
+
+
+class Missing:
+    """A name that the code does not define."""
+
+    def __init__(self, link: Link, text: str) -> None:
+        self.link, self.text = link, text
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.link.raised.append((error := NameError(self.text.partition(": ")[2]), self.text))
+        raise error
+
+    def __getattr__(self, name: str) -> Any:
+        return self()
+
+
+def failed_line(error: BaseException, source: str) -> str:
+    numbers, trace = [], error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "tests":
+            numbers.append(trace.tb_lineno)
+        trace = trace.tb_next
+    line = source.splitlines()[numbers[-1] - 1].strip() if numbers else ""
+    return f"{line}: {error}"[:500] if str(error) else line[:500]

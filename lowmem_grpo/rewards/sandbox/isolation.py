@@ -1,0 +1,79 @@
+"""Chooses an isolation that was tried and works, or raises an error that says how to get one."""
+
+import functools
+import logging
+import platform
+import sys
+import time
+from dataclasses import dataclass, field
+
+from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded
+
+ISOLATIONS = ("bubblewrap", "process")
+BY_DEFAULT = "bubblewrap"
+PROCESS_WARNING = (
+    'isolation="process" limits model-written code, but if the kernel lacks Landlock 3 (Linux 6.2) the code can read, '
+    "write or empty your files and look into your other processes; on every kernel it sees which files exist, how "
+    "large and how old they are, and files that it removes while they are open do not count towards scratch_bytes; do "
+    "not use it on a machine with secrets"
+)
+FIX = (
+    "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap); in a container allow user "
+    "namespaces (docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined); or accept less "
+    'protection with isolation="process": limits on time, memory, processes and network hold there too, but if the '
+    "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
+)
+PROBE = "def probe(number):\n    return number + 1\n"
+logger = logging.getLogger(__name__)
+
+
+class SandboxError(RuntimeError):
+    """No isolation works as asked for. The message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """An isolation that works here, and the limits under which it runs code."""
+
+    isolation: str
+    limits: Limits = field(default_factory=Limits)
+
+    def start(self, role: str, code: str, **more: object) -> Worker:
+        """Start a sandboxed process with an order for `inside`. Raises worker.CannotStart."""
+        return Worker(self.isolation, self.limits, {"role": role, "code": code, **more})
+
+
+def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
+    """Return the named isolation, or for None bubblewrap, after a trial run. Raises ValueError for an unknown name, and
+    SandboxError if what was asked for does not work here."""
+    if isolation is not None and isolation not in ISOLATIONS:
+        raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for {BY_DEFAULT}")
+    name = isolation or BY_DEFAULT
+    if (fault := why_not(name)) is not None:
+        raise SandboxError(f"no sandbox for model-written code ({name}: {fault}). What to do: {FIX}")
+    if name == "process":
+        warn_of_process()
+    return Sandbox(name, limits or Limits())
+
+
+@functools.cache
+def why_not(isolation: str) -> str | None:
+    """Why an isolation does not work on this machine; None if it does. It is tried once, with a small program."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}"
+    limits = Limits()
+    try:
+        with Worker(isolation, limits, {"role": "serve", "code": PROBE}) as worker:
+            deadline = time.monotonic() + START_SECONDS
+            worker.receive(deadline)
+            worker.send({"call": "probe", "args": {"tuple": [1]}, "kwargs": {"dict": []}}, deadline)
+            reply = worker.receive(deadline)
+    except (CannotStart, WorkerEnded) as error:
+        return str(error) or "it ended without a message"
+    return None if reply == {"value": 2} else f"a trial run answered {reply}"
+
+
+@functools.cache
+def warn_of_process() -> None:
+    logger.warning(PROCESS_WARNING)

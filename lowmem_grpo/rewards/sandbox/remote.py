@@ -1,0 +1,238 @@
+"""What lets test code and the code under test work with each other's objects, though each runs in a process of its own.
+
+Plain data crosses as a copy. Anything else stays where it is, and the other process gets a stand-in: `subject.Subject`
+for an object of the code, `Remote` for one of the tests (a callback, a linked list). What is done to a stand-in is
+asked of the other process: {"do": "getattr", "args": [...]}. Prints, and changes of arguments in place, come with the
+answer.
+
+No object of the code decides how it compares with data: the test gets data, once, and compares itself. Where only the
+code could compare (its own objects with data, or two of them whose contents differ), the test is `Undecided`.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import inspect
+import io
+import itertools
+import json
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lowmem_grpo.rewards.sandbox import leetcode
+from lowmem_grpo.rewards.sandbox.plain import decode, encode
+
+NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last needs more than a text
+CHANGEABLE = (list, dict, set, deque, bytearray)
+PLAIN = (str, int, float, list, dict, set, frozenset, tuple, bytes, bytearray, deque)
+
+
+class Undecided(BaseException):
+    """No verdict: only the code under test could tell."""
+
+
+class Link:
+    """One process's end. `perform` does what the other process asks; a `stand_in` stands for one of its objects."""
+
+    def __init__(self, channel: Any, perform: Callable[..., Any], stand_in: type) -> None:
+        self.channel, self.perform, self.stand_in = channel, perform, stand_in
+        self.own: list[Any] = []
+        self.module: Any = None  # the code, in its own process
+        self.numbers: dict[int, int] = {}  # own objects' numbers, by id
+        self.theirs: dict[int, Any] = {}
+        self.errors: dict[str, type] = {}  # classes of exceptions, by name
+        self.broken: AssertionError | None = None  # an assert of a callback
+        self.named: set[str] = set()  # classes of the code that the test uses by name
+        self.calls = 0  # to the code, and all else that is done with its objects
+        self.answers = 0  # from the code, that a test can compare with something
+        self.raised: list[tuple[BaseException, str]] = []  # by the code
+
+    def refer(self, value: Any) -> Any:
+        """Return the tree of what is not plain data."""
+        if isinstance(value, RemoteObject):
+            return {"yours": value._number}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return {"error": names_of(value)}
+        if isinstance(value, type) and value in vars(builtins).values():
+            return {"type": value.__name__}
+        if self.stand_in is not RemoteObject and isinstance(value, Iterator):
+            return {"iterator": [encode(item, self.refer) for item in value]}
+        number = self.numbers.setdefault(id(value), len(self.own))
+        self.own += [value] if number == len(self.own) else []
+        return {"ref": [number, type(value).__name__, isinstance(value, PLAIN)]}
+
+    def referred(self, tree: dict[str, Any]) -> Any:
+        """Return what such a tree of the other process means."""
+        ((kind, content),) = tree.items()
+        if kind == "yours":
+            return self.own[content]
+        if kind == "error":
+            return self.error_class(content)
+        if kind == "type" and isinstance(builtin := getattr(builtins, content), type):
+            return builtin
+        if kind != "ref":
+            raise ValueError(f"{kind!r} is no type of encoded data")
+        return self.theirs.setdefault(content[0], self.stand_in(self, *content))
+
+    def error_class(self, names: list[str]) -> Any:
+        """Return the class of an exception: a built-in one, or one that is named like the code's."""
+        cls: Any = getattr(builtins, str(names[-1]), None)
+        if not isinstance(cls, type) or not issubclass(cls, Exception | SystemExit):
+            cls = RuntimeError
+        for name in reversed(names[:-1]):
+            cls = self.errors.setdefault(name, type(name, (cls,), {}))
+        return cls
+
+    def ask(self, do: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the other process's answer. What that process asks in the meantime is answered first."""
+        trees = {name: encode(value, self.refer) for name, value in kwargs.items()}
+        self.channel.send({"do": do, "args": [encode(value, self.refer) for value in args], "kwargs": trees})
+        while "do" in (answer := self.channel.receive()):
+            self.serve(answer)
+        for place, tree in answer.get("changed", ()):
+            renew([*args, *kwargs.values()][place], decode(tree, self.referred))
+        return dict(answer)
+
+    def serve(self, request: dict[str, Any]) -> None:
+        printed = Tee()
+        try:
+            args = [decode(tree, self.referred) for tree in request["args"]]
+            kwargs = {name: decode(tree, self.referred) for name, tree in request["kwargs"].items()}
+            before = self.changeable([*args, *kwargs.values()])
+            with contextlib.redirect_stdout(printed) if self.stand_in is RemoteObject else contextlib.nullcontext():
+                value = self.perform(self, request["do"], args, kwargs)
+                awaited = inspect.iscoroutine(value)
+                value = asyncio.run(value) if awaited else value
+            answer: dict[str, Any] = {"value": encode(value, self.refer)}
+            answer |= {"awaited": True} if awaited else {}
+            after = self.changeable([*args, *kwargs.values()])
+            answer["changed"] = [[place, after[place]] for place in after if after[place] != before[place]]
+        except (Undecided, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001, also SystemExit
+            self.broken = error if isinstance(error, AssertionError) else self.broken
+            answer = described(error)
+        self.channel.send(answer | {"printed": printed.getvalue()})
+
+    def changeable(self, values: list[Any]) -> dict[int, Any]:
+        """Return the trees of those values that a call may change in place."""
+        return {place: encode(value, self.refer) for place, value in enumerate(values) if type(value) in CHANGEABLE}
+
+
+class Tee(io.StringIO):
+    """Keeps what is printed, and prints it too, so that the limit on output holds."""
+
+    def write(self, text: str) -> int:
+        if sys.__stdout__ is not None:
+            sys.__stdout__.write(text)
+        return super().write(text)
+
+
+class RemoteObject:
+    """An object of the other process: it can be called, and has attributes."""
+
+    def __init__(self, link: Link, number: int, kind: str, is_plain: bool) -> None:
+        for name, value in (("_link", link), ("_number", number), ("_kind", kind), ("_plain", is_plain),
+                            ("_made", []), ("_held", None), ("_fed", False)):
+            object.__setattr__(self, name, value)
+
+    def _ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
+        answer = self._link.ask(do, *args, **kwargs)
+        if "value" not in answer:
+            raise as_exception(self._link, answer)
+        return decode(answer["value"], self._link.referred)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("call", self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", self, name, value)
+
+
+def operation(name: str) -> Any:
+    return getattr(operator, name, None) or getattr(builtins, name)
+
+
+def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of what the tests ask of the code. They are trusted, so they may ask anything."""
+    if do == "call":
+        return args[0](*args[1:], **kwargs)
+    if do == "take":
+        return list(itertools.islice(args[0], args[1]))
+    if do == "enter":
+        return type(args[0]).__enter__(args[0])
+    if do == "leave":
+        return type(args[0]).__exit__(args[0], args[1], args[1] and args[1](args[2]), None)
+    if do in ("plain", "state"):
+        return decode(encode(args[0])) if do == "plain" else json.dumps(state_of(args[0]), sort_keys=True)
+    return operation(do)(*args)
+
+
+def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what the code may ask of the tests: to call what they passed, public attributes of their own objects, or
+    what they have made of `input`."""
+    if do == "input":
+        return input(*args)
+    ours = any(args[0] is value for value in link.own)
+    if do == "call" and ours:
+        return args[0](*args[1:], **kwargs)
+    public = type(args[0]).__module__ in ("tests", leetcode.__name__) and not str(args[1]).startswith("_")
+    if do in ("getattr", "setattr") and ours and public:
+        return getattr(args[0], args[1]) if do == "getattr" else setattr(*args)
+    raise AttributeError(f"the test's {type(args[0]).__name__} gives no {str(args[1:2])[1:-1]}")
+
+
+def state_of(value: Any) -> Any:
+    """Return the tree of what an object of the code holds, with that of the objects in it."""
+    return {type(value).__name__: encode(list(value.__reduce_ex__(2)[1:5]), lambda inner: (
+        inner.__qualname__ if isinstance(inner, type) else state_of(inner)))}
+
+
+def renew(old: Any, new: Any) -> None:
+    """Make a container hold what another one holds; of nested ones, those inside stay the same objects."""
+    if isinstance(old, list) and len(old) == len(new):
+        for place, (before, after) in enumerate(zip(old, new, strict=True)):
+            if isinstance(before, CHANGEABLE) and type(before) is type(after):
+                renew(before, after)
+            else:
+                old[place] = after
+    elif isinstance(old, list | bytearray):
+        old[:] = new
+    else:
+        old.clear()
+        (old.extend if isinstance(old, deque) else old.update)(new)
+
+
+def names_of(kind: type) -> list[str]:
+    """Return the names of an exception's class and of those above it, up to the first built-in one."""
+    names = [cls.__name__ for cls in kind.__mro__]
+    built_in = [getattr(builtins, cls.__name__, None) is cls for cls in kind.__mro__]
+    return names[: built_in.index(True) + 1]
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """Return an exception as a message: the names of its classes, its arguments, and its type with its text."""
+    names = names_of(type(error))
+    try:
+        text = str(error)
+        rewritten = len(names) > 1 and text != str(Exception(*error.args))  # its class has a text of its own
+        args = [text] if rewritten else [encode(value) for value in error.args]
+    except Exception:  # noqa: BLE001, it may be a class of the code's, or hold its objects
+        text, args = "", []
+    return {"error": names[-1], "names": names, "args": args, "text": f"{names[0]}: {text}"[:500]}
+
+
+def as_exception(link: Link, answer: dict[str, Any]) -> BaseException:
+    """Return the other side's exception as one of its kind, so that a test can expect it. Those that Python takes for
+    the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them."""
+    kind = link.error_class([str(name) for name in answer.get("names") or [answer.get("error")]])
+    if issubclass(kind, NOT_RAISED):
+        return RuntimeError(str(answer.get("text", "")))
+    exception: BaseException = kind(*(decode(tree) for tree in answer.get("args", ())))
+    return exception

@@ -1,0 +1,151 @@
+"""What stands in the tests for an object of the code under test.
+
+It is asked of the code what its object gives; what a test compares with data, the test compares itself. See `remote`.
+"""
+
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lowmem_grpo.rewards.sandbox.plain import decode
+from lowmem_grpo.rewards.sandbox.remote import CHANGEABLE, RemoteObject, Undecided, as_exception, operation
+
+MOST = 1000  # items of an iterator that are fetched at a time
+
+
+class Subject(RemoteObject):
+    """An object of the code under test, in the tests."""
+
+    def _ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
+        self._link.calls += (is_call := do != "bool")  # that a function is true says nothing
+        answer = self._link.ask(do, *args, **kwargs)
+        if answer.get("printed"):
+            sys.stdout.write(str(answer["printed"]))
+        if "value" not in answer:
+            self._link.raised.append((error := as_exception(self._link, answer), str(answer.get("text"))))
+            raise error
+        value = decode(answer["value"], self._link.referred)
+        self._link.answers += is_call and not isinstance(value, Subject)
+        return at_once(value) if answer.get("awaited") else value
+
+    def _as_data(self, other: Any) -> Any:
+        """Return its data, for an operation with data. A class that the test names may have its own way with data."""
+        if self._plain:
+            if self._held is None:
+                data = self._ask("plain", self)
+                if isinstance(data, CHANGEABLE):
+                    return data
+                object.__setattr__(self, "_held", [data])  # once: a class of the code's could give another each time
+            return self._held[0]
+        if self._kind in self._link.named:
+            raise Undecided(f"only the code's own {self._kind} could compare itself with {other!r:.100}")
+        raise TypeError(f"the code gave a {self._kind}, which is not plain data")
+
+    def _not_fed(self) -> None:
+        if self._fed:
+            raise Undecided(f"only the code says what this {self._kind} is, which it made with a value of the test")
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, Subject):
+            return bool((self._plain or self._kind in self._link.named) and self._as_data(other) == other)
+        if self is not other and not self._ask("eq", self, other):
+            return False
+        states = {self._ask("state", side) for side in (self, other)} if self is not other or self._made else set()
+        if len(states) > 1 or any(made not in state for made in self._made + other._made for state in states):
+            raise Undecided(f"only the code says that two objects are equal; what they hold does not ({self._kind})")
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        if self._kind == "type" and isinstance(result, Subject):
+            made = [json.dumps(value) for value in (*args, *kwargs.values()) if isinstance(value, str | int | float)]
+            object.__setattr__(result, "_made", made)
+        return result
+
+    def __hash__(self) -> int:
+        return int(self._ask("hash", self))
+
+    def __contains__(self, item: Any) -> bool:
+        try:
+            return any(item is element or item == element for element in self)
+        except TypeError:
+            return bool(item in self._as_data(item))
+
+    def __iter__(self) -> Iterator[Any]:
+        source, size = self._ask("iter", self), 1
+        while items := self._ask("take", source, size):
+            yield from items
+            size = min(2 * size, MOST)
+
+    def __next__(self) -> Any:
+        if not (items := self._ask("take", self, 1)):
+            raise StopIteration
+        return items[0]
+
+    def __enter__(self) -> Any:
+        return self._ask("enter", self)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        return bool(self._ask("leave", self, kind, None if error is None else str(error)))
+
+    def __instancecheck__(self, other: Any) -> bool:
+        return isinstance(other, Subject) and bool(self._ask("isinstance", other, self))
+
+
+async def at_once(value: Any) -> Any:
+    """Return the result of an async function, which the code's process has waited for."""
+    return value
+
+
+def asked(name: str) -> Callable[..., Any]:
+    """Return a method that asks the code for what can be nothing but data. A number is read once, and an object that
+    was made with a value of the test is not asked: it could give what the test expects."""
+    def ask(self: Subject, *args: Any) -> Any:
+        self._not_fed()
+        if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
+            return operation(name)(data, *args)
+        return self._ask(name, self, *args)
+
+    return ask
+
+
+def compared(name: str) -> Callable[..., Any]:
+    """Return a comparison: the code's between its own objects, and ours with data."""
+    def compare(self: Subject, other: Any) -> Any:
+        if isinstance(other, Subject) and not (self._plain or other._plain):
+            self._not_fed()
+            other._not_fed()
+            return self._ask(name, self, other)
+        theirs = other._as_data(self) if isinstance(other, Subject) else other
+        return getattr(operator, name)(self._as_data(other), theirs)
+
+    return compare
+
+
+def computed(name: str, turned: bool = False) -> Callable[..., Any]:
+    """Return an operation. Numbers are computed with here. An object with data must give an object, which can only be
+    compared: what the test expects may be in it, as in abs(f(2) - 4) < 0.1."""
+    def compute(self: Subject, other: Any) -> Any:
+        if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
+            result = self._ask(name, *((other, self) if turned else (self, other)))
+            if isinstance(result, Subject):
+                object.__setattr__(result, "_fed", not isinstance(other, Subject) or self._fed or other._fed)
+            if isinstance(other, Subject) or isinstance(result, Subject):
+                return result
+        return getattr(operator, name)(*((other, self._as_data(other)) if turned else (self._as_data(other), other)))
+
+    return compute
+
+
+for _name in ("len", "bool", "str", "repr", "int", "float", "abs", "neg", "pos", "invert", "round", "format",
+              "reversed", "getitem", "setitem", "delitem", "delattr", "index"):
+    setattr(Subject, f"__{_name}__", asked(_name))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Subject, f"__{_name}__", compared(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift",
+              "rshift"):
+    _function = _name if hasattr(operator, _name) else f"{_name}_"
+    setattr(Subject, f"__{_name}__", computed(_function))
+    setattr(Subject, f"__r{_name}__", computed(_function, turned=True))

@@ -1,0 +1,205 @@
+"""Runs a code against a row's tests in the sandbox. Gives a verdict for each test, whatever the code does."""
+
+import json
+import mmap
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowmem_grpo.rewards.sandbox.cases import NO_RESULT, AssertCase, CallCase, Case, ProgramCase
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.plain import decode, same
+from lowmem_grpo.rewards.sandbox.worker import Worker, WorkerEnded
+
+OUTCOMES = ("passed", "failed", "error", "timeout", "memory", "output", "files", "refused")
+SHOWN = 200  # characters of a value in a reason
+CALLS = 100_000  # that one test and the code may make of each other
+PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of one test: one of OUTCOMES, and why it is not "passed" ("" if it is).
+
+    failed: a wrong answer. error: the code raised, ended itself or answered nonsense, or the test never called it.
+    timeout, memory, output, files: the code passed a limit. refused: the code was not run.
+    """
+
+    outcome: str
+    reason: str = ""
+    untestable: bool = field(default=False, compare=False)  # no code can pass it, or only the code can tell
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome == "passed"
+
+
+def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
+    """Return one verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
+    if fault := why_refused(code, sandbox.limits.code_bytes):
+        return [Verdict("refused", fault)] * len(cases)
+    trial = Trial(code, sandbox, any(isinstance(case, CallCase) and case.json for case in cases))
+    try:
+        return [trial.verdict(case) for case in cases]
+    finally:
+        trial.close()
+
+
+def why_refused(code: str, most: int) -> str | None:
+    """Return why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
+    if not code.strip():
+        return "no code"
+    try:
+        size = len(code.encode())
+    except UnicodeEncodeError:
+        return "the code is not valid Unicode"
+    if size > most:
+        return f"the code has {size} bytes, allowed are {most}"
+    return "the code has a NUL character" if "\0" in code else None
+
+
+def too_large(code: str, stdin: str, most: int) -> str | None:
+    """Return why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
+    size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
+    return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
+
+
+class Trial:
+    """One code under test. Its process is kept between tests, and started again if a test ended it."""
+
+    def __init__(self, code: str, sandbox: Sandbox, imports: bool = False) -> None:
+        """`imports`: the code has the names that LeetCode and the scorers of such tests import for it."""
+        self.imports = imports
+        self.code, self.sandbox, self.limits = code, sandbox, sandbox.limits
+        self.ends = time.monotonic() + sandbox.limits.total_seconds
+        self.server: Worker | None = None
+        self.tester: Worker | None = None
+        self.broken: WorkerEnded | None = None  # why loading the code failed, if it did
+        self.begun: set[str] = set()  # roles that had a process
+
+    def verdict(self, case: Case) -> Verdict:
+        if time.monotonic() >= self.ends:
+            return Verdict("timeout", f"not begun within {self.limits.total_seconds:g} s of all tests")
+        try:
+            if isinstance(case, ProgramCase):
+                return self.run_program(case)
+            return self.run_call(case) if isinstance(case, CallCase) else self.run_assert(case)
+        except WorkerEnded as end:
+            self.close()
+            return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
+
+    def close(self) -> None:
+        for worker in (self.server, self.tester):
+            if worker is not None:
+                worker.close()
+        self.server = self.tester = None
+
+    def started(self, role: str, code: str, **more: object) -> Worker:
+        """Start a process. That does not count as the code's time, unless it replaces one that the code ended."""
+        began = time.monotonic()
+        worker = self.sandbox.start(role, code, **more)
+        if role == "program" or role not in self.begun:
+            self.ends += time.monotonic() - began
+        self.begun.add(role)
+        return worker
+
+    def deadline(self) -> float:
+        return min(time.monotonic() + self.limits.seconds, self.ends)
+
+    def serving(self) -> Worker:
+        """Return the code's process, started if there is none. A code that does not load is not loaded again."""
+        if self.broken is not None:
+            raise self.broken
+        if self.server is None:
+            self.server = self.started("serve", self.code, imports=self.imports)
+            try:
+                reply = self.server.receive(self.deadline())
+                if "loaded" not in reply:
+                    raise WorkerEnded(*failure_of(reply))
+            except WorkerEnded as end:
+                self.broken = end
+                raise
+        return self.server
+
+    def run_call(self, case: CallCase) -> Verdict:
+        reply = self.ask({"call": case.name, "args": case.args, "kwargs": case.kwargs}, None)
+        if "value" not in reply:
+            return Verdict(*failure_of(reply))
+        right = [case.expected] if case.also is NO_RESULT else [case.expected, case.also]
+        if any(is_same(value, reply["value"], case.json) for value in right):
+            return Verdict("passed")
+        return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
+
+    def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
+        """Call the code; return {"value": ...} or {"error": ..., "text": ...}."""
+        server = self.serving()
+        deadline = self.deadline() if deadline is None else deadline
+        server.send(request, deadline)
+        return server.receive(deadline)
+
+    def run_assert(self, case: AssertCase) -> Verdict:
+        """Run the asserts in a process of their own, and pass their calls to the code's process and back."""
+        self.serving()
+        if self.tester is None:
+            self.tester = self.started("test", "")
+        deadline = self.deadline()
+        reply: dict[str, Any] = {}
+        self.tester.send({"source": case.source, "names": case.names, "modules": case.modules}, deadline)
+        for _ in range(CALLS):
+            message = self.tester.receive(deadline)
+            if "outcome" in message:
+                if "do" in reply:  # the code still waits for what it asked of the test
+                    self.close()
+                outcome, reason = str(message["outcome"]), str(message["reason"])
+                outcome = "memory" if (outcome, reply.get("error")) == ("error", "MemoryError") else outcome
+                return Verdict(outcome, reason, bool(message["untestable"]))
+            reply = self.ask(message, deadline)
+            self.tester.send(reply, deadline)
+        raise WorkerEnded("error", f"the test made more than {CALLS} calls")
+
+    def run_program(self, case: ProgramCase) -> Verdict:
+        if fault := too_large(self.code, case.stdin, self.limits.scratch_bytes):
+            return Verdict("refused", fault)
+        with self.started("program", self.code, stdin=case.stdin) as worker:
+            status = worker.run_to_end(self.deadline())
+            printed = bytes(worker.stdout).decode("utf-8", "replace")
+            if status != 0:
+                end = worker.ended()
+                return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
+        if lines_of(printed) == lines_of(case.stdout):
+            return Verdict("passed")
+        return Verdict("failed", f"printed {printed[:SHOWN]!r}, expected {case.stdout[:SHOWN]!r}")
+
+
+def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
+    kind, text = reply.get("error"), reply.get("text")
+    if not isinstance(kind, str) or not isinstance(text, str):
+        return "error", "it answered with what is no message"
+    return ("memory" if kind == "MemoryError" else "error"), text[:500]
+
+
+def is_same(expected: Any, got: Any, json: bool = False) -> bool:
+    """Return `plain.same`, but False if the answer is not encoded data at all."""
+    try:
+        return same(expected, got, json)
+    except (TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError):
+        return False
+
+
+def shown(tree: Any) -> str:
+    """Return a value as people read it. Small ones are decoded; large ones are cut off as they came."""
+    try:
+        text = json.dumps(tree)
+    except RecursionError:
+        return "a very deep value"
+    if len(text) > SHOWN:
+        return text[:SHOWN] + "..."
+    try:
+        return text if '"iterator"' in text else repr(decode(tree))
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return text
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines, without white space at their ends and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,244 @@
+"""One sandboxed process from outside: starts it, talks to it, watches it, and ends it with all that it left behind."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.rewards.sandbox.command import command
+from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.scratch import ScratchFolder, usage_of_tmpfs
+
+START_SECONDS = 30.0  # for Python to start and give up its rights; no foreign code runs before that
+POLL_SECONDS = 0.05  # between looks at the scratch directory
+HANG_UP_SECONDS = 0.5  # between a process's last answer and its end
+REAP_SECONDS = 5.0  # for a launcher to see the end of its child
+CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes report it
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
+TAIL = 4096  # bytes of standard error that are kept
+
+
+class WorkerEnded(Exception):  # noqa: N818, it need not be an error
+    """The process has ended or must end. `outcome` is one of trial.OUTCOMES, or "ended" if it ended by itself."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(f"{outcome}: {reason}")
+        self.outcome, self.reason = outcome, reason
+
+
+class CannotStart(RuntimeError):  # noqa: N818, says why
+    """The sandbox itself does not work here. The message says what it printed."""
+
+
+class Worker:
+    """A sandboxed process that follows one order of `inside`. Close it, or use it in a `with` statement."""
+
+    def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
+        """Start it and wait until it has given up its rights. Raises CannotStart if it does not get that far."""
+        self.limits = limits
+        self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
+        self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
+        self._folder = ScratchFolder() if isolation == "process" else None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end = weakref.finalize(self, end, started := list[subprocess.Popen[bytes]](), self._folder)
+        try:
+            self._start(isolation, order, started)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, isolation: str, order: dict[str, Any], started: list[subprocess.Popen[bytes]]) -> None:
+        self.channel, theirs = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        with theirs:
+            how = command(isolation, self.limits, theirs.fileno(), self._folder.path if self._folder else "")
+            try:
+                self._process = subprocess.Popen(
+                    how.words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
+                    cwd="/", pass_fds=[theirs.fileno()], start_new_session=True,
+                )
+            except OSError as error:
+                raise CannotStart(str(error)) from error
+        started.append(self._process)
+        for source in (self.channel, self._process.stdout, self._process.stderr):
+            assert source is not None
+            self._selector.register(source, selectors.EVENT_READ)
+        where = {"scratch": how.scratch, "package": how.package, "readable": how.readable}
+        self._handshake({**order, **where, "limits": asdict(self.limits)})
+
+    def _handshake(self, order: dict[str, Any]) -> None:
+        """Send the order, and take the scratch directory's descriptor with the first message."""
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            self.send(order, deadline)
+            self.channel.settimeout(START_SECONDS)
+            data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
+            self._place = descriptors[0] if descriptors else -1
+            self._waiting += data
+            first = self.receive(deadline)
+        except (WorkerEnded, OSError) as error:
+            raise CannotStart(self._last_words() or "it ended before it was ready, without a message") from error
+        if "ready" not in first:
+            raise CannotStart(str(first.get("refused", first)))
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: dict[str, Any], deadline: float) -> None:
+        """Send one message. WorkerEnded if the process does not take it before the deadline (of time.monotonic)."""
+        self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            self.channel.sendall(json.dumps(message).encode() + b"\n")
+        except RecursionError as error:
+            raise WorkerEnded("error", "its answer is nested too deeply") from error
+        except TimeoutError as error:
+            raise WorkerEnded("timeout", "it takes no input") from error
+        except OSError as error:
+            raise self.ended() from error
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is nonsense."""
+        while (end := self._waiting.find(b"\n")) < 0:
+            if len(self._waiting) > self.limits.output_bytes:
+                raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")
+            self._look(deadline)
+        line = bytes(self._waiting[:end])
+        del self._waiting[: end + 1]
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WorkerEnded("error", "it answered with what is no message") from error
+        if not isinstance(message, dict):
+            raise WorkerEnded("error", "it answered with what is no message")
+        return message
+
+    def run_to_end(self, deadline: float) -> int:
+        """Wait for the end of the process: its exit status, negative for a signal. WorkerEnded as in `receive`."""
+        while self._selector.get_map():
+            self._look(deadline, quits=False)
+        return self._status()
+
+    def _look(self, deadline: float, quits: bool = True) -> None:
+        """Wait a moment, read what there is, and enforce the limits."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WorkerEnded("timeout", f"not done within {self.limits.seconds:g} s")
+        for key, _ in self._selector.select(min(left, POLL_SECONDS)):
+            source = key.fileobj
+            data = read(source)
+            if not data:
+                self._selector.unregister(source)
+                if source is self.channel and quits:
+                    raise self.ended()
+            elif source is self.channel:
+                self._waiting += data
+            else:
+                self._take_output(self._process is not None and source is self._process.stdout, data)
+        self._check_scratch()
+
+    def _take_output(self, is_stdout: bool, data: bytes) -> None:
+        self.printed += len(data)
+        if self.printed > self.limits.output_bytes:
+            raise WorkerEnded("output", f"printed more than {self.limits.output_bytes} bytes")
+        if is_stdout:
+            self.stdout += data
+        else:
+            self.stderr[:] = (self.stderr + data)[-TAIL:]
+
+    def _check_scratch(self) -> None:
+        if self._place < 0:
+            return
+        entries, size = self._folder.usage(self.limits.files) if self._folder else usage_of_tmpfs(self._place)
+        if entries > self.limits.files or size > self.limits.scratch_bytes:
+            raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
+
+    def ended(self) -> WorkerEnded:
+        """Return why a process hung up: its last line on standard error, or how it ended."""
+        status = self._status()
+        words = self._last_words()
+        if words.startswith("MemoryError"):
+            return WorkerEnded("memory", words)
+        if status in CPU_TIME or (status in KILLED and time.monotonic() - self._began >= self.limits.total_seconds):
+            return WorkerEnded("timeout", f"used more than {self.limits.total_seconds:g} s of CPU time")
+        return WorkerEnded("ended", words or f"it ended by itself, with exit status {status}")
+
+    def _status(self) -> int:
+        """Return the exit status. A process that hung up but is still alive is killed."""
+        assert self._process is not None
+        try:
+            return self._process.wait(HANG_UP_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill(self._process)
+            return self._process.wait()
+
+    def _last_words(self) -> str:
+        if self._process is not None and self._process.stderr is not None and not self._process.stderr.closed:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            with contextlib.suppress(OSError):
+                self.stderr += os.read(self._process.stderr.fileno(), TAIL)
+        lines = bytes(self.stderr).decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:500] if lines else ""
+
+    def close(self) -> None:
+        """Kill the process and wait for its end, close every descriptor, and remove the scratch directory."""
+        self._end()
+        if hasattr(self, "_selector"):
+            self._selector.close()
+            self.channel.close()
+        if self._place >= 0:
+            os.close(self._place)
+            self._place = -1
+
+
+def read(source: Any) -> bytes:
+    """Return what a ready pipe or socket holds; empty at its end."""
+    try:
+        return os.read(source.fileno(), 1 << 16)
+    except ConnectionError:
+        return b""
+
+
+def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) -> None:
+    """Leave nothing behind, also if our program ends before `close`."""
+    for process in started:
+        kill(process)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    if folder is not None:
+        folder.remove()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group. bwrap
+    starts the code's process in a session and a PID namespace of its own. If it died first, its child would die a
+    little later, and nobody would reap it in a container whose first process does not."""
+    if process.poll() is None and (children := children_of(process.pid)):
+        for child in children:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_SECONDS)
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def children_of(number: int) -> list[int]:
+    """Return the processes that a process has started; none if the kernel does not tell."""
+    try:
+        return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+    except OSError:
+        return []

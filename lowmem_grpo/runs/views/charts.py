@@ -1,0 +1,229 @@
+"""The charts of a run, the one of its accuracy among them, and of several runs side by side."""
+
+import re
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.runs.trajectory import ENDINGS
+from lowmem_grpo.runs.views.chart import Chart, Line
+from lowmem_grpo.runs.views.samples import Record
+from lowmem_grpo.utils import GIB
+
+OF_EPISODES = (
+    Chart("Turns", "of the policy in an episode", "turns",
+          {"turns/mean": "mean", "turns/min": "min", "turns/max": "max"}, from_zero=True),
+    Chart("Tool calls", "", "calls of an episode", {"tools/call_frequency": "calls"}, from_zero=True),
+    Chart("Tool failures", "calls that could not be read, or failed", "share of calls",
+          {"tools/failure_frequency": "failed"}, share=True),
+    Chart("Cached tokens", "of prompts, which the engine did not compute again", "share of prompt tokens",
+          {"tokens/cached_share": "cached"}, share=True),
+    Chart("Waiting for tools and environments", "by an episode, on average", "share of the time of sampling",
+          {"tools/waiting_share": "waiting"}, share=True),
+)
+CHARTS = (
+    Chart("Groups with signal", "whose completions differ in reward", "groups",
+          {"groups/total": "all", "groups/with_signal": "with signal"}, from_zero=True),
+    Chart("Completion length", "", "tokens",
+          {"completions/mean_length": "mean", "completions/min_length": "min", "completions/max_length": "max"},
+          from_zero=True),
+    Chart("Completions cut off", "that reached the length limit", "share of completions",
+          {"completions/clipped_ratio": "cut off"}, share=True),
+    Chart("Entropy", "", "nats per token", {"entropy": "entropy"}),
+    Chart("KL divergence", "policy from reference model", "nats per token", {"kl": "KL"}),
+    Chart("Clip ratio", "tokens whose gradient was clipped away", "share of tokens",
+          {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "clip_ratio/region_mean": "either"},
+          share=True),
+    Chart("Where the time goes", "", "share of each step",
+          {"time/generate": "generate", "time/reward": "reward", "time/train": "train", "time/idle": "idle"},
+          share=True, stacked=True, smooth=False),
+    Chart("Seconds of a step", "", "seconds",
+          {"step_time": "measured", "time/planned_step_s": "estimated from the card's data sheet"}, from_zero=True),
+    Chart("Where the time of sampling goes", "tail: fewer than a quarter of the most sequences are left", "seconds",
+          {"time/sampling/prefill_s": "prompts", "time/sampling/full_s": "full width", "time/sampling/tail_s": "tail"},
+          from_zero=True, stacked=True, smooth=False),
+    Chart("Tokens per second", "completion tokens, while generating", "tokens per second",
+          {"tokens_per_second": "tokens/s", "tokens_per_second/full": "at full width",
+           "tokens_per_second/tail": "in the tail"}, from_zero=True),
+    Chart("Peak memory", "", "GiB", {"memory/peak_bytes": "peak"}, scale=1 / GIB, from_zero=True, smooth=False),
+    Chart("Memory against the plan", "peak of each phase", "GiB",
+          {"memory/generate_bytes": "sampling", "memory/planned_generate_bytes": "sampling, planned",
+           "memory/train_bytes": "training", "memory/planned_train_bytes": "training, planned"}, scale=1 / GIB,
+          from_zero=True, smooth=False),
+    Chart("Loss", "not a measure of progress; watch the reward", "loss", {"loss": "loss"}),
+    Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
+    Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
+)
+OF_TAUGHT = (  # in place of those above, where the rows hold the answers
+    Chart("Loss", "mean of -log p over the trained tokens", "nats per token",
+          {"loss": "train", "eval_loss": "evaluation"}),
+    Chart("Tokens per second", "trained tokens, over the whole step", "tokens per second",
+          {"tokens_per_second": "tokens/s"}, from_zero=True),
+    Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
+)
+DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
+TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # by other charts and by tiles
+ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # at 0 too
+FAMILIES = ("rewards/", "verdicts/", "episodes/")
+
+
+def is_drawn(name: str) -> bool:
+    """Return whether a page about a run shows a metric."""
+    return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
+
+
+def taught(summary: Record) -> bool:
+    """Return whether the rows held the answers, so that nothing was sampled, rewarded or logged as a sample."""
+    return summary.get("method") == "sft"
+
+
+def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
+    """Return the charts that have data. `completions` and `summary` are for the accuracy."""
+    names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
+    functions = Chart("Reward functions", "mean of each", "reward", {f"rewards/{name}/mean": name for name in names})
+    verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
+    verdicts = Chart("Verified right", "whatever that pays", "share of completions",
+                     {f"verdicts/{name}": name for name in verifiers}, share=True)
+    charts = [functions, verdicts, *OF_EPISODES, *CHARTS]
+    if taught(summary or {}):
+        own = {chart.title for chart in OF_TAUGHT}
+        charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
+    drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows), endings_chart(rows)]
+    drawn += [replace(chart, lines=lines_of(chart, rows)) for chart in charts]
+    return [chart for chart in drawn if chart.lines and (len(chart.lines[0].points) > 1 or not chart.stacked)]
+
+
+def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
+    """Return the charts that are not at 0 in every step, or are what a run is about; and the others in words."""
+    flat = [chart for chart in charts if chart.title not in ALWAYS
+            and not any(value for line in chart.lines for _, value in line.points)]
+    words = f"At 0 in every step: {', '.join(chart.title.lower() for chart in flat)}." if flat else ""
+    return [chart for chart in charts if chart not in flat], words
+
+
+def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
+    lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
+             for key, name in chart.metrics.items()]
+    return [line for line in lines if line.points]
+
+
+def endings_chart(rows: list[Record]) -> Chart:
+    """Return which share of the episodes of a step ended for which reason, of the reasons that occurred."""
+    played = [row for row in rows if any(f"episodes/{name}" in row for name in ENDINGS)]
+    lines = [Line(name, [(row["step"], row.get(f"episodes/{name}") or 0.0) for row in played]) for name in ENDINGS
+             if any(row.get(f"episodes/{name}") for row in played)]
+    return Chart("Ends of episodes", "by reason", "share of episodes", share=True, stacked=True, smooth=False,
+                 lines=lines)
+
+
+def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
+    return [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
+
+
+def reward_chart(rows: list[Record]) -> Chart:
+    """Return the mean reward in its band, and the evaluations where there are any."""
+    banded = [row for row in rows if row.get("reward") is not None]
+    spread = [row.get("reward_std") or 0.0 for row in banded]
+    edges = [(row["reward"] - std, row["reward"] + std) for row, std in zip(banded, spread, strict=True)]
+    lines = [Line("train", points(rows, "reward"), edges if any(spread) else []),
+             Line("evaluation", points(rows, "eval_reward") or points(rows, "val/reward"), dots=True)]
+    note = "mean; band: one standard deviation on each side" if any(spread) else "mean"
+    return Chart("Reward", note, "reward", lines=[line for line in lines if line.points])
+
+
+def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
+    """Return the charts that any of some runs has, in the order of the first that has it: of each run its first line,
+    under the run's name. Evaluations and bands are left out, and so are charts of shares on top of each other."""
+    titles = dict.fromkeys(chart.title for charts in runs.values() for chart in charts if not chart.stacked)
+    compared = [side_by_side(title, runs) for title in titles]
+    return [chart for chart in compared if chart.lines]
+
+
+def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
+    """Return one chart of several runs. Each run keeps its place among the lines, and with it its colour."""
+    of_runs = {name: next((chart for chart in charts if chart.title == title), None) for name, charts in runs.items()}
+    lines = [Line(name, main_line(chart).points if chart else []) for name, chart in of_runs.items()]
+    first = next(chart for chart in of_runs.values() if chart is not None)
+    compared = main_line(first).name
+    note = first.note if compared in ("", "train") else ", ".join(filter(None, (compared, first.note)))
+    return replace(first, note=note, metrics={}, lines=lines)
+
+
+def main_line(chart: Chart) -> Line:
+    """Return what a chart is about: its first curve, or where it has none its first line."""
+    return next((line for line in chart.lines if not (line.dots or line.level)), chart.lines[0])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A share of right answers to held-out problems, and its 95% interval if the number of problems is known."""
+
+    step: int
+    share: float
+    interval: tuple[float, float] | None
+
+
+def measured(summary: Record, key: str, step: int) -> Measured | None:
+    """Return the accuracy under `key` of a summary; None where it was not measured."""
+    if (share := summary.get(key)) is None:
+        return None
+    problems = summary.get("eval_problems")
+    return Measured(step, share, wilson_interval(share, problems) if problems else None)
+
+
+def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]:
+    return measured(summary, "accuracy_before", 0), measured(summary, "accuracy_after", summary.get("steps") or 0)
+
+
+def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
+    """Return the share of right answers in training, and of held-out problems before and after it. Right is what the
+    function that the summary names pays more than `right_above` for; unnamed, each function of 0 and 1 alone has a
+    line."""
+    sampled = [line for line in completions if "replayed_from" not in line]
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
+             for name in deciding(sampled, summary)]
+    tests = [test for test in before_and_after(summary) if test is not None]
+    dots = Line("held-out problems, with 95% interval", [(test.step, test.share) for test in tests],
+                [test.interval for test in tests if test.interval is not None], dots=True)
+    drawn = [line for line in (*lines, dots) if line.points]
+    return Chart("Accuracy", "answers that are right", "share of answers", share=True,
+                 lines=[*drawn, *levels(summary, drawn)])
+
+
+def levels(summary: Record, lines: list[Line]) -> list[Line]:
+    """Return the baselines at all steps of these lines, such as the shares that random and perfect play get right."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    return [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
+            for name, share in baselines(summary).items() if steps]
+
+
+def baselines(summary: Record) -> dict[str, float]:
+    """Return what others get right, by name: `baselines` of the summary, each a share or a record with a `share`."""
+    held = summary.get("baselines")
+    shares = {str(name): value.get("share") if isinstance(value, dict) else value
+              for name, value in (held.items() if isinstance(held, dict) else ())}
+    return {name: float(share) for name, share in shares.items() if isinstance(share, (int, float))}
+
+
+def deciding(completions: list[Record], summary: Record) -> list[str]:
+    paid: dict[str, set[float]] = {}
+    for line in completions:
+        for name, value in (line.get("rewards") or {}).items():
+            paid.setdefault(name, set()).update(() if value is None else (value,))
+    if summary.get("right") in paid:
+        return [summary["right"]]
+    return [name for name, values in paid.items() if values and values <= {0, 1}]
+
+
+def threshold(summary: Record) -> float:
+    """Return what a right answer earns more than: half a point for a draw may be no win."""
+    return float(summary.get("right_above") or 0.0)
+
+
+def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
+    """Return (step, share) of the judged completions that a function pays more than `above` for."""
+    steps: dict[int, list[bool]] = {}
+    for line in completions:
+        if (value := (line.get("rewards") or {}).get(name)) is not None:
+            steps.setdefault(line["step"], []).append(value > above)
+    return [(step, fmean(right)) for step, right in sorted(steps.items())]

@@ -1,0 +1,149 @@
+"""What our views write to, a terminal or a notebook's cell, which may lack a letter; and how answers look there."""
+
+import io
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.runs.trajectory import speaker
+from lowmem_grpo.runs.views.palette import LINES, RIGHT, WRONG, sign
+from lowmem_grpo.runs.views.terminal import between_words
+
+IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"
+SAMPLED_SIGN, CONTEXT_SIGN = "\u25cf", "\u25cb"  # a full circle and an empty one
+
+
+class AnyText:
+    """Stands for standard output, whatever that is at the moment, and takes any text."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.find_stream(), name)
+
+    def find_stream(self) -> Any:
+        """Return standard output, or what rich's proxy of it hides: the proxy would come back here."""
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+    def write(self, text: str) -> Any:
+        """Write what the encoding has of a text."""
+        stream = self.find_stream()
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        return stream.write(text.encode(encoding, "replace").decode(encoding))
+
+
+def any_console(**options: Any) -> Console:
+    file: Any = AnyText()
+    return Console(file=file, **options)
+
+
+def print_line(console: Console, text: str | Text) -> None:
+    """Print a paragraph: piped as one line, and on a terminal broken between words only, so that a path stays whole."""
+    line = Text(text) if isinstance(text, str) else text
+    if console.is_terminal:
+        line = Text(between_words(line.plain, console.width), spans=line.spans)  # a break stands where a space was
+    console.print(line, soft_wrap=True, highlight=False)
+
+
+class Cell:
+    """One output that is drawn again, as a terminal's panel is."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.handle: Any = None
+
+    def start(self) -> None:
+        """Nothing is shown before the first panel."""
+
+    def update(self, panel: RenderableType, refresh: bool = True) -> None:
+        from IPython.display import HTML, display
+
+        recorded = Console(record=True, width=self.width, file=io.StringIO(), force_jupyter=False)
+        recorded.print(panel)
+        page = HTML(recorded.export_html(inline_styles=True, code_format=IN_A_CELL))
+        if self.handle is None:
+            self.handle = display(page, display_id=True)
+        else:
+            self.handle.update(page)
+
+    def stop(self) -> None:
+        """The last panel stays."""
+
+
+def plain(value: Any) -> Text:
+    """Text of a model as it is: no markup, and control characters made visible instead of sent to the terminal."""
+    unsafe = ("Cc", "Cs")  # control characters, halves of surrogate pairs
+    kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
+    return Text("".join(kept), overflow="fold")
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text of more than `longest` characters as its beginning and its end."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def episode_lines(turns: Sequence[dict[str, Any]], most: int) -> list[Text]:
+    """Return at most `most` lines of an episode, the first and the last, one a message; signs tell what was sampled."""
+    lines = [line for number, turn in enumerate(turns, start=1) for line in turn_lines(number, turn)]
+    half = most // 2
+    return lines if len(lines) <= most else [*lines[: most - half - 1], Text("..."), *lines[-half:]]
+
+
+def turn_lines(number: int, turn: dict[str, Any]) -> list[Text]:
+    paid = "" if turn.get("reward") is None else f" (reward {turn['reward']:g})"
+    said = [Text.assemble((f"{SAMPLED_SIGN} {number}.{paid} ", f"bold {LINES[0]}"), plain(on_one_line(turn["text"])))]
+    said += [Text.assemble(f"{CONTEXT_SIGN} ", plain(on_one_line(f"{speaker(reply)}: {reply['content']}")), style="dim")
+             for reply in turn.get("replies", ())]
+    for line in said:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return said
+
+
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def verdict(right: bool | None) -> Text:
+    if right is None:
+        return Text()
+    return Text.assemble((f"{sign(right)} {'right' if right else 'wrong'}\n", f"bold {RIGHT if right else WRONG}"))
+
+
+def answers_table(
+    names: Sequence[str], rows: Iterable[tuple[str, Any, Sequence[tuple[str, bool | None]]]], longest: int = 10**6
+) -> Table:
+    """Return prompts, what was expected, and each model's (answer, right), cut to about `longest` characters."""
+    table = Table(box=SIMPLE, show_lines=True, expand=True)
+    for name in names:
+        table.add_column(name, ratio=1, overflow="fold")
+    for prompt, expected, answers in rows:
+        asked = plain(shortened(prompt, longest))
+        if expected is not None:
+            asked = Text.assemble(asked, "\n\nexpected: ", plain(shortened(str(expected), longest)))
+        table.add_row(asked, *(verdict(right) + plain(shortened(text, longest)) for text, right in answers))
+    return table
+
+
+def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
+    rows = [(str(sample.get("prompt", "")), sample.get("answer"),
+             [(str(sample.get(when, "")), sample.get(f"right_{when}")) for when in ("before", "after")])
+            for sample in samples]
+    console.print(answers_table(("Problem", "Before", "After"), rows))
+
+
+def print_accuracy(
+    console: Console, before: float, after: float, problems: int, change: tuple[float, float] | None = None
+) -> None:
+    """Print the accuracy before and after training (0 to 1) with Wilson's intervals, and the `change` with its own."""
+    for label, accuracy in (("before", before), ("after", after)):
+        low, high = wilson_interval(accuracy, problems)
+        interval = f"95% interval {low:.1%} to {high:.1%}"
+        console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
+    sure = "" if change is None else f" (95% interval {100 * change[0]:+.1f} to {100 * change[1]:+.1f})"
+    console.print(Text(f"change {100 * (after - before):+.1f} points{sure} on {problems} problems"), soft_wrap=True)

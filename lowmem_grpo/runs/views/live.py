@@ -1,0 +1,267 @@
+"""A run in the terminal: progress, rewards over time, where time and memory go; one plain line a log where it is piped.
+The panel is redrawn at each log and never by a thread, whose lock a forked reward function could inherit. Text of the
+model is shown as text: it neither styles the terminal nor sends it control characters."""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
+from lowmem_grpo.runs.views.console import Cell, any_console, episode_lines, plain, print_line, shortened
+from lowmem_grpo.runs.views.palette import LINES
+from lowmem_grpo.types import Rollout
+from lowmem_grpo.utils import size_text, time_text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+OF_EPISODES = (  # label, metric, and its words
+    ("tools", "tools/call_frequency", "{:.2f} calls an episode"),
+    ("failed", "tools/failure_frequency", "{:.0%} of calls"),
+    ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
+)
+CURVES = (  # metric, its label on the panel, and in a plain line
+    ("eval_reward", "evaluation reward", "eval_reward"), ("turns/mean", "turns", "turns"),
+    ("completions/mean_length", "completion length", "length"), ("entropy", "entropy", "entropy"), ("kl", "KL", "kl"),
+    ("tokens_per_second", "tokens/s", "tokens/s"), ("memory/peak_bytes", "peak memory", "memory"),
+)
+OF_RANKS = {"generate_s": "sampling", "train_s": "training", "waiting_s": "waiting for others"}
+OF_SAMPLING = {
+    "time/sampling/prefill_s": "prompts", "time/sampling/full_s": "full width", "time/sampling/tail_s": "tail",
+}
+SHARES = ("generate", "reward", "train", "idle")
+MAX_WIDTH = 100
+SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
+SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # a sample's characters, and its lines on the panel
+EPISODE_LINES = 12
+
+
+class StepTimes:
+    """When steps were made. The first step warms up, so it counts only until there is a second one."""
+
+    def __init__(self) -> None:
+        self.start_at(0)
+
+    def start_at(self, step: int) -> None:
+        self.marks = [(step, time.monotonic())]
+
+    def mark(self, step: int) -> None:
+        """So many steps have been made by now; calling it twice changes nothing."""
+        if step == self.marks[-1][0]:
+            return
+        self.marks = [*self.marks[:2], (step, time.monotonic())]
+
+    @property
+    def per_step(self) -> float | None:
+        if len(self.marks) < 2:
+            return None
+        (first, began), (last, now) = self.marks[-2:]
+        return (now - began) / (last - first)
+
+    def left(self, max_steps: int) -> float | None:
+        each = self.per_step
+        return None if each is None else each * max(max_steps - self.marks[-1][0], 0)
+
+
+class LiveView:
+    """Listens to a run with the methods of transformers' TrainerCallback. Whoever makes one calls `close()`."""
+
+    def __init__(self, console: Console | None = None, title: str = "GRPO") -> None:
+        self.console = console or any_console()
+        terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.draws = terminal or self.console.is_jupyter
+        self.title = title
+        self.live: Live | Cell | None = None
+        self.sample: Rollout | None = None
+        self.sampled_at = -math.inf
+        self.history: dict[str, list[float]] = {}
+        self.step = self.max_steps = 0
+        self.step_times = StepTimes()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        self.history = {}
+        self.step, self.max_steps = state.global_step, state.max_steps
+        self.step_times.start_at(self.step)
+        if self.draws:
+            self.live = Cell(MAX_WIDTH) if self.console.is_jupyter else Live(console=self.console, auto_refresh=False)
+            self.live.start()
+            self.live.update(self.panel(), refresh=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        logs = numbers(logs)
+        if "train_runtime" in logs:  # the figures of the whole run, which `train` returns
+            return
+        self.step, self.max_steps = state.global_step, state.max_steps
+        self.step_times.mark(self.step)
+        for key, value in logs.items():
+            self.history.setdefault(key, []).append(value)
+        if self.live is not None:
+            self.live.update(self.panel(), refresh=True)
+        elif not self.draws and logs:
+            self.console.print(Text(self.line(logs)), soft_wrap=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, groups: Any = (), **kwargs: Any) -> None:
+        """Now and then, keep one of the step's completions for the panel."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if rollouts and time.monotonic() - self.sampled_at >= SAMPLE_SECONDS:
+            self.sample, self.sampled_at = rollouts[state.global_step % len(rollouts)], time.monotonic()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back; the last panel stays on it. Calling it again does nothing."""
+        live, self.live = self.live, None
+        if live is not None:
+            live.stop()
+
+    def time_left(self) -> str:
+        """Time left at the mean speed of the steps made here, without the first if there are more; or unknown."""
+        left = self.step_times.left(self.max_steps)
+        return "unknown" if left is None else time_text(round(left))
+
+    def say(self, text: str) -> None:
+        print_line(self.console, text)
+
+    def panel(self) -> RenderableType:
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        head.add_row(
+            Text(f"step {self.step}/{self.max_steps}", style="bold"),
+            ProgressBar(total=max(self.max_steps, 1), completed=self.step, complete_style=LINES[0]),
+            Text(f"left {self.time_left()}"),
+        )
+        width = min(self.console.width, MAX_WIDTH)
+        parts = [head, Text(), self.table(), self.words(), *self.sample_lines()]
+        return Panel(Group(*parts), title=Text(self.title), border_style=LINES[0], width=width)
+
+    def sample_lines(self) -> list[RenderableType]:
+        """The completion that was kept last: its reward and its first lines, or those of an episode."""
+        if self.sample is None:
+            return []
+        reward = "" if self.sample.reward is None else f", reward {self.sample.reward:.3f}"
+        if self.sample.turns:
+            title = f"an episode{reward}, ended by {self.sample.ending}"
+            return [Text(), Text(title, style="bold"), *episode_lines(turn_records(self.sample), EPISODE_LINES)]
+        lines = plain(shortened(self.sample.text.strip(), SAMPLE_LENGTH)).split(allow_blank=True)
+        cut = [Text("...")] if len(lines) > SAMPLE_LINES else []
+        return [Text(), Text(f"a completion{reward}", style="bold"), *lines[:SAMPLE_LINES], *cut]
+
+    def table(self) -> Table:
+        """A row a metric: its value now and its history as a sparkline."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="bold", overflow="ellipsis", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True)
+        for key, label in self.curves():
+            if key in self.history:
+                value = shown(key, self.history[key][-1]) + self.spread(key, " \u00b1 ")
+                table.add_row(Text(label), Text(value), Text(sparkline(self.history[key])))
+        return table
+
+    def words(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        now = {key: values[-1] for key, values in self.history.items()}
+        for label, value in in_words(now).items():
+            table.add_row(Text(label), Text(value))
+        return table
+
+    def curves(self) -> list[tuple[str, str]]:
+        """(key, label) of the sparklines, the most interesting first; the caller skips what was never logged."""
+        functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
+        return [("reward", "reward"), *functions, *((key, label) for key, label, _ in CURVES)]
+
+    def spread(self, key: str, before: str, after: str = "") -> str:
+        """The standard deviation of the rewards beside their mean; empty beside anything else."""
+        spread = self.history.get("reward_std") if key == "reward" else None
+        return f"{before}{spread[-1]:.3f}{after}" if spread else ""
+
+    def line(self, logs: dict[str, float]) -> str:
+        parts = [f"step {self.step}/{self.max_steps}"]
+        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key))),
+                 *((key, name) for key, _, name in CURVES)]
+        parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
+                  for key, name in names if key in logs]
+        parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]
+        return "  ".join([*parts, f"left {self.time_left()}"])
+
+
+class SFTView(LiveView):
+    """The live view with the loss instead of rewards."""
+
+    def __init__(self) -> None:
+        super().__init__(title="SFT")
+
+    def curves(self) -> list[tuple[str, str]]:
+        return [("loss", "loss"), ("eval_loss", "evaluation loss"), *super().curves()]
+
+    def line(self, logs: dict[str, float]) -> str:
+        head, rest = super().line(logs).split("  ", 1)
+        losses = [f"{name} {shown(name, logs[name])}" for name in ("loss", "eval_loss") if name in logs]
+        return "  ".join([head, *losses, rest])
+
+
+def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
+    return {
+        key: value for key, value in (logs or {}).items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def reward_name(key: str) -> str | None:
+    """NAME of `rewards/NAME/mean`, None for any other key."""
+    match = re.fullmatch(r"rewards/(.+)/mean", key)
+    return match[1] if match else None
+
+
+def shown(key: str, value: float) -> str:
+    if key == "memory/peak_bytes":
+        return size_text(value)
+    if key in ("completions/mean_length", "tokens_per_second"):
+        return f"{value:.0f}"
+    if key == "turns/mean":
+        return f"{value:.1f}"
+    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
+
+
+def in_words(logs: dict[str, float]) -> dict[str, str]:
+    """Return the lines in words of a log, by label: times, ends of episodes, tools, ranks, groups with signal."""
+    lines = {}
+    if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
+        lines["time"] = " ".join(times)
+    if {*OF_SAMPLING} <= logs.keys():
+        lines["sampling"] = " ".join(f"{name} {logs[key]:.2f} s" for key, name in OF_SAMPLING.items())
+    if {"step_time", "time/planned_step_s"} <= logs.keys():
+        lines["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
+    if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
+        lines["ends"] = " ".join(ends)
+    lines |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
+    ranks = sorted({int(match[1]) for key in logs if (match := re.fullmatch(r"ranks/(\d+)/busy_s", key))})
+    lines |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
+                                       if (key := f"ranks/{rank}/{part}") in logs) for rank in ranks}
+    if {"groups/with_signal", "groups/total"} <= logs.keys():
+        lines["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
+    return lines
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The whole history in at most `width` blocks, each the mean of its stretch, from the lowest to the highest."""
+    count = min(len(values), width)
+    edges = [i * len(values) // count for i in range(count + 1)] if count else []
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if high == low:
+        return BLOCKS[0] * count
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)

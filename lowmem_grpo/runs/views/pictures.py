@@ -1,0 +1,172 @@
+"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, bars of memory. Curves are
+the page's own, in a frame whose scripts do not reach the notebook; what a model wrote is escaped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.memory.plan import MemoryPlan
+from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
+from lowmem_grpo.runs.records import prompt_text
+from lowmem_grpo.runs.views.chart import Chart, Line, how_smoothed
+from lowmem_grpo.runs.views.charts import figures
+from lowmem_grpo.runs.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
+from lowmem_grpo.runs.views.report import MOST_POINTS, completions_of_run, one_file, rows_of_run, summary_of_run
+from lowmem_grpo.utils import GIB
+
+COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
+PHASES = ("train", "rollout")
+TABLE = "border-collapse:collapse;display:block;overflow-x:auto"
+CELL = "padding:6px 10px;border:1px solid #8888;vertical-align:top;text-align:left;white-space:pre-wrap"
+GRID = "display:grid;grid-template-columns:max-content max-content minmax(0,1fr);gap:4px 12px;max-width:900px"
+BAR = "position:relative;display:flex;height:20px;align-self:center"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """HTML that a notebook shows, when it is the last value of a cell or by `show()`."""
+
+    title: str
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return f"a picture for a notebook: {self.title}"
+
+    def show(self) -> None:
+        """Show it in a cell, before the cell ends."""
+        from IPython.display import display
+
+        display(self)
+
+
+def curves(run_dir: str | Path, *titles: str) -> Picture:
+    """Draw the curves of a run's report, which may go on: those with these titles, or all. FileNotFoundError without a
+    metrics.jsonl; ValueError for an unknown title, with those that there are."""
+    folder = Path(run_dir)
+    charts = {chart.title: chart for chart in
+              figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))}
+    if unknown := [title for title in titles if title not in charts]:
+        raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(charts) or 'none yet'}")
+    return framed(folder.resolve().name, [charts[title] for title in titles or charts])
+
+
+def line(values: Sequence[float], title: str, axis: str = "") -> Picture:
+    """Draw values that are counted from 1 on, such as one of each step, as a curve."""
+    points = [(place, float(value)) for place, value in enumerate(values, start=1)]
+    return framed(title, [Chart(title, "", axis, {title: title}, lines=[Line(title, points)])])
+
+
+def framed(title: str, charts: list[Chart]) -> Picture:
+    """Return charts in a frame that lets them run no script but their own, and load nothing."""
+    page = one_file({"title": title, "framed": True, "charts": [chart.to_dict(MOST_POINTS) for chart in charts],
+                     "note": how_smoothed(charts)})
+    height = NOTE + ROW * max(1, -(-len(charts) // COLUMNS))
+    return Picture(title, f'<iframe sandbox="allow-scripts" srcdoc="{escape(page)}" title="{escape(title)}" '
+                          f'style="width:100%;height:{height}px;border:0"></iframe>')
+
+
+def accuracies(models: Mapping[str, Answers]) -> Picture:
+    """Draw a bar for each model's share of right answers, with its 95% interval; ValueError without any model."""
+    if not models:
+        raise ValueError("no answers were given; accuracies({'before': ..., 'after': ...}) takes at least one")
+    rows = []
+    for name, answers in models.items():
+        share, (low, high) = accuracy_interval(answers.counts, len(answers.right[0]))
+        interval = f"<i style='position:absolute;left:{low:.2%};width:{high - low:.2%};top:9px;height:2px;" \
+                   "background:currentColor'></i>"
+        words = f"{share:.0%} of {len(answers.right)} problems ({low:.0%} to {high:.0%})"
+        rows.append(bar_row(name, words, part(share, LINES[0]) + interval))
+    return grid("right answers, with 95% intervals", rows)
+
+
+def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
+    """Draw a bar for each plan, by components in GiB, of the `phase` "train" or "rollout". ValueError for another
+    phase, or without a plan."""
+    if phase not in PHASES:
+        raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")
+    if not plans:
+        raise ValueError("no plans were given; memory_bars({'name': plan}) takes at least one")
+    sizes = {name: {row.name: size / GIB for row in plan.rows if (size := getattr(row, phase))}
+             for name, plan in plans.items()}
+    longest = max(sum(parts.values()) for parts in sizes.values())
+    rows = [bar_row(name, f"{sum(parts.values()):.1f}", "".join(
+        part(size / longest, MEMORY[component], f"{component}: {size:.2f} GiB") for component, size in parts.items()
+    )) for name, parts in sizes.items()]
+    legend = {component: MEMORY[component] for parts in sizes.values() for component in parts}
+    return grid(title or "memory", rows, f"GiB on the card, {'training' if phase == 'train' else 'sampling'}", legend)
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
+    """Draw a bar for each value of each group, written by `form`; values of the same name have one colour."""
+    longest = max((value for values in groups.values() for value in values.values()), default=0.0)
+    names = list(dict.fromkeys(name for values in groups.values() for name in values))
+    colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}
+    rows = [bar_row(f"{group}, {name}", form.format(value), part(value / (longest or 1.0), colours[name]))
+            for group, values in groups.items() for name, value in values.items()]
+    return grid(title, rows, legend=colours)
+
+
+def grid(title: str, rows: list[str], words: str = "", legend: Mapping[str, str] | None = None) -> Picture:
+    keys = " &nbsp; ".join(f"<nobr><b style='color:{colour}'>\u25a0</b> {escape(name)}</nobr>"
+                           for name, colour in (legend or {}).items())
+    return Picture(title, f"<p><b>{escape(title)}</b> {escape(words)}</p><p>{keys}</p>"
+                          f"<div style='{GRID}'>{''.join(rows)}</div>")
+
+
+def bar_row(label: str, words: str, parts: str) -> str:
+    return f"<span>{escape(label)}</span><span>{escape(words)}</span><div style='{BAR}'>{parts}</div>"
+
+
+def part(share: float, colour: str, words: str = "") -> str:
+    return f"<span style='width:{share:.2%};background:{colour}' title='{escape(words)}'></span>"
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Answers to the same prompts side by side; a notebook shows it as a table, `print` as text."""
+
+    names: tuple[str, ...]
+    rows: list[tuple[str, list[tuple[str, bool]]]]  # prompt, and (text, right) by each model
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='{CELL}'>{escape(name)}</th>" for name in ("prompt", *self.names))
+        body = "".join(f"<tr>{cell(prompt)}{''.join(judged(*answer) for answer in answers)}</tr>"
+                       for prompt, answers in self.rows)
+        return f"<table style='{TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def __repr__(self) -> str:
+        lines = []
+        for prompt, answers in self.rows:
+            lines.append(prompt)
+            for name, (text, right) in zip(self.names, answers, strict=True):
+                word = "right" if right else "wrong"
+                lines.append(f"  {name}, {sign(right)} {word}: {' | '.join(text.split(chr(10)))}")
+        return "\n".join(lines)
+
+
+def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> SampleTable:
+    """Return the first answers of each model to `shown` prompts, those first whose answer changed between wrong and
+    right from the first model to the last; `rows` are those that they answered."""
+    table = []
+    first, *_, last = [*models.values()] * 2
+    pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]
+    for index in changed_first(pairs, shown) if len(models) > 1 else range(min(shown, len(rows))):
+        row = rows[index]
+        label = "" if row.get("answer") is None else f"\n\nexpected: {row['answer']}"
+        answers = [(answers.texts[index][0], answers.right[index][0]) for answers in models.values()]
+        table.append((prompt_text(row["prompt"]) + label, answers))
+    return SampleTable(tuple(models), table)
+
+
+def judged(text: str, right: bool) -> str:
+    colour, word = (RIGHT, "right") if right else (WRONG, "wrong")
+    return f"<td style='{CELL}'><b style='color:{colour}'>{sign(right)} {word}</b>\n{escape(text)}</td>"
+
+
+def cell(text: str) -> str:
+    return f"<td style='{CELL}'>{escape(text)}</td>"

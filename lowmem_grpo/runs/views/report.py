@@ -1,0 +1,193 @@
+"""The report of a run: one HTML file of at most `MOST_BYTES` that opens offline, with its curves, samples and settings.
+What a model wrote reaches the page only as JSON, which its script puts there as text."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.runs.accuracy import KINDS
+from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
+from lowmem_grpo.runs.trajectory import ENDINGS
+from lowmem_grpo.runs.views.chart import how_smoothed
+from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught, threshold
+from lowmem_grpo.runs.views.headline import Warned, alarms_in_words, count_alarms, headline
+from lowmem_grpo.runs.views.palette import LINES, css
+from lowmem_grpo.runs.views.samples import Record, clipped, fitting, json_text, shown_sample
+from lowmem_grpo.utils import count_text
+
+MOST_BYTES = 500_000
+MOST_POINTS, ALL_POINTS = 600, 6000  # points of a line, and of all lines together
+MAX_SAMPLES = 1500  # more would make the page slow to open
+MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # answers before and after training: how many, and characters of a text
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+HEAD = """<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">"""
+LINKS = """<link rel="stylesheet" href="/page/files/page.css"><script src="/page/files/uplot.js" defer></script>
+<script src="/page/files/page.js" defer></script>"""
+NO_SCRIPTS = "<noscript>This page is drawn by its own scripts, which load nothing. Allow them to see it.</noscript>"
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A run beside its summary: all of it, or as much as a page that follows it keeps."""
+
+    name: str
+    rows: list[Record]  # one for each step, or two for each stretch of steps
+    samples: list[Record]  # as `shown_sample` makes them
+    judged: list[Record]  # samples whose rewards are drawn as the curve of the accuracy
+    logged: int  # how many completions the run has logged
+    alarms: dict[str, Warned]
+    note: str = ""  # what is said above its curves
+    state: str = ""  # what is known now in place of the summary's status: running, killed or silent
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into the folder of a run, which may still go on, and return its path. FileNotFoundError
+    without a `metrics.jsonl`, ValueError for a line in it that is not JSON."""
+    rows = rows_of_run(run_dir)
+    completions, summary = completions_of_run(run_dir), summary_of_run(run_dir)
+    snapshot = RunSnapshot(run_dir.resolve().name, rows, [shown_sample(line) for line in completions], completions,
+                           len(completions), count_alarms(rows))
+    report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
+    partial.write_text(one_file(content(snapshot, summary)), encoding="utf-8", errors="replace")
+    os.replace(partial, report)
+    return report
+
+
+def rows_of_run(run_dir: Path) -> list[Record]:
+    """Return a row per step, in order, evaluations joined, the later of a repeated one; errors as in `write_report`."""
+    path = run_dir / METRICS
+    if not path.exists() and (run_dir / SUMMARY).is_file():
+        return []  # it failed in its first step
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}; expected the folder of a run, which holds {METRICS}")
+    rows: dict[int, Record] = defaultdict(dict)
+    for line in read_lines(path):
+        rows[line["step"]].update(line)
+    return [rows[step] for step in sorted(rows)]
+
+
+def completions_of_run(run_dir: Path) -> list[Record]:
+    """Return every logged completion; none where the run logged none."""
+    path = run_dir / COMPLETIONS
+    return read_lines(path) if path.is_file() else []
+
+
+def summary_of_run(run_dir: Path) -> Record:
+    """Return the run's summary; empty if there is none, or none that can be read."""
+    try:
+        return json_object((run_dir / SUMMARY).read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all_points: int = ALL_POINTS) -> Record:
+    """Return what the report and the live page show of a run, in about `all_points` and at most `most_bytes`."""
+    (charts, flat), right = split_flat(figures(run.rows, run.judged, summary)), deciding(run.judged, summary)
+    points = max(2, min(MOST_POINTS, all_points // max(1, sum(len(chart.lines) for chart in charts))))
+    shown: Record = {
+        "title": str(summary.get("recipe") or run.name),
+        "top": headline(run.name, run.rows, summary, missing(run, summary), run.state),
+        "alarms": alarms_in_words(run.alarms), "charts": [chart.to_dict(points) for chart in charts],
+        "note": " ".join(filter(None, (run.note, how_smoothed(charts), flat))),
+        "pairs": before_and_after_training(summary),
+        "settings": [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR))
+                     for name, value in (summary.get("config") or {}).items()],
+    }
+    played = any(sample.get("turns") for sample in run.samples)
+    sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "above": threshold(summary),
+               "endings": ENDINGS if played else {}, "played": played}
+    room = most_bytes - len(one_file(shown | {"samples": sampled}).encode(errors="replace")) - 1000  # what is said yet
+    kept = fitting(run.samples, MAX_SAMPLES, room)
+    if kept or not taught(summary):
+        shown["samples"] = sampled | {"note": left_out(len(kept), run.logged), "rows": kept}
+    return shown
+
+
+def missing(run: RunSnapshot, summary: Record) -> list[str]:
+    """Return what the run left no trace of, in words."""
+    lacks = [("curves, since no step was logged", not run.rows),
+             ("samples, since no completion was logged", not run.samples and not taught(summary)),
+             ("model, settings and status, since there is no summary.json that can be read", not summary)]
+    return [words for words, absent in lacks if absent]
+
+
+def left_out(kept: int, logged: int) -> str:
+    """Return in words how many completions a page lacks; empty where it has all."""
+    if not kept:
+        return f"None of {logged:,} completions fits into this page." if logged else "No completions logged yet."
+    capped = f"{logged:,} completions were logged; this page holds {kept:,} of them, spread evenly over the steps."
+    return capped if kept < logged else ""
+
+
+def before_and_after_training(summary: Record) -> Record | None:
+    """Return what the model answered before and after training, what changed first; None where that was not kept."""
+    samples = sorted(summary.get("samples") or [], key=lambda sample: KINDS.index(verdicts(sample)))
+    if not samples:
+        return None
+    texts = ("prompt", "answer", "before", "after")
+    return {"counts": counts(summary), "samples": [
+        {name: clipped(str(sample[name]), LONGEST_OF_PAIR) for name in texts if sample.get(name) is not None}
+        | {name: bool(sample[name]) for name in ("right_before", "right_after") if sample.get(name) is not None}
+        for sample in samples[:MOST_PAIRS]]}
+
+
+def verdicts(sample: Record) -> tuple[bool | None, bool | None]:
+    """Return whether the answers before and after are right; None where the run did not say."""
+    before, after = sample.get("right_before"), sample.get("right_after")
+    return (None, None) if before is None or after is None else (bool(before), bool(after))
+
+
+def counts(summary: Record) -> str:
+    if not (change := summary.get("difference")):
+        return ""
+    better = count_text(change["better"], "problem")
+    return (f"Wrong before and right after: {better}; the other way round: {change['worse']:,}; as before: "
+            f"{change['same']:,}. Those that changed come first.")
+
+
+def one_file(data: Mapping[str, Any]) -> str:
+    """Return a page that opens offline: its styles and scripts are in it, and its policy lets it load nothing."""
+    head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{style()}</style>'
+    scripts = f"<script>{drawing_script()}{asset('page/page.js')}</script>"
+    return html_page(str(data["title"]), head, f"{body(data)}\n{scripts}")
+
+
+def served_page(data: Mapping[str, Any]) -> str:
+    return html_page(str(data["title"]), LINKS, body(data))
+
+
+def plain_page(title: str, content: str, head: str = "") -> str:
+    """Return a page without a run. `content` is HTML."""
+    return html_page(title, LINKS.partition("<script")[0] + head,
+                     f'<main class="alone"><h1>{escape(title)}</h1>{content}</main>')
+
+
+def html_page(title: str, head: str, content: str) -> str:
+    return (f'<!doctype html>\n<html lang="en"><head>{HEAD}<title>{escape(title)}</title>{head}</head>\n'
+            f"<body>{content}</body></html>\n")
+
+
+def body(data: Mapping[str, Any]) -> str:
+    return f'{NO_SCRIPTS}<main></main>\n<script type="application/json" id="data">{json_text(data)}</script>'
+
+
+def style() -> str:
+    """Return the style sheet: colours, the legend's too, and those of uPlot."""
+    keys = "".join(f".l{place}{{--own:var(--line{place})}}" for place in range(len(LINES)))
+    return f"{css()}{keys}\n{asset('page/page.css')}{asset('uplot/uPlot.min.css')}"
+
+
+def drawing_script() -> str:
+    """Return uPlot with its licence in place of its first line, which names an address."""
+    return f"/*! uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.min.js').partition(chr(10))[2]}\n"
+
+
+def asset(name: str) -> str:
+    return (files("lowmem_grpo") / "assets" / name).read_text(encoding="utf-8")

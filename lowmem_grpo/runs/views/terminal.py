@@ -1,0 +1,90 @@
+"""What all commands share: readable errors, and quiet libraries."""
+
+import logging
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowmem_grpo.config.launcher import this_place
+
+MOST_COLUMNS = 160  # longer lines are hard to read
+PACKAGE = Path(__file__).parents[2]
+
+
+class plain_errors:  # noqa: N801  (used like a function)
+    """An error whose message was written for the user is shown without a traceback. Ctrl-C ends with the status 130."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        written_for_users = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+        if isinstance(error, KeyboardInterrupt):
+            click.echo("\nstopped by Ctrl-C", err=True)
+            raise SystemExit(130) from error
+        if isinstance(error, written_for_users) and is_ours(trace):
+            notes = "\n".join(getattr(error, "__notes__", []))
+            said = fitting(f"Error: {error}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
+            raise click.ClickException(said) from error
+
+
+def is_ours(trace: Any) -> bool:
+    """Return whether the error was raised by this package (and not inside a library, where the traceback matters)."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
+
+
+def columns(most: int) -> int:
+    """Return how many characters a line may have: the terminal's width, and at most so many."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
+def fitting(text: str, stream: Any) -> str:
+    """Return a text as it goes to this stream: for a terminal, with lines that are broken between words."""
+    return between_words(text, columns(MOST_COLUMNS)) if stream.isatty() else text
+
+
+def between_words(text: str, width: int) -> str:
+    """Return a text whose lines have at most so many characters, but for words that are longer."""
+    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+                     for line in text.splitlines())
+
+
+class BetweenWords(logging.Formatter):
+    """Breaks what is logged to a terminal between words."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return fitting(super().format(record), sys.stderr)
+
+
+class CurrentStderr(logging.StreamHandler):
+    """Writes to what sys.stderr is at the moment: while a live view is drawn, to a place above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+def quiet() -> None:
+    """Show our own notes on the terminal, and only errors of libraries. Of several ranks the first one shows what all
+    have in common, and the others only their warnings, with their number."""
+    place = this_place()
+    form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
+    handler = CurrentStderr()
+    handler.setFormatter(BetweenWords(form))
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])
+    logging.getLogger("lowmem_grpo").setLevel(logging.INFO if place.leads else logging.WARNING)
+    if not place.leads:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

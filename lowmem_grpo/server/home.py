@@ -1,0 +1,134 @@
+"""The folder of a server: its database, what it saves, and where it is reached; `ServerClient`: requests to it."""
+
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.users import new_key
+
+DEFAULT = Path("~/.lowmem-grpo")
+DATABASE, ADDRESS, LOCK, JOBS = "server.sqlite", "server.json", "server.lock", "jobs"
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address of a server, and the key of who started it."""
+
+    url: str
+    key: str
+
+
+class Home:
+    """One server at a time has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser()
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[Database]:
+        """Inside, this process has the folder, which is made if need be. OSError where another server has it."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise OSError(f"another server has {self.folder}: use that one, stop it, or give --folder another "
+                          "one") from None
+        database = Database(self.folder / DATABASE)
+        try:
+            yield database
+        finally:
+            database.close()
+            os.close(lock)
+
+    @property
+    def jobs(self) -> Path:
+        return self.folder / JOBS
+
+    def key(self) -> str:
+        """The key of who started the server, which stays from one start to the next."""
+        try:
+            return read_address(self.folder / ADDRESS).key
+        except OSError:
+            return new_key()
+
+    def announce(self, address: Address) -> Path:
+        """Write down where the server is, for the commands of who started it; nobody else can read it."""
+        path = self.folder / ADDRESS
+        aside = path.with_suffix(".new")
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()
+        file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(file, "w", encoding="utf-8") as written:
+            json.dump(asdict(address), written)
+        os.replace(aside, path)
+        return path
+
+
+def read_address(path: Path) -> Address:
+    """Return the address of a server. OSError where nothing says so."""
+    path = path.expanduser()
+    try:
+        address = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
+        return Address(str(address["url"]), str(address["key"]))
+    except FileNotFoundError:
+        raise OSError(f"no server is known here ({path}): start one with `lowmem-grpo serve`, or copy the server.json "
+                      "of another machine's and give it with --server") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"{path} does not say where a server is ({error!r}); `lowmem-grpo serve` writes it "
+                      "anew") from None
+
+
+class RemoteError(RuntimeError):
+    """The server refused a request, or was not reached; the message says why."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerClient:
+    """A server at an address."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        # a proxy of the environment is for other hosts: the server is named by its address
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.ask(path))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return json.loads(self.ask(path, json.dumps(body).encode()))
+
+    def ask(self, path: str, body: bytes | None = None) -> bytes:
+        """The reply to a GET, or to a POST where there is a body. Raises RemoteError."""
+        headers = {"X-API-Key": self.address.key, "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.address.url}{path}", data=body, headers=headers)
+        try:
+            with self.opener.open(request, timeout=SECONDS) as reply:
+                return bytes(reply.read())
+        except urllib.error.HTTPError as error:
+            raise RemoteError(words_of(error), error.code) from None
+        except (OSError, http.client.HTTPException) as error:
+            cause = getattr(error, "reason", None) or error
+            raise RemoteError(f"the server at {self.address.url} is not reached ({cause}): start it with `lowmem-grpo "
+                              "serve`, or its tunnel if it is on another machine") from None
+
+
+def words_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"the server answered {error.code} {error.reason}"

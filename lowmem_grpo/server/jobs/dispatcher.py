@@ -1,0 +1,237 @@
+"""`Dispatcher`: starts the next job when it has room, and records what became of those that ran.
+
+`python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` prints what the plan of a recipe says for this card, as a
+line of JSON."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.runs.records import SUMMARY
+from lowmem_grpo.server.jobs import keeper
+from lowmem_grpo.server.jobs.queue import DONE, FAILED, STOPPED, STOPPING, WAITING, Job, JobQueue
+from lowmem_grpo.utils import size_text, time_text
+
+logger = logging.getLogger(__name__)
+TINY = 1e-6  # shares such as 0.3, 0.3 and 0.4 add up to one
+EVERY = 0.5  # seconds between looks
+COMES_UP = 20.0  # seconds in which a keeper takes its lock
+AGAIN = 30.0  # seconds after which the card is looked at again for a job that found no room
+MOST_GOES = 5  # starts of a job whose process vanishes each time
+LOST = "its process ended without a word (was the machine started again?)"
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The memory that the plan of a job says. All are None where no plan can be made, as on a CPU."""
+
+    peak_bytes: int | None = None  # that the run needs on the card
+    card_bytes: int | None = None  # that the run may fill of the card, were it empty
+    free_bytes: int | None = None  # that nobody has of it now
+    advice: str = ""  # what to change where it does not fit an empty card
+
+
+class Planning:
+    """The plan of one job, made in a process of its own: it imports torch, and looks at the card."""
+
+    def __init__(self, job: int, arguments: Sequence[str]) -> None:
+        """`arguments` are the recipe and its options, of the job with this number."""
+        self.job = job
+        self.process = subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.dispatcher", *arguments], text=True,
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def result(self) -> JobPlan | None:
+        if self.process.poll() is None:
+            return None
+        lines = self.process.communicate()[0].strip().splitlines()
+        try:
+            return JobPlan(**json.loads(lines[-1]))
+        except (IndexError, ValueError, TypeError):
+            return JobPlan()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job]) -> str:
+    """Return why a job cannot start now, in words; "" where it can."""
+    free = 1.0 - sum(other.share for other in live)
+    if job.share > free + TINY:
+        names = " and ".join(f"job {other.id}" for other in live)
+        return (f"waits for {names}, which {'has' if len(live) == 1 else 'have'} {1.0 - free:.0%} of the card; it asks "
+                f"for {job.share:.0%}")
+    if plan is None:
+        return "its memory is being planned"
+    if plan.peak_bytes is None or plan.free_bytes is None or plan.peak_bytes <= plan.free_bytes:
+        return ""
+    return (f"needs {size_text(plan.peak_bytes)}, and {size_text(plan.free_bytes)} of the card are free: another "
+            "program has the rest")
+
+
+def too_large(plan: JobPlan, job: Job) -> str:
+    """Return what is wrong with a job that does not fit its share of an empty card; "" where it does."""
+    if plan.peak_bytes is None or plan.card_bytes is None or plan.peak_bytes <= plan.card_bytes:
+        return ""
+    share = f" ({job.share:.0%} of it)" if job.share < 1 else ""
+    return (f"the plan says that it needs {size_text(plan.peak_bytes)}, and it may fill {size_text(plan.card_bytes)} "
+            f"of this card{share}. {plan.advice}").rstrip()
+
+
+def plan_recipe(recipe: str, arguments: list[str]) -> JobPlan:
+    """Return a recipe's plan on this card; an empty one without a card, and for a recipe without presets."""
+    import torch
+
+    from lowmem_grpo.memory.peaks import keep_to, this_card
+    from lowmem_grpo.recipes.options import fill
+    from lowmem_grpo.recipes.presets import planned, prepare
+    from lowmem_grpo.recipes.recipe_file import find_recipe
+
+    module: Any = find_recipe(recipe) if torch.cuda.is_available() else None
+    if not hasattr(module, "PRESETS"):
+        return JobPlan()
+    setup = prepare(fill(module.OPTIONS, arguments), module.DEFAULTS, module.PRESETS)
+    keep_to(setup.card_share)
+    card = this_card(torch.device("cuda"))
+    plan = planned(setup, card)
+    return JobPlan(plan.peak, card.budget, torch.cuda.mem_get_info()[0], "; ".join(plan.advice))
+
+
+class Dispatcher:
+    """One thread beside the server. What it knows is on the disk, so that another server goes on where it ended."""
+
+    def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
+        """`recipes` is the folder of files that jobs may name. Without a card, shares are of the processor."""
+        self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
+        self.planning: Planning | None = None
+        self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when that was made
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self.work, name="lowmem-grpo jobs", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def close(self) -> None:
+        """End the thread. Jobs that run go on; the next server finds them."""
+        self.closing.set()
+        self.thread.join()
+        if self.planning is not None:
+            self.planning.close()
+
+    def work(self) -> None:
+        while not self.closing.wait(EVERY):
+            try:
+                self.poll()
+            except OSError as error:  # a full disk, say: the jobs are still there, and so will this thread be
+                logger.warning("jobs: %s", error)
+
+    def poll(self) -> None:
+        """Record the jobs that ended, then start those that have room."""
+        for job in self.queue.live():
+            self.check_run(job)
+        for job in self.queue.waiting():
+            if why := self.why_not(job):
+                self.explain(job, why)
+                break
+            self.start_run(job)
+
+    def check_run(self, job: Job) -> None:
+        folder = self.queue.folder_of(job)
+        if job.state == STOPPING:
+            keeper.ask_to_stop(folder)
+        # looked at before the record, which a keeper writes just before it ends
+        is_gone = time.time() - (job.began or 0.0) > COMES_UP and not keeper.is_alive(folder)
+        if end := keeper.read_json(folder / keeper.ENDED):
+            self.record_end(job, end["code"], end["why"])
+        elif is_gone:
+            self.record_loss(job)
+
+    def record_end(self, job: Job, code: int, why: str | None) -> None:
+        if why is not None:
+            limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
+            cause = limit if why == keeper.BY_TIME else "stopped as asked"
+            self.queue.end_job(job, STOPPED, f"{cause}; `lowmem-grpo resume {job.id}` goes on", code)
+        elif code == 0:
+            self.queue.end_job(job, DONE, "", code)
+        else:
+            cause = f"{self.last_line(job) or 'it ended'} ({f'signal {-code}' if code < 0 else f'exit status {code}'})"
+            self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
+
+    def record_loss(self, job: Job) -> None:
+        """Record a job whose run and keeper are gone by what its summary says; without one it waits for its next go."""
+        summary = self.queue.run_of(job) / SUMMARY
+        said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
+        if said.get("status") == "finished":
+            self.queue.end_job(job, DONE, "", None)
+        elif said.get("status") == "failed":
+            self.queue.end_job(job, FAILED, str(said.get("error"))[:300], None)
+        elif job.state == STOPPING:
+            self.queue.end_job(job, STOPPED, f"{LOST}; `lowmem-grpo resume {job.id}` goes on", None)
+        elif job.goes >= MOST_GOES:
+            self.queue.end_job(job, FAILED, f"{LOST}, {job.goes} times", None)
+        else:
+            self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
+
+    def last_line(self, job: Job) -> str:
+        """Return the last line of a job's log, which names the error."""
+        log = self.queue.folder_of(job) / keeper.LOG
+        lines = log.read_bytes()[-4096:].decode(errors="replace").splitlines() if log.exists() else []
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+    def why_not(self, job: Job) -> str:
+        """Return why the next job does not start; "" where it does. One that fits no card at all is ended here."""
+        plan, made = self.plans.get(job.id, (None if self.has_card else JobPlan(), 0.0))
+        why = obstacle(job, plan, self.queue.live())
+        if plan is None:
+            self.make_plan(job)
+        elif words := too_large(plan, job):
+            self.queue.end_job(job, FAILED, words, None)
+            return words
+        elif why and time.time() - made > AGAIN:  # another program may have ended meanwhile
+            self.plans.pop(job.id, None)
+        return why
+
+    def make_plan(self, job: Job) -> None:
+        """Have the plan of a job made, and take it when it is there."""
+        if self.planning is None or self.planning.job != job.id:
+            if self.planning is not None:
+                self.planning.close()
+            self.planning = Planning(job.id, self.arguments_of(job))
+        if (plan := self.planning.result()) is not None:
+            self.plans[job.id], self.planning = (plan, time.time()), None
+            self.queue.change(job, peak_bytes=plan.peak_bytes)
+
+    def explain(self, blocked: Job, why: str) -> None:
+        """Say of every job that waits what it waits for: the first one has no room, and the others are behind it."""
+        for place, job in enumerate(self.queue.waiting()):
+            ahead = "one job is" if place == 1 else f"{place} jobs are"
+            words = why if job.id == blocked.id else f"{ahead} before it in the queue"
+            if job.why != words:
+                self.queue.change(job, why=words)
+
+    def start_run(self, job: Job) -> None:
+        """Start a job. That it begins is written first: one that is started twice finds its folder taken."""
+        job = self.queue.start_job(job)
+        self.plans.pop(job.id, None)
+        command = [sys.executable, "-m", "lowmem_grpo", "run", *self.arguments_of(job)]
+        keeper.start_keeper(self.queue.folder_of(job), command, job.time_limit)
+        logger.info("job %d (%s) begins", job.id, job.recipe)
+
+    def arguments_of(self, job: Job) -> list[str]:
+        run = self.queue.run_of(job)
+        recipe = str(self.recipes / job.recipe) if self.recipes and job.recipe.endswith(".py") else job.recipe
+        own = [f"output_dir={run}"]
+        own += [f"card_share={job.share:g}"] if job.share < 1 else []
+        own += ["resume=true"] if job.resume and run.is_dir() else []
+        return [recipe, *job.options, *own]
+
+
+if __name__ == "__main__":
+    print(json.dumps(vars(plan_recipe(sys.argv[1], sys.argv[2:]))))

@@ -1,0 +1,134 @@
+"""The process that keeps one go of a job, and what a server asks of it.
+
+    python -m lowmem_grpo.server.jobs.keeper FOLDER
+
+The keeper starts the run, enforces its time limit, and writes down how it ended; the server may be killed and started
+again meanwhile. Only the standard library is imported. FOLDER/keeper.lock is held by the keeper, FOLDER/run.lock by the
+run and what it started: the system gives both back when these end, however they end. A file FOLDER/stop asks for the
+end."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ORDER, STOP, LOG, ENDED = "go.json", "stop", "log.txt", "ended.json"
+KEEPER, RUN = "keeper.lock", "run.lock"
+GRACE = 120.0  # seconds from the first signal until the run is killed: a step may take long, and is then saved
+LOOK = 0.1  # seconds between looks at the run
+BY_TIME, BY_ASKING = "time", "asked"
+
+
+class Keeper:
+    """Holds one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.order = folder, json.loads((folder / ORDER).read_text(encoding="utf-8"))
+        self.why: str | None = None  # why the run was told to end
+        self.killed_at = float("inf")
+        signal.signal(signal.SIGTERM, lambda *_: (folder / STOP).touch())
+        lock = lock_file(folder / RUN)
+        with open(folder / LOG, "ab") as log:
+            self.run = subprocess.Popen(self.order["command"], stdin=subprocess.DEVNULL, stdout=log,
+                                        stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,))
+        os.pwrite(lock, f"{self.run.pid:>20}".encode(), 0)
+        os.close(lock)  # the run has it
+
+    def wait(self) -> None:
+        limit = time.monotonic() + (self.order["time_limit"] or float("inf"))
+        while (code := self.run.poll()) is None:
+            now = time.monotonic()
+            if self.why is None and ((self.folder / STOP).exists() or now > limit):
+                self.why, self.killed_at = BY_TIME if now > limit else BY_ASKING, now + self.order.get("grace", GRACE)
+                self.run.terminate()
+            if now > self.killed_at:
+                self.kill()
+            time.sleep(LOOK)
+        self.kill()  # what the run itself has started and left
+        write_json(self.folder / ENDED, {"code": code, "why": self.why, "at": time.time()})
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.run.pid, signal.SIGKILL)
+
+
+def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None) -> None:
+    """Start one go of a job, in a session of its own that outlives this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (ENDED, STOP):
+        (folder / old).unlink(missing_ok=True)
+    write_json(folder / ORDER, {"command": list(command), "time_limit": time_limit})
+    with open(folder / LOG, "ab") as log:
+        subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(folder)], stdin=subprocess.DEVNULL,
+                         stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Ask for the end after the step. Asked of nobody, it has no effect."""
+    (folder / STOP).touch()
+    if not is_held(folder / KEEPER) and is_held(folder / RUN):  # a run that lost its keeper
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int((folder / RUN).read_text()), signal.SIGTERM)
+
+
+def is_alive(folder: Path) -> bool:
+    """Return whether a keeper, or a run that lost its keeper, is at work in this folder."""
+    return is_held(folder / KEEPER) or is_held(folder / RUN)
+
+
+def is_held(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        os.close(lock_file(path))
+    except BlockingIOError:
+        return True
+    return False
+
+
+def lock_file(path: Path) -> int:
+    """Return the file, open and locked. BlockingIOError where another process holds it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise
+    return file
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    aside = path.with_suffix(".new")
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def main(folder: Path) -> None:
+    try:
+        lock_file(folder / KEEPER)  # to the end of this process
+    except BlockingIOError:
+        return  # another keeper was started for the same go
+    if not (folder / ENDED).exists():
+        Keeper(folder).wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,174 @@
+"""A server's queue over HTTP: what `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume` ask for; its page."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
+
+from lowmem_grpo.server.errors import ChatError, Limits
+from lowmem_grpo.server.jobs.keeper import LOG
+from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
+from lowmem_grpo.server.page.page import Page
+from lowmem_grpo.server.page.runs_folder import is_run, one_run, so_far
+from lowmem_grpo.server.page.sources import Listed, has_adapter
+from lowmem_grpo.server.page.watching import CardUse
+from lowmem_grpo.server.server import make_server_app
+from lowmem_grpo.server.users import JOBS, SignIn, User, Users
+
+PIECE = 256 * 1024  # bytes of a log that are sent at a time
+MOST_LISTED = 500
+Check = Callable[[str, list[str]], None]
+
+
+class JobRoute(APIRoute):
+    """A route whose errors are the client's: 404 where there is no such job, 400 for everything that is refused."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        answer = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except NoSuchJobError as error:
+                raise ChatError(404, str(error), None, "no_such_job") from None
+            except (ValueError, OSError) as error:
+                raise ChatError(400, str(error), None, "invalid") from error
+
+        return handle
+
+
+def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
+    """Return the routes of a queue. `check` raises ValueError for a recipe or an option that is wrong."""
+    router = APIRouter(redirect_slashes=False, route_class=JobRoute)
+
+    @router.post("")
+    async def submit(request: Request) -> Job:
+        user, asked = user_of(request), JobRequest.from_json(await json_of(request))
+        check(asked.recipe, asked.options)
+        return queue.submit(asked, user.name)
+
+    @router.get("")
+    async def show_all(request: Request) -> dict[str, list[Job]]:
+        return {"jobs": queue.all(whose(user_of(request)))}
+
+    @router.get("/{number}")
+    async def show(number: int, request: Request) -> Job:
+        return queue.one(number, whose(user_of(request)))
+
+    @router.get("/{number}/log")
+    async def read_log(number: int, request: Request, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
+        log = queue.folder_of(queue.one(number, whose(user_of(request)))) / LOG
+        if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
+            raise ValueError(f"from is {offset!r}; it is a byte of the log, a whole number from 0")
+        return Response(piece_of(log, int(offset)), media_type="application/octet-stream")
+
+    @router.post("/{number}/cancel")
+    async def cancel(number: int, request: Request) -> Job:
+        return queue.cancel(number, whose(user_of(request)))
+
+    @router.post("/{number}/resume")
+    async def resume(number: int, request: Request) -> Job:
+        job = queue.one(number, whose(user_of(request)))
+        body = await json_of(request)
+        options: Any = body.get("options", []) if isinstance(body, dict) else None
+        check(job.recipe, job.options + JobRequest(job.recipe, options).options)
+        return queue.resume(number, options)
+
+    return router
+
+
+async def json_of(request: Request) -> Any:
+    try:
+        return await request.json()
+    except (ValueError, RecursionError) as error:
+        raise ChatError(400, f"the request's body is no JSON ({error}); send a JSON object", None,
+                        "invalid_json") from None
+
+
+def piece_of(log: Path, offset: int) -> bytes:
+    if not log.is_file():
+        return b""
+    with open(log, "rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
+
+
+def user_of(request: Request) -> User:
+    """Return whose request it is. ChatError for a key without the right to jobs."""
+    user: User = request.scope["holder"]
+    if not user.may(JOBS):
+        raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
+                             "its owner can allow it, with `jobs` after the key in the key file", None, "no_right")
+    return user
+
+
+def whose(user: User) -> str | None:
+    return None if user.is_owner else user.name
+
+
+def make_jobs_app(
+    queue: JobQueue, users: Users, check: Check, everywhere: bool = False,
+    others: Mapping[str, APIRouter] | None = None,
+) -> ASGIApp:
+    """Return the server's application, with `others` by their prefixes beside the queue."""
+    return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
+
+
+def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
+    return Page(JobsSource(queue, title), SignIn(users), CardUse())
+
+
+class JobsSource:
+    """The jobs of a server on its page: a user's own, all for the owner, and none without the right to jobs."""
+
+    def __init__(self, queue: JobQueue, title: str) -> None:
+        self.queue, self.title = queue, title
+
+    def all(self, user: User) -> list[Listed]:
+        jobs = self.queue.all(whose(user)) if user.may(JOBS) else []
+        jobs = sorted(jobs, key=lambda job: (job.state not in LIVE, -job.id))[:MOST_LISTED]
+        return [self.listed(job, user) for job in jobs]
+
+    def one(self, user: User, name: str) -> Listed | None:
+        if (job := self.job(user, name)) is None:
+            return None
+        path, listed = self.queue.run_of(job), self.listed(job, user)
+        run = one_run(path.parent, path.name)
+        said = "" if run is None or run.state == "running" else run.state
+        return replace(listed, actions=listed.actions + (("export",) if has_adapter(path) else ()),
+                       run_state="running" if job.state in LIVE else said)
+
+    def job(self, user: User, name: str) -> Job | None:
+        """Return the job of this number; None where it is none, or another user's."""
+        if not user.may(JOBS) or not (name.isascii() and name.isdecimal() and len(name) < 16):
+            return None
+        try:
+            return self.queue.one(int(name), whose(user))
+        except NoSuchJobError:
+            return None
+
+    def folder(self, user: User, name: str) -> tuple[Path, Path | None] | None:
+        job = self.job(user, name)
+        return None if job is None else (self.queue.run_of(job), self.queue.folder_of(job) / LOG)
+
+    def act(self, user: User, name: str, action: str) -> None:
+        job = self.job(user, name)
+        if job is None:
+            raise NoSuchJobError(f"there is no job {name!r}")
+        if action == "stop":
+            self.queue.cancel(job.id, whose(user))
+        elif action == "resume":
+            self.queue.resume(job.id, [], whose(user))
+        else:
+            raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
+
+    def listed(self, job: Job, user: User) -> Listed:
+        actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
+        asked_by = "" if job.owner == user.name else job.owner
+        told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(self.queue.run_of(job)), job.why)))
+        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, told,
+                      job.ended or job.began or job.came, actions, can_show=is_run(self.queue.run_of(job)))

@@ -1,0 +1,98 @@
+"""openai's own client, whose requests a Chat answers in this process, without a socket."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from importlib import import_module
+from typing import Any
+
+import openai
+
+from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.openai.chat import Chat, model_entry
+from lowmem_grpo.server.openai.pending import DONE, event
+from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
+
+# httpx, or its successor httpx2: what openai's client is built on
+httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+
+
+def client_of(chat: Chat, timeout: float | None = None) -> openai.AsyncOpenAI:
+    """Return a client whose `chat.completions` are the model's own; each `choices[i].turn` names its turn. All else is
+    404. Turns of the rollout in whose task a call is made belong together; `timeout` is in seconds, for each call."""
+    return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
+                              http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
+
+
+class OpenClient(openai.DefaultAsyncHttpxClient):
+    """One that several clients share; there is nothing to close."""
+
+    async def aclose(self) -> None:
+        """Stay open."""
+
+
+class ChatTransport(httpx.AsyncBaseTransport):
+    """Answers requests by a Chat."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+
+    async def handle_async_request(self, request: Any) -> Any:
+        seconds = request.extensions.get("timeout", {}).get("read")
+        try:
+            return await within(seconds, self.answer(request, seconds))
+        except ChatError as error:
+            return as_json(error.body(), error.status)
+
+    async def answer(self, request: Any, seconds: float | None) -> Any:
+        """Return the reply of the model. ChatError where it is asked for something else."""
+        place = f"{request.method} {request.url.path}"
+        if place == "GET /v1/models":
+            return as_json({"object": "list", "data": list(map(model_entry, self.chat.models()))})
+        if place != "POST /v1/chat/completions":
+            raise ChatError(404, f"there is no {place}: the model in training answers chat completions only: "
+                                 "client.chat.completions.create(...)", None, "unknown_route")
+        body, session, recorder = json.loads(request.content), SESSION.get(), RECORDER.get()
+
+        async def record(choices: list[dict[str, Any]]) -> None:
+            if recorder is not None:
+                recorder.record(body, choices, self.chat.parent)
+
+        if not body.get("stream"):
+            return as_json(await self.chat.create(body, session, record))
+        stream = self.chat.stream(body, session, record)
+        first = await anext(stream)  # here, so that a request that is refused raises at once
+        events = EventStream(first, stream, seconds)
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=events)
+
+
+class EventStream(httpx.AsyncByteStream):
+    """The chunks of a reply as server-sent events."""
+
+    def __init__(self, first: dict[str, Any], chunks: Any, seconds: float | None) -> None:
+        self.first, self.chunks, self.seconds = first, chunks, seconds
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        chunk: dict[str, Any] | None = self.first
+        try:
+            while chunk is not None:
+                yield event(chunk)
+                chunk = await within(self.seconds, anext(self.chunks, None))
+        except ChatError as error:
+            yield event(error.body())
+        yield DONE
+
+    async def aclose(self) -> None:
+        await self.chunks.aclose()
+
+
+def as_json(reply: dict[str, Any], status: int = 200) -> Any:
+    return httpx.Response(status, content=json.dumps(reply), headers={"Content-Type": "application/json"})
+
+
+async def within(seconds: float | None, work: Any) -> Any:
+    """Return what is awaited; httpx's error where it takes longer."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        raise httpx.ReadTimeout(f"no answer within {seconds:g} seconds") from None

@@ -1,0 +1,201 @@
+"""`Desk`: the one thread that owns a model and its engine, for all who want completions or want to train.
+
+    while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait"""
+
+import atexit
+import itertools
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.decoding import budget_of
+from lowmem_grpo.engines.request_output import Answers, Logprob
+from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.fast_model import adapter_for, as_request
+from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.server.openai.waiting import (
+    LIVE,
+    NO_ROUND,
+    Call,
+    DeskClosedError,
+    DeskJob,
+    Keys,
+    OpenCall,
+    Sitting,
+    Waiting,
+)
+from lowmem_grpo.types import Rollout, Turn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+REMEMBERED = 8  # conversations, whose widest rounds tell how many calls may come together
+AT_EXIT = 10.0  # seconds that the end of the program waits for what is in the engine
+
+
+class Desk:
+    """Decodes calls from any thread by the model's own engine, with continuous batching.
+
+    One conversation with the engine stays open while calls of one flavour (adapter, temperature ...) come, so that it
+    keeps what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
+    line that was served last waits behind the others. What was computed with the live adapter and with the base model
+    stays meanwhile, until the engine sleeps."""
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
+        policy: Policy | None = None, engine: Engine | None = None,
+    ) -> None:
+        """`model` is what FastLanguageModel returned; `tokenizer` the one that trainers give to its engine (None: the
+        one loaded with it). `policy` says how a trainer computes with it. `engine` is a caller's own, which stays."""
+        self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
+        self.policy, self.memory = policy or Policy(model.inner), RunMemory()
+        self.engine, self.given = engine, engine is not None
+        self.policy_version = 0
+        self.context: int = model.loaded.max_seq_length
+        self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
+        self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
+        self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
+        self.thread.start()
+        atexit.register(self.close, AT_EXIT)
+
+    # For any thread
+
+    def submit(self, call: Call) -> "Future[Turn]":
+        """Return the turn of a call, as soon as it is drawn; ValueError for a call that cannot be decoded. Where the
+        future is cancelled, a call in the engine is drawn to its end all the same, and dropped."""
+        self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
+        future: Future[Turn] = Future()
+        own, number = call.params.seed, next(self.numbers)
+        seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
+        try:
+            self.check(call)
+            self.waiting.add(call.flavour, OpenCall(call, seed, future))
+        except (ValueError, DeskClosedError) as error:
+            future.set_exception(error)
+        return future
+
+    def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
+        """Run a function in the owner's thread while no call is in the engine (training, saving); return its result.
+        The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError where that thread itself
+        asks, since it would wait for its own end; the same holds for `submit`."""
+        self.check_elsewhere("call the function itself")
+        future: Future[T] = Future()
+        try:
+            self.waiting.add(None, DeskJob(function, sleep, future))
+        except DeskClosedError as error:
+            future.set_exception(error)
+        return future
+
+    def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
+        """For each token of a turn that this call got: itself and the `count` likeliest ones, by one more pass."""
+        return self.run(partial(self.look_again, call, turn, count), sleep=False)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Refuse what waits and all that comes, with DeskClosedError; wait until what is in the engine is finished, at
+        most `timeout` seconds. The model stays. A second call does nothing."""
+        atexit.unregister(self.close)
+        for item in self.waiting.close():
+            if item.future.set_running_or_notify_cancel():
+                item.future.set_exception(DeskClosedError("the desk was closed before this was begun"))
+        if threading.current_thread() is not self.thread:
+            self.thread.join(timeout)
+
+    # For what runs in the owner's thread
+
+    def on_policy_update(self, version: int) -> None:
+        """The live adapter changed: the engine forgets what it computed with the old one. To be called by what `run`
+        executes; RuntimeError elsewhere, where a conversation may be open."""
+        if threading.current_thread() is not self.thread:
+            raise RuntimeError("the policy may change only while no call is in the engine; call on_policy_update in a "
+                               "function given to run")
+        self.policy_version = version
+        if self.engine is not None:
+            self.engine.on_policy_update(version)
+
+    def work(self) -> None:
+        while (item := self.waiting.next()) is not None:
+            if isinstance(item, DeskJob):
+                self.do(item)
+            else:
+                self.serve(item)
+        if self.engine is not None:
+            self.engine.sleep()
+
+    def do(self, job: DeskJob) -> None:
+        """Run a function; its error is told to whom asked for it."""
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            if job.sleep and self.engine is not None:
+                self.engine.sleep()
+            job.future.set_result(job.function())
+        except BaseException as error:  # noqa: BLE001, whatever it is, the thread goes on
+            job.future.set_exception(error)
+
+    def serve(self, call: Call) -> None:
+        """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
+        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
+        try:
+            engine = self.awake()
+            sitting.meet(engine)
+            with self.computing_with(call.adapter):
+                converse(engine, sitting, replace(call.params, n=1, seed=None), self.tokenizer)
+            sitting.check_done()
+        except BaseException as error:
+            logger.debug("a conversation with the engine broke off", exc_info=True)
+            sitting.fail(error.with_traceback(None))  # whose frames would keep tensors alive
+        self.rounds.append(sitting.widest)
+
+    def awake(self) -> Engine:
+        """The engine. vLLM's is asked for again, since a process has only one and another model may have used it; so is
+        one that computes with another `policy` than is set now."""
+        now: Any = self.engine
+        if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
+            engine = self.model.engine(self.policy, self.tokenizer)
+            if engine is not self.engine:
+                self.engine = engine
+                self.memory.watch(engine)
+                engine.on_policy_update(self.policy_version)
+        assert self.engine is not None
+        return self.engine
+
+    @contextmanager
+    def computing_with(self, adapter: Any) -> Iterator[None]:
+        if adapter == LIVE:
+            yield
+        else:
+            with adapter_for(self.model.inner, as_request(adapter)):
+                yield
+
+    def look_again(self, call: Call, turn: Turn, count: int) -> list[dict[int, Logprob]]:
+        """See `likeliest`; RuntimeError where the policy was trained since the turn was drawn."""
+        if call.adapter == LIVE and turn.policy_version != self.policy_version:
+            raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")
+        drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason, routes=turn.routes)
+        answers = Answers(self.policy, self.tokenizer, SamplingParams(logprobs=count))
+        with self.computing_with(call.adapter):
+            return answers.likeliest(call.ids, drawn)
+
+    def check_elsewhere(self, advice: str) -> None:
+        """RuntimeError in the owner's thread, which does one thing at a time."""
+        if threading.current_thread() is self.thread:
+            raise RuntimeError(f"this runs at the desk already, which does one thing at a time; {advice}")
+
+    def check(self, call: Call) -> None:
+        """ValueError for a call that would break a conversation."""
+        budget_of(call.ids, call.params.max_tokens, self.context)
+        vocabulary = self.policy.head.weight.shape[0]
+        if unknown := [token for token in call.ids if not 0 <= token < vocabulary]:
+            raise ValueError(f"the prompt has the token {unknown[0]}; the model's tokens are 0 to {vocabulary - 1}")

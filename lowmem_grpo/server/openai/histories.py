@@ -1,0 +1,285 @@
+"""`Histories`: the turns that were sampled, by name, and the conversations that can go on from them.
+
+The truth of a conversation is the tokens that the engine saw and drew. A request brings messages: where they go on from
+a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again."""
+
+import copy
+import itertools
+import logging
+import secrets
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem_grpo.config.episodes import HISTORIES
+from lowmem_grpo.environments.renderer import Renderer
+from lowmem_grpo.environments.template import RendererError
+from lowmem_grpo.environments.tools.forms import Reads, parser_of
+from lowmem_grpo.environments.tools.parsers import Reading, custom
+from lowmem_grpo.server.openai.messages import canonical, digests, longer
+from lowmem_grpo.types import Message, Turn
+
+logger = logging.getLogger(__name__)
+
+DIALECTS = 64  # sets of tools that are remembered
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """For one set of tools and options of the template."""
+
+    key: bytes
+    renderer: Renderer
+    parser: Reads | Callable[..., Any] | None
+
+    def read(self, completion_ids: list[int], text: str) -> Reading:
+        if self.parser is None:
+            return Reading(text)
+        return custom(self.parser, text) if callable(self.parser) else self.parser.read(completion_ids, text)
+
+
+class Dialects:
+    """Those of one tokenizer, which nobody else may use meanwhile: it keeps the options of its last call."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None,
+        parse: Callable[..., Any] | str | None = None,
+    ) -> None:
+        """`template_kwargs` hold where a request has none of its own; `parse` is as in `Toolbox`."""
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
+        self.made: OrderedDict[bytes, Dialect] = OrderedDict()
+
+    def dialect_for(
+        self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> Dialect:
+        """The dialect of some tools. RendererError without a chat template, ToolFormError where that has no calls."""
+        kwargs = self.template_kwargs | dict(template_kwargs or {})
+        key = canonical([tools or None, kwargs])
+        if key not in self.made:
+            parser: Any = self.parse if tools and callable(self.parse) else None
+            if tools and parser is None:
+                parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
+            self.made[key] = Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
+        self.made.move_to_end(key)
+        while len(self.made) > DIALECTS:
+            self.made.popitem(last=False)
+        return self.made[key]
+
+
+@dataclass(eq=False)
+class HeldTurn:
+    """A turn, with only what is new beside the turn that it continues."""
+
+    name: str
+    number: int
+    key: int  # the conversation's, for the engine
+    session: str
+    digest: bytes  # covers all messages, this turn's among them
+    parent: "HeldTurn | None"
+    context: array  # (B,) tokens of the prompt behind the parent's
+    completion: array  # (C,)
+    logprobs: array  # (C,) float64
+    rest: Turn  # without its tokens
+    continued: int = 0  # how many turns go on from here, those in the engine among them
+
+    @property
+    def tokens(self) -> int:
+        return len(self.context) + len(self.completion)
+
+    def line(self) -> "Iterator[HeldTurn]":
+        """This turn, the one that it continues, and so on."""
+        held: HeldTurn | None = self
+        while held is not None:
+            yield held
+            held = held.parent
+
+    def ids(self) -> list[int]:
+        """All tokens up to the end of this turn."""
+        pieces = [piece for held in self.line() for piece in (held.completion, held.context)]
+        return [token for piece in reversed(pieces) for token in piece]
+
+    def turn(self) -> Turn:
+        prompt = (self.parent.ids() if self.parent else []) + self.context.tolist()
+        return replace(self.rest, prompt_ids=prompt, completion_ids=self.completion.tolist(),
+                       logprobs=self.logprobs.tolist())
+
+
+@dataclass(eq=False)
+class Opening:
+    """A request as tokens, before its turns are drawn."""
+
+    ids: list[int]  # (P,)
+    key: int
+    session: str
+    digest: bytes
+    dialect: Dialect
+    parent: HeldTurn | None  # whose tokens begin these
+    open: bool = field(default=True, repr=False)  # until `Histories.close_prompt`
+
+
+class Histories:
+    """Held turns, in threads: at most so many turns and tokens, of which those unused for the longest time go first."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, history: str = "append", max_tokens: int = 8_000_000,
+        max_turns: int = 50_000, template_kwargs: Mapping[str, Any] | None = None,
+        parse: Callable[..., Any] | str | None = None, keys: Iterator[int] | None = None,
+    ) -> None:
+        """`history` is as in GRPOConfig, else ValueError. `keys` number conversations for all histories of a desk."""
+        if history not in HISTORIES:
+            raise ValueError(f"history is {history!r}; allowed are {', '.join(HISTORIES)}")
+        if max_tokens < 1 or max_turns < 1:
+            raise ValueError(f"max_tokens is {max_tokens} and max_turns is {max_turns}; both must be 1 or above")
+        self.append, self.max_tokens, self.max_turns = history == "append", max_tokens, max_turns
+        self.dialects = Dialects(tokenizer, template_kwargs, parse)
+        self.lock, self.numbers = threading.RLock(), itertools.count()
+        self.keys = itertools.count() if keys is None else keys
+        self.mark = secrets.token_hex(3)  # so that names of another process are not found here
+        self.held: OrderedDict[str, HeldTurn] = OrderedDict()  # used longest ago first; a turn before its parent
+        self.ends: dict[bytes, list[HeldTurn]] = {}  # by digest
+        self.tokens = 0
+        self.said: set[str] = set()  # what one warning is enough for
+
+    def open_prompt(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
+        model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
+    ) -> Opening:
+        """The prompt of messages in plain form (see messages.py); `close_prompt` must follow.
+
+        It goes on from the held turn of this `model` that the last answer is, where it is one. Of several with the same
+        text it is the one called `turn`, one of the same session, one that nobody has continued, or the newest.
+        RendererError where the chat template refuses the messages."""
+        with self.lock:
+            dialect = self.dialects.dialect_for(tools, template_kwargs)
+            said = digests([model, dialect.key.decode()], messages)
+            parent, ids = self.prompt(dialect, messages, said, session, turn)
+            fresh = parent is None or parent.continued > 0
+            key = next(self.keys) if fresh or parent is None else parent.key
+            if parent is not None:
+                parent.continued += 1
+            return Opening(ids, key, session, said[-1], dialect, parent)
+
+    def close_prompt(self, opening: Opening, kept: bool) -> None:
+        """All turns of an opening are kept, or there are none."""
+        with self.lock:
+            if opening.open and not kept and opening.parent is not None:
+                opening.parent.continued -= 1
+            opening.open = False
+
+    def keep(self, opening: Opening, turn: Turn, message: Message, key: int | None = None) -> str:
+        """Hold a turn that was drawn for an opening; `message` is the answer in plain form. Returns the turn's name."""
+        with self.lock:
+            number = next(self.numbers)
+            before = 0 if opening.parent is None else len(opening.parent.ids())
+            held = HeldTurn(
+                f"turn-{self.mark}-{number}", number, opening.key if key is None else key, opening.session,
+                longer(opening.digest, message), opening.parent, array("i", turn.prompt_ids[before:]),
+                array("i", turn.completion_ids), array("d", turn.logprobs),
+                replace(turn, prompt_ids=[], completion_ids=[], logprobs=[]),
+            )
+            self.use(held)
+            self.shrink(held)
+            return held.name
+
+    def read(self, opening: Opening, turn: Turn) -> Reading:
+        with self.lock:
+            return opening.dialect.read(turn.completion_ids, turn.text)
+
+    def next_key(self) -> int:
+        with self.lock:
+            return next(self.keys)
+
+    def turn(self, name: str) -> Turn | None:
+        """A turn as the engine returned it; None where it is not held (any more)."""
+        with self.lock:
+            held = self.held.get(name)
+            if held is None:
+                return None
+            self.use(held)
+            return held.turn()
+
+    def parent(self, name: str) -> str | None:
+        with self.lock:
+            held = self.held.get(name)
+            return held.parent.name if held is not None and held.parent is not None else None
+
+    def find(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, models: Collection[str] = (),
+        taken: Collection[str] = (),
+    ) -> list[str | None]:
+        """For each message in plain form: the held turn that it is, by name, or None. `models` are names that may have
+        been asked. Of several turns with the same text it is one that is not `taken`, or the newest."""
+        with self.lock:
+            key = self.dialects.dialect_for(tools).key.decode()
+            chains = [digests([model, key], messages) for model in models]
+            candidates = [[turn for chain in chains for turn in self.ends.get(chain[at + 1], [])]
+                          if message["role"] == "assistant" else [] for at, message in enumerate(messages)]
+            best = [max(turns, key=lambda turn: (turn.name not in taken, turn.number), default=None)
+                    for turns in candidates]
+            last = next((turn for turn in reversed(best) if turn is not None), None)
+            line = {turn.digest: turn for turn in last.line()} if last is not None else {}
+            return [None if turn is None else line.get(turn.digest, turn).name for turn in best]
+
+    # Prompts
+
+    def prompt(
+        self, dialect: Dialect, messages: Sequence[Message], said: list[bytes], session: str, turn: str
+    ) -> tuple[HeldTurn | None, list[int]]:
+        """The turn that messages go on from, and their tokens."""
+        last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
+        candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
+        if not candidates:
+            return None, self.rendered(dialect, messages)
+        parent = max(candidates, key=lambda held: (held.name == turn, bool(session) and held.session == session,
+                                                   not held.continued, held.number))
+        self.use(parent)
+        before = parent.ids()
+        if not self.append:
+            whole = self.rendered(dialect, messages)
+            return (parent, whole) if whole[:len(before)] == before else (None, whole)
+        rest = list(messages[last + 1:])
+        try:
+            ended = dialect.renderer.closed(parent.completion.tolist(), rest)
+            return parent, before + dialect.renderer.bridge(rest, ended)
+        except RendererError as error:
+            log = logger.debug if "anew" in self.said else logger.warning
+            log("a conversation is rendered anew, and a sequence of its own begins: %s", error)
+            self.said.add("anew")
+            return None, self.rendered(dialect, messages)
+
+    def rendered(self, dialect: Dialect, messages: Sequence[Message]) -> list[int]:
+        """All messages as tokens. Only the first ones of the system are trusted to hold marks of the template."""
+        trusted = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        return dialect.renderer.first(messages, trusted)
+
+    # What is held
+
+    def use(self, held: HeldTurn) -> None:
+        """This turn and those that it continues were used now, in this order: so none goes before one that needs it."""
+        for turn in held.line():
+            if turn.name not in self.held:
+                self.held[turn.name] = turn
+                self.ends.setdefault(turn.digest, []).append(turn)
+                self.tokens += turn.tokens
+            self.held.move_to_end(turn.name)
+
+    def shrink(self, newest: HeldTurn) -> None:
+        """Let go of what was unused for the longest time, until the rest fits."""
+        while self.held and (len(self.held) > self.max_turns or self.tokens > self.max_tokens):
+            name, gone = self.held.popitem(last=False)
+            self.tokens -= gone.tokens
+            same = self.ends[gone.digest]
+            same.remove(gone)
+            if not same:
+                del self.ends[gone.digest]
+            if gone is newest and "long" not in self.said:
+                self.said.add("long")
+                logger.warning("a conversation alone is longer than the %s tokens or %s turns that are held, so %s "
+                               "cannot be trained; hold more: max_tokens, max_turns of Histories", self.max_tokens,
+                               self.max_turns, name)

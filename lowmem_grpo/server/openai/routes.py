@@ -1,0 +1,176 @@
+"""The routes of OpenAI's interface."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from typing import Any
+
+import anyio
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from lowmem_grpo.server.bodies import json_of
+from lowmem_grpo.server.errors import CLOSED, NO_RETRY, ChatError, Limits
+from lowmem_grpo.server.openai.chat import Chat, TextCompletions, model_entry
+from lowmem_grpo.server.openai.pending import DONE, Choice, event
+from lowmem_grpo.server.openai.sessions import OpenSessions
+from lowmem_grpo.server.openai.waiting import LIVE
+
+ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
+CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
+SINCE = int(time.time())  # this program's start
+Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
+Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
+
+
+class Completions:
+    """Answers requests by the Chat of whoever asks."""
+
+    def __init__(
+        self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
+        counted: Counted | None = None,
+    ) -> None:
+        """`counted` raises ChatError where a key has as many requests as it may; None takes any number."""
+        self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
+        self.slots, self.counted = anyio.CapacityLimiter(limits.concurrent), counted or (lambda holder: nullcontext())
+
+    async def answer(self, request: Request) -> Response:
+        """Return the reply to POST /chat/completions, and to POST /completions."""
+        body, chat = await self.body(request), self.chats(request.scope["holder"])
+        session = self.sessions.find(request.path_params.get("session"))
+        source = chat if request.url.path.endswith("/chat/completions") else TextCompletions(chat)
+
+        async def record(choices: list[Choice]) -> None:
+            """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
+            if session is not None and chat.names()[body["model"]] == LIVE:
+                await anyio.sleep(0)  # in which a connection that was closed is read once more
+                if await request.is_disconnected():
+                    raise client_left()
+                session.record(body, choices, chat.parent)
+
+        asked = (body, session.name if session else "", record)
+        if body.get("stream") is True:
+            return Events(source.stream(*asked), self.working_for(request))
+        async with self.working_for(request):
+            return JSONResponse(await source.create(*asked))
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                return body_of(await request.body(), self.limits)
+        except TimeoutError:
+            raise ChatError(408, f"the request's body did not come within {self.limits.seconds:g} seconds", None,
+                            "timeout") from None
+
+    @asynccontextmanager
+    async def working_for(self, request: Request) -> AsyncIterator[None]:
+        """Hold a slot for a request. What is done inside is cancelled, and ChatError raised, as soon as the client
+        leaves, the endpoint closes or the time is over; at once, where too many requests wait for a slot."""
+        errors = [ChatError(504, f"the reply took more than {self.limits.seconds:g} seconds; ask for fewer tokens, or "
+                                 "raise seconds of Limits", None, "timeout", NO_RETRY)]
+
+        async def cancel_after(end: Awaitable[object], error: ChatError) -> None:
+            await end
+            errors.append(error)
+            scope.cancel()
+
+        with anyio.move_on_after(self.limits.seconds) as scope, self.counted(request.scope["holder"]):
+            self.check_queue()
+            closed = ChatError(CLOSED, "the endpoint was closed, as its run ended; nothing answers here any more", None,
+                               "closed")
+            ends = {client_left(): departure(request.receive), closed: self.closing.wait()}
+            tasks = [asyncio.ensure_future(cancel_after(end, error)) for error, end in ends.items()]
+            try:
+                async with self.slots:
+                    yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+        if scope.cancelled_caught:
+            raise errors[-1]
+
+    def check_queue(self) -> None:
+        waiting = self.slots.statistics().tasks_waiting
+        if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
+            raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
+                                 "later, or raise concurrent or queue of Limits", None, "rate_limit_exceeded",
+                            {"Retry-After": "1"})
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [
+            model_entry(name, SINCE) for name in self.chats(request.scope["holder"]).models()]}
+
+    async def model(self, name: str, request: Request) -> dict[str, Any]:
+        names = self.chats(request.scope["holder"]).models()
+        if name not in names:
+            raise ChatError(404, f"there is no model {name!r}; there are {', '.join(names)}", "model",
+                            "model_not_found")
+        return model_entry(name, SINCE)
+
+
+class Events(Response):
+    """A reply in pieces, which is made while it is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, chunks: AsyncGenerator[dict[str, Any], None], working: AbstractAsyncContextManager[None],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.chunks, self.working, self.begun = chunks, working, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces. Raise ChatError only before the first: a later error is an event of its own."""
+        try:
+            async with self.working, aclosing(self.chunks) as chunks:
+                async for chunk in chunks:
+                    await self.send_piece(send, event(chunk))
+                await self.send_piece(send, DONE)
+        except ChatError as error:
+            if not self.begun:
+                raise
+            await self.send_piece(send, event(error.body()))
+        await self.send_piece(send, b"")
+
+    async def send_piece(self, send: Send, piece: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": piece, "more_body": piece != b""})
+
+
+def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
+    """Return the routes below /v1, with that of plain prompts, which belong to no session, where `texts` are."""
+    router = APIRouter(redirect_slashes=False)
+    router.add_api_route("/chat/completions", completions.answer, methods=["POST"], response_model=None)
+    if texts:
+        router.add_api_route("/completions", completions.answer, methods=["POST"], response_model=None)
+    router.add_api_route("/models", completions.models, response_model=None)
+    router.add_api_route("/models/{name:path}", completions.model, response_model=None)
+    return router
+
+
+async def departure(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_left() -> ChatError:
+    return ChatError(CLIENT_LEFT, "the client left before its reply")
+
+
+def body_of(raw: bytes, limits: Limits) -> dict[str, Any]:
+    """Return the JSON object of a request. Raises ChatError where it is none, or has too many messages."""
+    try:
+        body = json_of(raw)
+    except ValueError as error:
+        raise ChatError(400, str(error), None, "invalid_json") from None
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > limits.messages:
+        raise ChatError(400, f"messages has {len(messages)} entries; at most {limits.messages} are taken: send fewer, "
+                             "or raise messages of Limits", "messages", "too_many_messages")
+    return body

@@ -1,0 +1,236 @@
+"""`Page`: what is answered to a browser; its routes, and the application that has them."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Callable
+from html import escape
+from urllib.parse import parse_qs, urlsplit
+
+from fastapi import APIRouter, Request, Response
+from starlette.datastructures import MutableHeaders
+from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lowmem_grpo.runs.views.report import asset, drawing_script, plain_page, served_page, style
+from lowmem_grpo.server.errors import ChatError, Limits
+from lowmem_grpo.server.page.sources import RunSource, zipped_adapter
+from lowmem_grpo.server.page.watching import MOST_COMPARED, CardUse, Watching, query_of
+from lowmem_grpo.server.server import make_server_app
+from lowmem_grpo.server.users import LASTS, SignIn, User
+from lowmem_grpo.utils import MIB
+
+LOOK = 0.5  # seconds between looks at what is watched
+QUIET = 15.0  # seconds after which a connection without news gets a sign of life
+MOST_OPEN = 64  # pages that are told of news at a time
+MOST_FIELDS = 20  # in a form
+SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/enter">
+<input name="user" autocomplete="username" value="lowmem-grpo" hidden>
+<label>Key <input type="password" name="key" size="40" autocomplete="current-password" required autofocus></label>
+<button>Sign in</button></form>
+<p class="quiet">The command that serves this page printed its key and a link that works once.</p>"""
+REFUSAL = '<p class="card">{why}</p><p><a href="/">Back to the runs</a></p>'
+ONWARD = '<meta http-equiv="refresh" content="0;url=/">'
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+                               "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; "
+                               "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # a proxy hands on what is new at once
+}
+FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset("page/page.js")}
+KINDS = {"js": "text/javascript", "css": "text/css"}
+
+
+class Page:
+    """Shows the runs of a source."""
+
+    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse) -> None:
+        self.source, self.sign_in, self.card = source, sign_in, card
+        self.watching = Watching(source, card)
+        self.closing: Callable[[], bool] = lambda: False  # whether the server ends
+        self.open = 0
+
+    def user(self, request: Request) -> User:
+        """Return who asks. ChatError where nobody signed in."""
+        user = self.sign_in.user(request.cookies)
+        if user is None:
+            raise ChatError(401, "you are not signed in, or no longer: open / and give your key", None, "not_signed_in")
+        return user
+
+    async def enter(self, request: Request) -> Response:
+        """Sign in by a link, which works once."""
+        value = self.sign_in.by_ticket(request.query_params.get("ticket", ""))
+        if value is None:
+            return sign_in_page("This link was used before, or is of an earlier start.")
+        # an answer of this address, and no redirection: who came from elsewhere would go on without the strict cookie
+        onward = plain_page("Signed in", '<p><a href="/">Go on</a></p>', ONWARD)
+        return self.signed_in(request, HTMLResponse(onward), value)
+
+    async def enter_by_key(self, request: Request) -> Response:
+        fields = await form_fields(request)
+        value = self.sign_in.by_key(fields.get("key", ""))
+        if value is None:
+            return sign_in_page("Nobody here has this key.")
+        return self.signed_in(request, RedirectResponse("/", 303), value)
+
+    def signed_in(self, request: Request, answer: Response, value: str) -> Response:
+        answer.set_cookie(self.sign_in.name, value, max_age=int(LASTS), path="/", httponly=True, samesite="strict",
+                          secure=request.url.scheme == "https")
+        return answer
+
+    async def leave(self, request: Request) -> Response:
+        await form_fields(request)
+        self.sign_in.leave(request.cookies)
+        answer = RedirectResponse("/", 303)
+        answer.delete_cookie(self.sign_in.name, path="/", httponly=True, samesite="strict")
+        return answer
+
+    async def show(self, request: Request) -> Response:
+        user = self.sign_in.user(request.cookies)
+        if user is None:
+            return sign_in_page()
+        return HTMLResponse(served_page(await asyncio.to_thread(self.watching.page_data, user, run_names(request))))
+
+    async def data(self, request: Request) -> Response:
+        shown = await asyncio.to_thread(self.watching.page_data, self.user(request), run_names(request))
+        return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
+
+    async def events(self, request: Request) -> Response:
+        """Tell a page when there is news, for as long as it is open."""
+        user = self.user(request)
+        if self.open >= MOST_OPEN:
+            raise ChatError(503, f"{MOST_OPEN} pages are open already; close some of them", None, "too_many_pages")
+        return StreamingResponse(self.news(request, user, run_names(request)), media_type="text/event-stream")
+
+    async def news(self, request: Request, user: User, names: list[str]) -> AsyncGenerator[bytes, None]:
+        """Yield an event for each look that found something new, until the browser leaves or the server ends."""
+        self.open += 1
+        told, quiet = "", 0.0
+        try:
+            yield b"retry: 1000\n\n"
+            while not self.closing() and not await request.is_disconnected():
+                if self.sign_in.user(request.cookies) is None:
+                    return
+                state, more = await asyncio.to_thread(self.watching.version, user, names)
+                version = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+                quiet = 0.0 if version != told else quiet + LOOK
+                if version != told:
+                    told = version
+                    yield f"data: {version}\n\n".encode()
+                elif quiet >= QUIET:
+                    quiet = 0.0
+                    yield b": still here\n\n"
+                await asyncio.sleep(0 if more else LOOK)
+        finally:
+            self.open -= 1
+
+    async def act(self, request: Request, action: str) -> Response:
+        """Do what a button says, or send a page that says why not."""
+        try:
+            return await self.done(request, action)
+        except ChatError as error:
+            page = plain_page("That was not done", REFUSAL.format(why=escape(error.message)))
+            return HTMLResponse(page, error.status)
+
+    async def done(self, request: Request, action: str) -> Response:
+        """Do what a button says. ChatError where it cannot be done."""
+        user, fields = self.user(request), await form_fields(request)
+        name = fields.get("run", "")
+        if await asyncio.to_thread(self.source.one, user, name) is None:
+            raise ChatError(404, f"there is no run {name!r}", "run", "no_such_run")
+        try:
+            if action == "export":
+                return await asyncio.to_thread(self.export, user, name)
+            await asyncio.to_thread(self.source.act, user, name, action)
+        except LookupError as error:
+            raise ChatError(404, str(error), "run", "no_such_run") from error
+        except (ValueError, RuntimeError, OSError) as error:
+            raise ChatError(409, str(error), "run", "refused") from error
+        return RedirectResponse(f"/{query_of(name)}", 303)
+
+    def export(self, user: User, name: str) -> Response:
+        place = self.source.folder(user, name)
+        if place is None:
+            raise LookupError(f"the run {name!r} has not begun")
+        return zipped_adapter(place[0], name)
+
+
+def sign_in_page(why: str = "") -> Response:
+    return HTMLResponse(plain_page("Sign in", SIGN_IN.format(why=escape(why))), 401)
+
+
+def run_names(request: Request) -> list[str]:
+    """Return the runs that an address names: `?run=A` shows one, `?with=A&with=B` compares several."""
+    query = request.query_params
+    several = list(dict.fromkeys(query.getlist("with")))[:MOST_COMPARED]
+    return several if len(several) > 1 else [*query.getlist("run"), *several][:1]
+
+
+async def form_fields(request: Request) -> dict[str, str]:
+    """Return the fields of a form, the first of each name; none where the body is no form. ChatError where another page
+    than one of this address sent it. Browsers say so of each POST; what says nothing is refused."""
+    origin = urlsplit(request.headers.get("origin", ""))
+    if origin.scheme not in ("http", "https") or origin.netloc != request.headers.get("host", ""):
+        raise ChatError(403, f"the request comes from {request.headers.get('origin', 'nowhere')!r}; buttons of this "
+                             "page are its own only", None, "wrong_origin")
+    try:
+        fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS)
+    except ValueError:
+        return {}
+    return {name: values[0] for name, values in fields.items()}
+
+
+def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
+    """Return the page at `/` and below `/page`. `everywhere` takes requests for any name of this machine. Who signed in
+    is known by a cookie, so the gate asks for no key."""
+    return WithHeaders(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
+                                       "GET / and those below /page"))
+
+
+def page_router(page: Page) -> APIRouter:
+    """Return the routes: those with GET show something, the others change something."""
+    router = APIRouter(redirect_slashes=False)
+
+    @router.get("/page/files/{name}")
+    async def file(name: str) -> Response:
+        if name not in FILES:
+            raise ChatError(404, f"the page has no file {name!r}", None, "no_such_file")
+        return Response(FILES[name](), media_type=KINDS[name.rpartition(".")[2]])
+
+    router.add_api_route("/", page.show)
+    router.add_api_route("/page/data", page.data)
+    router.add_api_route("/page/events", page.events)
+    router.add_api_route("/page/enter", page.enter)
+    router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
+    router.add_api_route("/page/leave", page.leave, methods=["POST"])
+    router.add_api_route("/page/do/{action}", page.act, methods=["POST"])
+    return router
+
+
+class WithHeaders:
+    """Every answer forbids a browser what the page does not need."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+class Beside:
+    """The page in front of another application, which gets what is not the page's."""
+
+    def __init__(self, page: ASGIApp, other: ASGIApp) -> None:
+        self.page, self.other = page, other
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        ours = scope["type"] == "http" and (path == "/" or path.startswith("/page/"))
+        await (self.page if ours else self.other)(scope, receive, send)

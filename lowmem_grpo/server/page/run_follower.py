@@ -1,0 +1,174 @@
+"""A run that is followed: its records as far as they were read, and what a page shows of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from threading import Lock
+from typing import Any, TypeVar
+
+from lowmem_grpo.runs.records import COMPLETIONS, METRICS, SUMMARY
+from lowmem_grpo.runs.views.chart import Chart
+from lowmem_grpo.runs.views.charts import figures, is_drawn
+from lowmem_grpo.runs.views.headline import PREFIX, Warned, count_alarms
+from lowmem_grpo.runs.views.report import RunSnapshot, content
+from lowmem_grpo.runs.views.samples import LARGEST, Record, Reservoir, shown_sample
+from lowmem_grpo.server.page.plain_file import JsonlTail, json_file, log_tail
+from lowmem_grpo.utils import count_text, size_text
+
+MOST_ROWS = 1600
+MOST_NAMES = 500  # metrics of a run that are kept
+AVERAGED = ("time/", "episodes/", "reward_std")  # drawn on top of each other, or around another line
+Shown = TypeVar("Shown")
+SAMPLES, NEWEST = 600, 200  # samples that are kept over the run, and of its end
+JUDGED = 20_000  # samples whose rewards are kept for the curve of the accuracy
+LAST_BYTES = 64 * 1024 * 1024  # read from the end of completions.jsonl when a run is first looked at
+PAGE_BYTES, PAGE_POINTS = 800_000, 15_000  # in a page that follows a run
+NOW = ("running", "killed", "silent")  # states that a summary does not know
+UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # a summary of another form
+
+
+class Series:
+    """The rows of a run. As long as there are few steps, each has its own; later two rows stand for the steps of a
+    stretch, so that no spike is lost. The newest steps are always there as they are."""
+
+    def __init__(self) -> None:
+        self.width, self.steps = 1, 0  # steps that a row stands for, and all
+        self.old: list[Record] = []
+        self.new: list[Record] = []  # steps of the stretch that is not full yet
+        self.names: dict[str, bool] = {}  # that came so far, and whether they are kept
+        self.warned: dict[str, Warned] = {}
+
+    def add_record(self, record: Record) -> None:
+        """Take a line of metrics.jsonl; one with the newest step, such as an evaluation, joins it."""
+        row: Record = {"step": record["step"]}
+        row |= {name: float(value) for name, value in record.items() if self.keeps(name, value)}
+        self.warned = count_alarms([row], self.warned)
+        if self.new and self.new[-1]["step"] == row["step"]:
+            self.new[-1] |= row
+            return
+        self.new.append(row)
+        self.steps += 1
+        if len(self.new) > 2 * self.width:
+            self.old += two_rows(self.new[: 2 * self.width])
+            self.new = self.new[2 * self.width :]
+        if len(self.old) >= MOST_ROWS:
+            self.width *= 2
+            self.old = [row for place in range(0, len(self.old), 4) for row in two_rows(self.old[place : place + 4])]
+
+    def keeps(self, name: str, value: Any) -> bool:
+        """Return whether a metric is shown anywhere, and its value a number that can be drawn."""
+        if name not in self.names and len(self.names) < MOST_NAMES:
+            self.names[name] = name != "step" and (is_drawn(name) or name.startswith(PREFIX))
+        return self.names.get(name, False) and type(value) in (int, float) and abs(value) < LARGEST
+
+    def rows(self) -> list[Record]:
+        """Return the rows, in the order of the steps; the last is the newest step."""
+        rows = [*self.old, *two_rows(self.new[:-1]), *self.new[-1:]]
+        return sorted(rows, key=lambda row: row["step"])
+
+
+def two_rows(rows: list[Record]) -> list[Record]:
+    """Return a row of the first step and one of the last in place of some rows. Each metric has its lowest and its
+    highest value in them, in the order in which these came, or its mean in both where means are drawn."""
+    if len(rows) <= 2:
+        return rows
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    first, last = {"step": rows[0]["step"]}, {"step": rows[-1]["step"]}
+    columns.pop("step")
+    for name, values in columns.items():
+        low, high = min(values), max(values)
+        ends = (low, high) if values.index(low) <= values.index(high) else (high, low)
+        first[name], last[name] = (fmean(values),) * 2 if name.startswith(AVERAGED) else ends
+    return [first, last]
+
+
+class RunFollower:
+    """Reads what a run appends. Several threads may ask it at a time."""
+
+    def __init__(self, path: Path, log: Path | None = None) -> None:
+        self.path, self.log_path, self.lock = path, log, Lock()
+        self.metrics = JsonlTail(path / METRICS)
+        self.completions = JsonlTail(path / COMPLETIONS, LAST_BYTES)
+        self.series = Series()
+        self.forget_samples()
+
+    def forget_samples(self) -> None:
+        self.samples, self.judged, self.logged = Reservoir(SAMPLES, NEWEST), Reservoir(JUDGED), 0
+
+    def read_news(self) -> None:
+        """Read what is new, of each file at most one piece. `reading` says whether there is more."""
+        with self.lock:
+            if self.metrics.is_new_file():
+                self.series = Series()
+            for record in self.metrics.read_records():
+                self.series.add_record(record)
+            if self.completions.is_new_file():
+                self.forget_samples()
+            for record in self.completions.read_records():
+                self.add_sample(shown_sample(record))
+
+    @property
+    def reading(self) -> bool:
+        return self.metrics.more or self.completions.more
+
+    def add_sample(self, sample: Record) -> None:
+        self.logged += 1
+        self.samples.add_sample(sample)
+        self.judged.add_sample({key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample})
+
+    def version(self) -> tuple[Any, ...]:
+        files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log_path)
+        return *map(stamp, files), self.metrics.place, self.completions.place, self.reading
+
+    def charts(self) -> list[Chart]:
+        with self.lock:
+            rows, judged = self.series.rows(), self.judged.samples()
+        return from_summary(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
+
+    def content(self, state: str = "") -> Record:
+        """Return what the page shows, as far as it was read. `state` is known besides: running, killed, silent."""
+        with self.lock:
+            snapshot = RunSnapshot(
+                self.path.resolve().name, self.series.rows(), self.samples.samples(), self.judged.samples(),
+                self.logged, dict(self.series.warned), self.note(), state if state in NOW else "")
+        return from_summary(lambda summary: content(snapshot, summary, PAGE_BYTES, PAGE_POINTS),
+                            json_file(self.path / SUMMARY))
+
+    def note(self) -> str:
+        said = []
+        if self.reading:
+            share = self.metrics.place / max(1, self.metrics.size)
+            said.append(f"Its records are still being read ({share:.0%} of the steps).")
+        if self.series.width > 1:
+            steps, width = count_text(self.series.steps, "step"), self.series.width * 2
+            said.append(f"Of {steps}, each {width} are drawn as their lowest and their highest value; medians above "
+                        "and bold lines are of these.")
+        if self.completions.skipped:
+            said.append(f"Completions are read from the last {size_text(LAST_BYTES)} of their file.")
+        if damaged := self.metrics.damaged + self.completions.damaged:
+            said.append(f"{count_text(damaged, 'damaged line')} left out.")
+        return " ".join(said)
+
+    def log(self) -> str:
+        """Return the end of its output, where somebody keeps it; empty otherwise."""
+        return "" if self.log_path is None else log_tail(self.log_path)
+
+
+def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
+    """Return what is made of a summary; of one that has another form than a run writes, what is made without it."""
+    try:
+        return make(summary)
+    except UNFIT:
+        return make({})
+
+
+def stamp(path: Path | None) -> tuple[int, int, int] | None:
+    """Return which file, how long, how new; None without one."""
+    try:
+        status = path.lstat() if path else None
+    except OSError:
+        return None
+    return status and (status.st_ino, status.st_size, status.st_mtime_ns)

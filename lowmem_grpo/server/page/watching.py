@@ -1,0 +1,139 @@
+"""`Watching`: the runs that somebody looks at, read as they grow; `CardUse`: how busy the cards are."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import urlencode
+
+from lowmem_grpo.runs.views.charts import comparison
+from lowmem_grpo.runs.views.report import MOST_POINTS
+from lowmem_grpo.server.page.run_follower import RunFollower
+from lowmem_grpo.server.page.sources import Listed, RunSource
+from lowmem_grpo.server.users import User
+from lowmem_grpo.utils import MIB, size_text
+
+QUERY = "name,utilization.gpu,memory.used,memory.total"
+KEEP = 3.0  # seconds for which an answer is taken as it was
+WAITS = 5.0  # seconds for the driver
+MOST_FOLLOWED = 16  # runs of which the records are held in memory
+MOST_COMPARED = 6  # runs on one chart: as many as there are colours
+
+
+class CardUse:
+    """Asks `nvidia-smi`, and not more often than it makes sense. Without it nothing is said."""
+
+    def __init__(self, command: str | None = None) -> None:
+        self.command = shutil.which("nvidia-smi") if command is None else command
+        self.lock, self.asked, self.said = Lock(), float("-inf"), list[str]()
+
+    def words(self) -> list[str]:
+        with self.lock:
+            if self.command is not None and time.monotonic() - self.asked > KEEP:
+                self.said = [card_text(line) for line in self.lines(self.command) if line.count(",") >= 3]
+                self.asked = time.monotonic()
+            return self.said
+
+    def lines(self, command: str) -> list[str]:
+        """Return the lines that the driver's program prints; none if it fails."""
+        try:
+            process = subprocess.run([command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+                                     timeout=WAITS, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.SubprocessError):
+            self.command = None  # it will not work the next time either
+            return []
+        return process.stdout.splitlines()
+
+
+def card_text(line: str) -> str:
+    """A card's line in words; what the driver does not know is left out."""
+    name, busy, used, total = (part.strip() for part in line.rsplit(",", 3))
+    said = [f"{busy}% busy"] if busy.isdigit() else []
+    if used.isdigit() and total.isdigit():
+        said.append(f"{size_text(int(used) * MIB)} of {size_text(int(total) * MIB)} in use")
+    return f"{name}: {', '.join(said) or 'its driver says nothing'}"
+
+
+class Watching:
+    """Follows runs for all browsers together; the one that was not asked for longest makes room."""
+
+    def __init__(self, source: RunSource, card: CardUse) -> None:
+        self.source, self.card, self.lock = source, card, Lock()
+        self.followers: dict[tuple[Path, Path | None], RunFollower] = {}
+
+    def follow(self, user: User, name: str) -> RunFollower | None:
+        """Return the run with this name, if this user may see it, and if it has begun."""
+        place = self.source.folder(user, name)
+        if place is None:
+            return None
+        with self.lock:
+            follower = self.followers.pop(place, None) or RunFollower(*place)
+            self.followers[place] = follower
+            while len(self.followers) > MOST_FOLLOWED:
+                del self.followers[next(iter(self.followers))]
+        return follower
+
+    def follow_all(self, user: User, names: list[str]) -> dict[str, RunFollower]:
+        """Return those of some runs that there are, with what is new."""
+        runs = {name: run for name in names if (run := self.follow(user, name)) is not None}
+        for run in runs.values():
+            run.read_news()
+        return runs
+
+    def version(self, user: User, names: list[str]) -> tuple[tuple[Any, ...], bool]:
+        """Return what differs whenever a page of some runs would, and whether there is more to be read."""
+        runs = self.follow_all(user, names).values()
+        runs_now = [(run.name, run.state, run.why, run.actions) for run in self.source.all(user)]
+        return (*(run.version() for run in runs), *runs_now), any(run.reading for run in runs)
+
+    def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
+        """Return what a page shows: the list, and its first run, the named one, or several on the same charts."""
+        runs = self.source.all(user)
+        names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
+        data = {"title": self.source.title, "query": query_of(*names) if names else "", "list": {
+            "title": self.source.title, "user": user.name, "card": self.card.words(), "names": names,
+            "runs": [list_row(run) for run in runs]}}
+        return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
+
+    def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
+        charts = comparison({name: run.charts() for name, run in self.follow_all(user, names).items()})
+        title = f"{len(names)} runs"
+        return {"title": title, "top": {"title": title, "about": ", ".join(names)},
+                "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
+
+    def one_run(self, user: User, name: str | None = None) -> dict[str, Any]:
+        """Return what a run's report would show, its buttons and its log; in words why there is nothing to show."""
+        run = self.source.one(user, name) if name is not None else None
+        if run is None:
+            words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
+            return {"top": {"title": self.source.title, "ending": {"said": words}}}
+        follower = self.follow_all(user, [run.name]).get(run.name)
+        shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions],
+                 "log": follower.log() if follower else ""}
+        if follower is None or not run.can_show:
+            return shown | {"top": {"title": run.title, "status": run.state, "words": run.words,
+                                    "ending": {"said": run.why or "It has written nothing yet."}}}
+        return follower.content(run.run_state) | shown
+
+
+def list_row(run: Listed) -> dict[str, Any]:
+    told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
+    return {"name": run.name, "title": run.title, "state": run.state, "words": run.words, "told": told,
+            "can_show": run.can_show}
+
+
+def ago(when: float) -> str:
+    """Return how long ago in words, to show that a run writes or no longer does."""
+    seconds = max(0.0, time.time() - when)
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return "just now"
+
+
+def query_of(*names: str) -> str:
+    """Return the part of an address that shows a run, or compares several."""
+    return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])

@@ -1,0 +1,274 @@
+"""`Adapters`: several LoRA models on one base, each with factors, gradients and moments of its own.
+
+Each is an adapter of PEFT under a name of its own, of which one computes at a time. PEFT takes the others' parameters
+out of the graph (`requires_grad` is False), so that no call can reach the gradients of a model that it does not name.
+Swapping the factors of a single adapter would need copies at each change of model, and one rank for all."""
+
+import itertools
+import secrets
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked
+from torch import Tensor, nn
+
+from lowmem_grpo.losses.token_losses import token_losses
+from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.models.lora_layers import use_kernel_layers
+from lowmem_grpo.models.lora_targets import Scope, lora_targets
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.runs.files import flush, remove, removed_after
+from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
+from lowmem_grpo.trainer.rewind import Gradients
+from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+
+ALPHA = 32  # as the protocol's own service has it, for every rank: learning rates of its programs fit
+MOST_RANK = 512
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
+AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
+Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
+Share = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+@checked(frozen=True, config=STRICT)
+class LoraSettings:
+    """The LoRA that a client asks for."""
+
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
+    seed: Seed = Field(None, validate_default=True)
+    attention: bool = Field(True, alias="train_attn")
+    mlp: bool = Field(True, alias="train_mlp")
+
+    def __post_init__(self) -> None:
+        if not (self.attention or self.mlp):
+            raise ValueError("has train_attn and train_mlp both false, which leaves nothing to train here: the output "
+                             "head stays as it is; set one of them")
+
+
+@checked(frozen=True, config=STRICT)
+class Adam:
+    """The settings of one step, under the protocol's names."""
+
+    learning_rate: NotNegative = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: NotNegative = 1e-12
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0  # 0 does not clip
+
+
+class DroppedError(ValueError):
+    """A step was not made, and the gradient for it is gone."""
+
+
+@dataclass
+class ClientModel:
+    """A model of a client."""
+
+    adapter: str  # PEFT's name of it
+    parameters: dict[str, nn.Parameter]  # by their names, without that of the adapter
+    optimizer: torch.optim.AdamW
+
+
+class Adapters:
+    """Trains models by their ids. One thread uses it. KeyError for an id that was not created."""
+
+    def __init__(self, policy: Policy, packer: Packer, limits: Limits, offload: bool = False) -> None:
+        """`policy` computes with a PEFT model, whose own adapter is never trained here."""
+        if not isinstance(policy.model, PeftModel):
+            raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
+        self.policy, self.packer, self.limits = policy, packer, limits
+        self.model: Any = policy.model
+        self.own: str = self.model.active_adapter
+        self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
+        self.held: dict[str, ClientModel] = {}
+        self.numbers = itertools.count()
+        for parameter in policy.trainable:
+            parameter.requires_grad_(False)
+
+    def create(self, model_id: str, settings: LoraSettings) -> None:
+        """A new model, in place of one of its id: A drawn from the seed, B zero."""
+        self.delete(model_id)
+        name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
+        scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
+        config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM",
+                            target_modules=lora_targets(self.policy.base, None, scope))
+        use_kernel_layers(config, self.policy.base)
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)
+            self.model.add_adapter(name, config)
+        mark = f".{name}."
+        parameters = {key.replace(mark, "."): parameter for key, parameter in self.model.named_parameters()
+                      if mark in key}
+        self.held[model_id] = ClientModel(name, parameters, torch.optim.AdamW(parameters.values()))
+        self.rest()
+
+    def delete(self, model_id: str) -> None:
+        """Free a model, if it is there."""
+        if (held := self.held.pop(model_id, None)) is not None:
+            self.model.delete_adapter(held.adapter)
+            self.rest()
+
+    def rest(self) -> None:
+        """No client's model computes, and none is trained."""
+        self.model.set_adapter(self.own)
+        for parameter in self.policy.trainable:
+            parameter.requires_grad_(False)
+
+    @contextmanager
+    def active(self, model_id: str) -> Iterator[ClientModel]:
+        """Inside, this model computes and gets gradients; the others do not."""
+        held = self.held[model_id]
+        self.model.set_adapter(held.adapter)
+        try:
+            yield held
+        finally:
+            self.rest()
+
+    def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the log-probabilities (T,) of each datum's targets, and metrics. Unless it is forward only, the
+        gradient of the loss, a sum over tokens, is added. ValueError, without a trace, where either is not finite."""
+        # the targets need not be the next tokens, and are put in afterwards
+        groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
+        datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
+        with self.active(model_id), torch.set_grad_enabled(not asked.forward_only):
+            self.model.train()
+            before = Gradients(self.policy.trainable)
+            logprobs, losses = self.packer.run(
+                "a training micro-batch", groups, self.limits,
+                lambda batches: self.passes(batches, datums, asked), before.restore)
+            if problem := self.not_finite(logprobs):
+                before.restore()
+                raise ValueError(problem)
+        tokens = sum(len(datum.ids) for datum in asked.data)
+        return [logprobs[id(group.rollouts[0])] for group in groups], {"loss:sum": losses, "num_tokens:sum": tokens}
+
+    def passes(self, batches: Iterator[MicroBatch], datums: dict[int, Datum], asked: Pass
+               ) -> tuple[dict[int, Tensor], float]:
+        """The log-probabilities of each rollout, by its id, and the loss, over all micro-batches."""
+        logprobs: dict[int, Tensor] = {}
+        total = 0.0
+        for packed in batches:
+            data = [datums[id(rollout)] for rollout in packed.rollouts]
+            batch = replace(packed, targets=torch.cat([datum.targets for datum in data]).to(self.policy.device))
+            with self.offload:
+                loss, parts = self.wide(batch, data) if any(datum.cells for datum in data) else self.plain(
+                    batch, data, asked)
+            if not asked.forward_only:
+                loss.backward()
+            total += loss.item()
+            logprobs |= {id(rollout): part for rollout, part in zip(batch.rollouts, parts, strict=True)}
+        return logprobs, total
+
+    def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
+        """(the loss, log-probabilities (T,) of each datum), with a target for each token."""
+        logprobs, _ = self.policy.logprobs(batch, 1.0)
+        values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
+        loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
+                            len(data)).sum()
+        return loss, unpack(logprobs.detach().float().cpu(), batch)
+
+    def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
+        """The same with several targets for a token: cross entropy, and (T, K) log-probabilities."""
+        begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
+        cells = [datum.cells or one_each(datum) for datum in data]
+        places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
+        tokens, weights = (torch.cat([getattr(each, name) for each in cells]) for name in ("tokens", "weights"))
+        logprobs = self.policy.several_logprobs(batch, places.to(self.policy.device), tokens.to(self.policy.device))
+        loss = -(weights.to(logprobs) * logprobs).sum()
+        parts = logprobs.detach().float().cpu().split([len(each.rows) for each in cells])
+        return loss, [each.matrix(part) if datum.cells else part
+                      for datum, each, part in zip(data, cells, parts, strict=True)]
+
+    def not_finite(self, logprobs: dict[int, Tensor]) -> str | None:
+        """Return which values are not finite after a pass, in words."""
+        if not all(bool(values.isfinite().all()) for values in logprobs.values()):
+            return "a log-probability is NaN or infinite: the model diverged; go back to saved weights"
+        gradients = [parameter.grad for parameter in self.policy.trainable if parameter.grad is not None]
+        if gradients and not bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
+            return ("the gradient is NaN or infinite, and was dropped: advantages or weights are too large, or "
+                    "logprobs are not those of the targets")
+        return None
+
+    def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
+        """Make a step of AdamW with the gradients since the last one, and clear them. ValueError without any,
+        DroppedError where their norm is not finite."""
+        held = self.held[model_id]
+        with_gradient = [parameter for parameter in held.parameters.values() if parameter.grad is not None]
+        if not with_gradient:
+            raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
+        gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not bool(norm.isfinite()):
+            held.optimizer.zero_grad(set_to_none=True)
+            raise DroppedError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
+                             "weights are too large; call forward_backward with smaller ones")
+        if adam.grad_clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, adam.grad_clip_norm, norm)
+        held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
+                                              weight_decay=adam.weight_decay)
+        held.optimizer.step()
+        held.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
+
+    def size(self, model_id: str, moments: bool = False) -> int:
+        """Bytes of a model's factors, with room for Adam's moments on demand."""
+        size = sum(parameter.nbytes for parameter in self.held[model_id].parameters.values())
+        return size * 3 if moments else size
+
+    def state(self, model_id: str) -> dict[str, Tensor]:
+        """Factors and moments of a model, on the host, as `restore` takes them."""
+        held, tensors = self.held[model_id], {}
+        for name, parameter in held.parameters.items():
+            tensors[name] = parameter.detach().cpu().clone()
+            moments = held.optimizer.state.get(parameter, {})
+            tensors |= {f"{name}/{part}": value.cpu().clone() for part, value in moments.items()}
+        return tensors
+
+    def snapshot(self, model_id: str, folder: Path) -> None:
+        """Write a copy of the factors, as PEFT stores an adapter, on the disk when this returns."""
+        name, aside = self.held[model_id].adapter, folder.with_name(f"{folder.name}.new")
+        with removed_after(aside):
+            self.model.save_pretrained(str(aside), selected_adapters=[name])
+            for path in (aside / name).iterdir():
+                flush(path)
+            remove(folder)
+            (aside / name).rename(folder)
+        flush(folder.parent)
+
+    def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
+        """Set factors and moments as `state` returned them, new moments without any, and drop gradients. ValueError
+        where the state is that of another kind of model."""
+        held = self.held[model_id]
+        shapes = {name: parameter.shape for name, parameter in held.parameters.items()}
+        if {name: factor.shape for name, factor in state.items() if "/" not in name} != shapes:
+            raise ValueError(f"the saved weights do not fit {model_id}: they have another rank or other layers")
+        held.optimizer.zero_grad(set_to_none=True)
+        held.optimizer.state.clear()
+        for name, parameter in held.parameters.items():
+            parameter.data.copy_(state[name])
+            moments = {key.partition("/")[2]: value for key, value in state.items() if key.startswith(f"{name}/")}
+            if moments:  # torch keeps the count of steps on the host
+                held.optimizer.state[parameter] = {part: value.clone().to("cpu" if part == "step" else parameter.device)
+                                             for part, value in moments.items()}
+
+
+def one_each(datum: Datum) -> Cells:
+    """The targets of a datum that has one for each token, as those of one that has several."""
+    rows = torch.arange(len(datum.ids))
+    return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
+
+
+def group_of(ids: list[int]) -> RolloutGroup:
+    """Return a sequence as the packer takes it: its first token is a prompt, and all that follows is trained."""
+    return RolloutGroup({}, ids[:1], [Rollout(ids[1:], [0.0] * (len(ids) - 1), "length")])

@@ -1,0 +1,261 @@
+"""The JSON bodies of the Tinker protocol, as pydantic checks them; ValueError names the field that is wrong. The two
+messages that are protobuf have a form in JSON too, for programs without the protocol's client."""
+
+import json
+import math
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+
+from lowmem_grpo.server.bodies import Body, Natural, Positive, shown, words_of
+from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
+from lowmem_grpo.server.tinker.datum import as_bytes, from_bytes
+from lowmem_grpo.server.tinker.ledger import JSON, ModelReply
+
+B = TypeVar("B", bound=Body)
+Tokens = Annotated[list[Natural], Field(fail_fast=True)]
+MOST_SAMPLES = 1024
+MOST_TOP = 128  # likeliest tokens at each place of a prompt
+MOST = torch.finfo(torch.float32).max
+REASONS = {wire.STOP: "stop", wire.LENGTH: "length"}
+Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+Numbers = Annotated[list[Number], Field(fail_fast=True)]
+
+
+def read(kind: type[B], body: bytes | dict[str, str]) -> B:
+    """Return a body in JSON, or the texts of a query, as an object of this class."""
+    try:
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate_strings(body)
+    except ValidationError as error:
+        raise ValueError(words_of(error, kind)) from None
+
+
+def refused(advice: str) -> AfterValidator:
+    """Refuse a field, unless it says nothing."""
+    def check(value: Any) -> None:
+        if value:
+            raise ValueError(f"is {shown(value)}, which is not offered; {advice}")
+
+    return AfterValidator(check)
+
+
+def known(kind: Any, *dropped: str) -> BeforeValidator:
+    """Refuse the names that are no fields of a dataclass, and take out those of no meaning here."""
+    names = [field.alias or name for name, field in kind.__pydantic_fields__.items()]
+
+    def check(settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        if unknown := sorted(settings.keys() - {*names, *dropped}):
+            raise ValueError(f"has {unknown[0]!r}, which is not offered; it takes {', '.join(names)}")
+        return {name: value for name, value in settings.items() if name not in dropped}
+
+    return BeforeValidator(check)
+
+
+def only_adam(settings: Any) -> None:
+    if settings and (not isinstance(settings, dict) or settings.get("type", "adam") not in ("adam", "adamw")):
+        raise ValueError(f"is {shown(settings)}; only Adam is offered: leave it out")
+
+
+NotOffered = Annotated[Any, refused("leave it out")]
+OnlyAdam = Annotated[Any, AfterValidator(only_adam)]
+
+
+class ModelCall(Body):
+    """A numbered request to a model."""
+
+    model_id: Any = None
+    seq_id: Positive
+
+
+class OptimStep(Body):
+    """The settings of a step."""
+
+    adam_params: Annotated[Adam, known(Adam, "type")]
+    optimizer_params: Annotated[Any, refused("only Adam is: pass types.AdamParams(...)")] = None
+
+
+class CreateModel(Body):
+    """A model to be made. `train_unembed` is told to every client as what is not done here."""
+
+    model_seq_id: Natural
+    optimizer_config: OnlyAdam = None
+    lora_config: Annotated[LoraSettings, known(LoraSettings, "train_unembed")]
+
+
+class CreateSampler(Body):
+    """A sampling session to be made, of the base model or of saved weights."""
+
+    sampling_session_seq_id: Natural
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SaveWeights(Body):
+    """A save_weights, or a save_weights_for_sampler."""
+
+    path: str | None = None  # the name to save under; None is a snapshot of no name
+    sampling_session_seq_id: Natural | None = None  # names the sampling session that a snapshot gets
+    overwrite: bool = False
+    ttl_seconds: Positive | None = None  # None is for ever
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class LoadWeights(Body):
+    """A load_weights into a model."""
+
+    path: str
+    optimizer: bool  # Adam's moments come along
+    optimizer_config: OnlyAdam = None
+    weights_access_token: Annotated[Any, refused("only weights of your own key can be loaded")] = None
+
+
+class LoadIntoNew(LoadWeights):
+    """The same into a model that is made for it."""
+
+    model_seq_id: Natural
+    base_model: str | None = None
+
+
+class KeepFor(Body):
+    """For how long weights are kept from now on."""
+
+    ttl_seconds: Positive | None  # None is for ever
+
+
+class ListPage(Body):
+    """The part of a list that is asked for."""
+
+    offset: Natural = 0
+    limit: Positive = 20
+
+
+def chunks_of(prompt: Any) -> Any:
+    """Return the chunks of a prompt, which may be a plain list of ids."""
+    if isinstance(prompt, list):
+        return [prompt]
+    chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
+    if not isinstance(chunks, list) or not chunks:
+        raise ValueError("has no chunks; send at least one token")
+    for place, chunk in enumerate(chunks):
+        if not isinstance(chunk, dict) or "tokens" not in chunk:
+            raise ValueError(f"has no token ids in chunk {place}; only encoded text is taken")
+    return [chunk["tokens"] for chunk in chunks]
+
+
+class SamplingSettings(Body):
+    """Sampling options that differ from the defaults."""
+
+    max_tokens: Positive | None = None
+    seed: Natural | None = None
+    stop: Any = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class SampleRequest(Body):
+    """Samples of a prompt, and what is to be known of the prompt itself."""
+
+    sampling_session_id: str = ""
+    seq_id: Natural
+    prompt: Annotated[list[Tokens], BeforeValidator(chunks_of)]
+    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    sampling_params: Annotated[SamplingSettings, known(SamplingSettings)]
+    prompt_logprobs: Any = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    prompt_logprobs_last_n: Positive | None = None
+    topk_sample_logprobs: NotOffered = None
+    target_prompt_logprobs: NotOffered = None
+    prompt_alt_tokens_k: NotOffered = None
+    record_stability_info: NotOffered = None
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return [token for chunk in self.prompt for token in chunk]
+
+    @property
+    def scored(self) -> bool:
+        return self.prompt_logprobs is True
+
+
+class PlainDatum(Body, extra="allow"):
+    """Tokens, and a value for each of them under the name of each input of the loss."""
+
+    __pydantic_extra__: dict[str, Numbers]
+    tokens: Tokens
+    target_tokens: Tokens | None = None
+
+
+class PlainPass(Body, extra="forbid"):
+    """A forward_backward."""
+
+    model_id: str
+    seq_id: Positive
+    data: Annotated[list[PlainDatum], Field(fail_fast=True)]
+    loss_fn: str
+    loss_fn_config: dict[str, Number] | None = None
+    forward_only: bool = False
+
+
+def wants_json(accept: str) -> bool:
+    return JSON in accept and wire.PROTOBUF not in accept
+
+
+def request_of(body: bytes) -> bytes:
+    """Return a forward_backward as the protocol has it. ValueError names the field that is wrong."""
+    call = read(PlainPass, body)
+    plain = call.model_dump(include={"model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only"})
+    message = wire.ForwardBackwardRequest(**plain)
+    for entry in call.data:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = as_bytes(torch.tensor(entry.tokens, dtype=torch.int32))
+        put(datum, "target_tokens", entry.target_tokens, wire.INT64, torch.int64)
+        for name, values in entry.__pydantic_extra__.items():
+            put(datum, name, values, wire.FLOAT32, torch.float32)
+    return bytes(message.SerializeToString())
+
+
+def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch.dtype) -> None:
+    if values is not None:
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype, tensor.dense = kind, as_bytes(torch.tensor(values, dtype=dtype))
+
+
+def in_json(answer: ModelReply, sampled: bool) -> ModelReply:
+    """An answer in protobuf, of a sample or of a forward_backward; others are in JSON already."""
+    if answer.media != wire.PROTOBUF:
+        return answer
+    return ModelReply(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
+
+
+def sample_of(body: bytes) -> dict[str, Any]:
+    """The sequences of a sample, and the log-probabilities of the prompt, where they were asked for."""
+    message = wire.parsed(wire.SampleResponse, body)
+    sample: dict[str, Any] = {"sequences": [
+        {"tokens": from_bytes(sequence.tokens, torch.int32, "tokens").tolist(), "logprobs": floats(sequence.logprobs),
+         "stop_reason": REASONS[sequence.stop_reason]} for sequence in message.sequences]}
+    return sample | ({"prompt_logprobs": floats(message.prompt_logprobs)} if message.prompt_logprobs else {})
+
+
+def output_of(body: bytes) -> dict[str, Any]:
+    """The metrics of a forward_backward, and for each datum the log-probabilities of its targets."""
+    message = wire.parsed(wire.ForwardBackwardOutput, body)
+    outputs: list[dict[str, Any]] = []
+    for record in message.loss_fn_outputs:
+        rows: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+        for name, field in record.fields.items():
+            ends = from_bytes(field.offsets, torch.int64, "offsets").tolist()
+            for row, begin, end in zip(rows, ends, ends[1:], strict=False):
+                row[name] = floats(field.data[begin:end])
+        outputs += rows
+    return {"metrics": dict(message.metrics), "loss_fn_outputs": outputs}
+
+
+def floats(data: bytes) -> list[float | None]:
+    """Values of 32 bits; what JSON has no number for is null, as the log-probability of a prompt's first token."""
+    return [value if math.isfinite(value) else None for value in from_bytes(data, torch.float32, "values").tolist()]

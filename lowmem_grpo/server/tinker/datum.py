@@ -1,0 +1,236 @@
+"""`Datum`: a sequence to train on, as a client sent it, checked."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, loss_named
+from lowmem_grpo.server.tinker import wire
+
+DTYPES = {wire.FLOAT32: torch.float32, wire.INT64: torch.int64, wire.INT32: torch.int32, wire.BFLOAT16: torch.bfloat16}
+MOST_WIDTH = 128  # targets of a token
+TARGETS = "target_tokens"
+MOST_CELLS = 2**24  # targets of a request, where tokens have several
+KNOWN = {TARGETS, *(name for loss in LOSSES.values() for name in loss.needs)}
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The E cells of a (T, K) matrix that are not left out, row by row."""
+
+    rows: Tensor  # (E,) int64, of T
+    columns: Tensor  # (E,) int64, of K
+    tokens: Tensor  # (E,) int64
+    weights: Tensor  # (E,) float32
+    length: int  # T
+    width: int  # K
+
+    def matrix(self, values: Tensor) -> Tensor:
+        """Values (E,) in their places of (T, K); 0 where a cell was left out."""
+        return values.new_zeros(self.length, self.width).index_put((self.rows, self.columns), values)
+
+
+def is_wide(tensor: Any) -> bool:
+    """Return whether a Tensor message has more than one value for a token, or is sparse."""
+    return tensor.WhichOneof("kind") == "sparse_csr" or len(tensor.shape) > 1
+
+
+def cells_of(targets: Any, weights: Any, where: str, length: int) -> Cells:
+    """The targets and weights of a datum of `length` tokens. What both leave out is left out; what one of them leaves
+    out is 0 there. ValueError names the field that is wrong."""
+    names = [f"{where}['target_tokens']", f"{where}['weights']"]
+    tokens = listed(targets, names[0], length, torch.int64)
+    factors = listed(weights, names[1], length, torch.float32)
+    if list(targets.shape) != list(weights.shape):
+        raise ValueError(f"{names[1]} has the shape {list(weights.shape)}, and the targets {list(targets.shape)}; each "
+                         "target needs one weight")
+    width = int(targets.shape[1])
+    cells = torch.cat([tokens[0], factors[0]]).unique()
+    ids, numbers = (torch.zeros(len(cells), dtype=values.dtype).index_put((torch.searchsorted(cells, at),), values)
+                    for at, values in (tokens, factors))
+    return Cells(cells // width, cells % width, ids, numbers, length, width)
+
+
+def listed(tensor: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a matrix of `length` rows as cells (E,) int64, t * K + k in ascending order, and their values (E,)."""
+    shape = list(tensor.shape)
+    if len(shape) != 2 or shape[0] != length or not 1 <= shape[1] <= MOST_WIDTH:
+        raise ValueError(f"{where} has the shape {shape}; it must be [{length}, K], a row for each token of "
+                         f"model_input, with at most {MOST_WIDTH} targets")
+    sparse = tensor.WhichOneof("kind") == "sparse_csr"
+    data = tensor.sparse_csr.values if sparse else tensor.dense
+    values = values_of(tensor, data, where, dtype)
+    cells = csr_cells(tensor.sparse_csr, where, shape) if sparse else torch.arange(math.prod(shape))
+    if len(cells) != len(values):
+        raise ValueError(f"{where} has {len(values)} values for {len(cells)} places; each needs one")
+    return cells, values
+
+
+def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
+    crow, columns = (from_bytes(getattr(matrix, name), torch.int64, f"{where}.{name}")
+                     for name in ("crow_indices", "col_indices"))
+    if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(columns) or bool((crow.diff() < 0).any()):
+        raise ValueError(f"{where}.crow_indices must be {shape[0] + 1} numbers that never fall, from 0 to the number "
+                         f"of columns that are listed, {len(columns)}")
+    rows = torch.repeat_interleave(torch.arange(shape[0]), crow.diff())
+    cells = rows * shape[1] + columns
+    if len(columns) and (bool(((columns < 0) | (columns >= shape[1])).any()) or bool((cells.diff() <= 0).any())):
+        raise ValueError(f"{where}.col_indices must rise within a row, and be 0 to {shape[1] - 1}")
+    return cells
+
+
+def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tensor:
+    """Return the values (N,) of a Tensor message in these bytes: whole numbers or finite floats, as `dtype` says."""
+    floats = dtype.is_floating_point
+    if tensor.dtype not in DTYPES or DTYPES[tensor.dtype].is_floating_point != floats:
+        raise ValueError(f"{where} has the dtype {tensor.dtype}; it must be "
+                         + ("1 (float32) or 4 (bfloat16)" if floats else "2 (int64) or 3 (int32)"))
+    values = from_bytes(data, DTYPES[tensor.dtype], where)
+    if floats and not bool(values.isfinite().all()):
+        raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
+    return values.to(dtype)
+
+
+def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
+    """Return the values (N,) of bytes, little-endian."""
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{where} has {len(data)} bytes; it must be a multiple of {dtype.itemsize}")
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def as_bytes(values: Tensor) -> bytes:
+    return values.contiguous().numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Datum:
+    """T tokens, a target for each, and what the loss needs of each."""
+
+    ids: list[int]  # (T,)
+    targets: Tensor  # (T,) int64; where there are several of each, the first
+    values: dict[str, Tensor]  # (T,) float32 each; empty where there are several targets
+    cells: Cells | None = None  # several targets of each token
+
+
+@dataclass(frozen=True)
+class ModelBounds:
+    """The limits of a model."""
+
+    vocabulary: int  # ids are below it
+    context: int  # tokens of a sequence
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A call of forward or forward_backward."""
+
+    data: list[Datum]
+    loss: str
+    settings: dict[str, float]
+    forward_only: bool
+
+
+def pass_of(request: Any, bounds: ModelBounds) -> Pass:
+    """A ForwardBackwardRequest, checked. ValueError names the field that is wrong."""
+    newer = {key: getattr(value, value.WhichOneof("kind") or "text")
+             for key, value in request.loss_fn_config_v2.items()}
+    settings = checked_settings(request.loss_fn, newer or dict(request.loss_fn_config))
+    if not request.data:
+        raise ValueError("data is empty; send at least one datum")
+    needs = loss_named(request.loss_fn).needs
+    data = [datum_of(datum, f"data[{place}]", needs, bounds, request.loss_fn)
+            for place, datum in enumerate(request.data)]
+    if (cells := sum(datum.cells.length * datum.cells.width for datum in data if datum.cells is not None)) > MOST_CELLS:
+        raise ValueError(f"data has {cells} targets; at most {MOST_CELLS} are taken where tokens have several: send "
+                         "fewer datums in a call")
+    return Pass(data, request.loss_fn, settings, request.forward_only)
+
+
+def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds, loss: str) -> Datum:
+    """A Datum message, checked. What another loss would need may be there, and is left out."""
+    ids = ids_of(datum.model_input, f"{where}.model_input", bounds)
+    if len(ids) > bounds.context:
+        raise ValueError(f"{where}.model_input has {len(ids)} tokens; the server takes at most {bounds.context}")
+    inputs = f"{where}.loss_fn_inputs"
+    if unknown := sorted(datum.loss_fn_inputs.keys() - KNOWN):
+        raise ValueError(f"{inputs} has {unknown[0]!r}, which no loss here takes; they take {', '.join(sorted(KNOWN))}")
+    if missing := [name for name in (TARGETS, *needs) if name not in datum.loss_fn_inputs]:
+        raise ValueError(f"{inputs} lacks {missing[0]!r}; {loss} needs {', '.join((TARGETS, *needs))}, each with a "
+                         "value for every token of model_input")
+    if is_wide(datum.loss_fn_inputs[TARGETS]):
+        return wide_datum(datum.loss_fn_inputs, inputs, ids, bounds, loss)
+    targets = tensor_of(datum.loss_fn_inputs[TARGETS], f"{inputs}[{TARGETS!r}]", len(ids), torch.int64)
+    check_ids(targets, f"{inputs}[{TARGETS!r}]", bounds)
+    values = {name: tensor_of(datum.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids), torch.float32)
+              for name in needs}
+    return Datum(ids, targets, values)
+
+
+def wide_datum(inputs: Any, where: str, ids: list[int], bounds: ModelBounds, loss: str) -> Datum:
+    if loss != "cross_entropy":
+        raise ValueError(f"{where}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
+                         "cross_entropy does")
+    cells = cells_of(inputs[TARGETS], inputs["weights"], where, len(ids))
+    check_ids(cells.tokens, f"{where}[{TARGETS!r}]", bounds)
+    firsts = torch.zeros(len(ids), dtype=torch.int64)
+    return Datum(ids, firsts, {}, cells)
+
+
+def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
+    tokens: list[int] = []
+    for place, chunk in enumerate(chunks):
+        kind, here = chunk.WhichOneof("kind"), f"{where}.chunks[{place}]"
+        if kind != "encoded_text":
+            raise ValueError(f"{here} is {kind or 'of an unknown kind'}; only encoded text is taken: this server "
+                             "trains on text")
+        ids = from_bytes(chunk.encoded_text.tokens, torch.int32, f"{here}.tokens")
+        check_ids(ids, f"{here}.tokens", bounds)
+        tokens += ids.tolist()
+    if not tokens:
+        raise ValueError(f"{where} has no tokens; it needs at least one")
+    return tokens
+
+
+def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
+    wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise ValueError(f"{where}[{place}] is {int(ids[place])}; the model's token ids are 0 to "
+                         f"{bounds.vocabulary - 1}")
+
+
+def tensor_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
+    """A Tensor message of (length,) values, whole numbers or floats as `dtype` says."""
+    if is_wide(tensor):
+        raise ValueError(f"{where} has the shape {list(tensor.shape)}, and may be sparse; it must be [{length}], as "
+                         "the targets are: several values for a token go with several targets only")
+    values = values_of(tensor, tensor.dense, where, dtype)
+    shape = list(tensor.shape) or [len(values)]
+    if math.prod(shape) != len(values) or len(values) != length:
+        raise ValueError(f"{where} has the shape {shape} and {len(values)} values; model_input has {length} tokens, "
+                         "and each needs one value")
+    return values
+
+
+def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput: `logprobs` (T,) or (T, K) float32 of each datum, in the request's order."""
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message.metrics.update(metrics)
+    for shape, alike in groupby(logprobs, lambda part: part.shape[1:]):
+        add_record(message, list(shape), list(alike))
+    return bytes(message.SerializeToString())
+
+
+def add_record(message: Any, shape: list[int], logprobs: list[Tensor]) -> None:
+    """Datums whose tokens have as many targets each."""
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    field = record.fields["logprobs"]
+    field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(logprobs).float())
+    field.trailing_shape.extend(shape)
+    ends = torch.tensor([0, *(part.numel() * 4 for part in logprobs)]).cumsum(0)
+    field.offsets = as_bytes(ends)

@@ -1,0 +1,276 @@
+"""`Ledger`: what clients asked of their models and what they were answered, in the server's database.
+
+Every request is kept before its promise is given, every answer before it is told: a kill of the server loses neither. A
+model's state is written with each optimizer step, and named in the same transaction as the step's answer: a step whose
+answer is there is in the state, and one whose answer is missing is not.
+
+Answers are on the disk before they are told, so that they outlive the machine's power too. A request that was not
+answered when that went may be gone: its promise is then not known any more."""
+
+import contextlib
+import json
+import re
+import sqlite3
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lowmem_grpo.server.bodies import json_of
+from lowmem_grpo.server.database import Database, Row
+from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.adapters import LoraSettings
+
+TABLES = [
+    "CREATE TABLE IF NOT EXISTS tinker_sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, finished TEXT)",
+    """CREATE TABLE IF NOT EXISTS tinker_models (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, settings TEXT NOT NULL, state TEXT, stepped INTEGER NOT NULL,
+    done INTEGER NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS tinker_promises (
+    model TEXT NOT NULL REFERENCES tinker_models (id), seq INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB,
+    answer BLOB, media TEXT, PRIMARY KEY (model, seq))""",
+    "CREATE TABLE IF NOT EXISTS tinker_times (model TEXT PRIMARY KEY, asked REAL NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS tinker_samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, snapshot TEXT)",
+    """CREATE INDEX IF NOT EXISTS tinker_open ON tinker_promises (model, answer IS NULL, LENGTH(body))
+    WHERE answer IS NULL OR body IS NOT NULL""",
+]
+MODELS = ("SELECT tinker_models.*, COALESCE((SELECT asked FROM tinker_times WHERE model = id), 0.0) AS asked "
+          "FROM tinker_models")
+KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
+AHEAD = 4096  # requests of a model that wait
+JSON = "application/json"
+PASS = "forward_backward"  # the kind of a request that may add gradients
+MISSING = "missing"  # the kind of a request that never came
+REFUSED = "refused"  # the kind of a request that went beyond a limit; its body says which
+Effect = Literal["", "added", "changed"]  # what an answered request did: to gradients, or to the model's state
+NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
+
+
+class UnknownError(LookupError):
+    """There is no such thing, or it is another user's."""
+
+
+class FinishedError(LookupError):
+    """It is over."""
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A request for a model. They are done in the order of `seq`, from 1 on without a gap."""
+
+    model: str
+    seq: int
+    kind: str
+    body: bytes
+
+    @property
+    def id(self) -> str:
+        """The id of its promise: the same request has the same one."""
+        return f"{self.model}:{self.seq}"
+
+    def agrees_with(self, later: "ModelRequest") -> bool:
+        """Return whether a later request of its number asks for the same; true without a body to compare."""
+        if self.kind in (MISSING, REFUSED):
+            return True
+        if self.kind != later.kind or not self.body or self.body == later.body:
+            return self.kind == later.kind
+        if self.kind == PASS:  # a message has several forms in bytes
+            first, second = (wire.parsed(wire.ForwardBackwardRequest, body) for body in (self.body, later.body))
+            return bool(first == second)
+        return json_of(self.body) == json_of(later.body)
+
+
+@dataclass(frozen=True)
+class ModelReply:
+    """The reply that fulfils a promise."""
+
+    body: bytes
+    media: str = JSON
+    effect: Effect = ""
+    also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], effect: Effect = "") -> "ModelReply":
+        return cls(json.dumps(value).encode(), JSON, effect)
+
+    @classmethod
+    def failed(cls, message: str, category: str = "user", effect: Effect = "") -> "ModelReply":
+        """The reply to a request that failed; `category` says by whom: user or server."""
+        return cls.from_json({"error": message, "category": category}, effect)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model as the database has it."""
+
+    id: str
+    owner: str
+    settings: LoraSettings
+    state: str | None  # the file of its state; None before the first step
+    stepped: int  # the seq of the last optimizer step
+    done: int  # the seq that was answered last
+    asked: float  # when something was asked of it last, in seconds since 1970; 0 where nothing was
+
+    @classmethod
+    def from_row(cls, row: Row) -> "StoredModel":
+        return cls(**with_settings(row))
+
+
+class Ledger:
+    """Any thread may use it; what a method did outlives a kill when it returns."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        database.add(TABLES)
+
+    def open_of(self, owner: str) -> tuple[int, int, bool]:
+        """Return a user's number of unanswered requests, the bytes kept of them, and whether one is the next of its
+        model, and so will be answered."""
+        totals = self.database.rows(
+            "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
+            "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
+            "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
+        return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
+
+    def asked(self, model: str, seq: int) -> ModelRequest | None:
+        """The request of a number, without its body, once that is no longer needed; None where there is none."""
+        row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
+        return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
+
+    def open_session(self, session: str, owner: str) -> None:
+        self.database.change("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
+
+    def check_session(self, session: Any, owner: str) -> None:
+        """UnknownError unless it is a session of this user, FinishedError where its client has ended it."""
+        row = self.database.row("SELECT owner, finished FROM tinker_sessions WHERE id = ?", (str(session),))
+        if row is None or row["owner"] != owner:
+            raise UnknownError(f"session_id is {session!r}; there is no such session of yours: make a ServiceClient")
+        if row["finished"] is not None:
+            raise FinishedError(f"session_id is {session!r}; its client ended it ({row['finished']}): make a new "
+                                "ServiceClient")
+
+    def finish_session(self, session: str, owner: str, reason: str) -> None:
+        """Keep why a client ended its session; the first reason stays. Its models and weights stay too."""
+        with contextlib.suppress(FinishedError):
+            self.check_session(session, owner)
+        self.database.change("UPDATE tinker_sessions SET finished = ? WHERE id = ? AND finished IS NULL",
+                             (reason, session))
+
+    def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None) -> None:
+        """A model, with the promise of it: its first request. One that is there stays as it is."""
+        with self.database.write() as connection:
+            connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
+                               (model, owner, json.dumps(asdict(settings))))
+            connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, 0, ?, ?)",
+                               (model, kind, body))
+
+    def model(self, model: Any, owner: str | None = None) -> StoredModel:
+        """A model; with `owner`, only one of theirs, else UnknownError."""
+        row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
+        if row is None or (owner is not None and row["owner"] != owner):
+            raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
+        return StoredModel.from_row(row)
+
+    def models(self, owner: str | None = None) -> list[StoredModel]:
+        """All models, or a user's, the oldest first."""
+        rows = self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid", (owner, owner))
+        return list(map(StoredModel.from_row, rows))
+
+    def ask(self, asked: ModelRequest) -> ModelRequest | None:
+        """Keep a request, or return the one of its number. ValueError for a number too far ahead, or forgotten."""
+        done = self.model(asked.model).done
+        if not done - KEPT < asked.seq <= done + AHEAD:
+            raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
+                             "requests wait")
+        made = self.database.change(
+            "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, ?, ?, ?)",
+            (asked.model, asked.seq, asked.kind, asked.body), waits=False)
+        return None if made else self.asked(asked.model, asked.seq)
+
+    def gap(self, model: str) -> int | None:
+        """The number of the request to do next, where it has not come and later ones have."""
+        row = self.database.row(
+            "SELECT done + 1 AS seq FROM tinker_models WHERE id = ? AND EXISTS (SELECT 1 FROM tinker_promises WHERE "
+            "model = id AND seq > done + 1) AND NOT EXISTS (SELECT 1 FROM tinker_promises WHERE model = id AND "
+            "seq = done + 1)", (model,))
+        return None if row is None else int(row["seq"])
+
+    def step_over(self, model: str, seq: int, answer: ModelReply) -> None:
+        """Answer a request that never came, unless it has come meanwhile."""
+        with self.database.write() as connection:
+            made = connection.execute(
+                "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, answer, media) VALUES (?, ?, ?, ?, ?)",
+                (model, seq, MISSING, answer.body, answer.media))
+            if made.rowcount:
+                connection.execute("UPDATE tinker_models SET done = ? WHERE id = ? AND done = ?", (seq, model, seq - 1))
+
+    def next(self, model: str) -> ModelRequest | None:
+        """The request to do next; None where it has not come."""
+        row = self.database.row(
+            "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq = "
+            "(SELECT done + 1 FROM tinker_models WHERE id = ?)", (model, model))
+        return None if row is None else ModelRequest(row["model"], row["seq"], row["kind"], row["body"] or b"")
+
+    def since_step(self, model: StoredModel) -> list[ModelRequest]:
+        """The requests that were answered after the last optimizer step, in order: gradients are made of them. One that
+        failed added nothing then, and may not now; its answer is JSON."""
+        rows = self.database.rows(
+            "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
+            "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
+        return [ModelRequest(**row) for row in rows]
+
+    def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
+        """Write a request's answer, and the file of the state that it left; its body stays if it added gradients."""
+        with self.database.write() as connection:
+            if answer.also is not None:
+                answer.also(connection)
+            connection.execute(
+                "UPDATE tinker_promises SET answer = ?, media = ?, body = CASE WHEN ? THEN body END "
+                "WHERE model = ? AND seq = ?",
+                (answer.body, answer.media, answer.effect == "added", asked.model, asked.seq))
+            connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))
+            if state is not None:
+                connection.execute("UPDATE tinker_models SET state = ?, stepped = ? WHERE id = ?",
+                                   (state, asked.seq, asked.model))
+                connection.execute("UPDATE tinker_promises SET body = NULL WHERE model = ? AND seq <= ?",
+                                   (asked.model, asked.seq))
+                connection.execute("DELETE FROM tinker_promises WHERE model = ? AND seq <= ?",
+                                   (asked.model, asked.seq - KEPT))
+
+    def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
+        """Record a sampler's source: a snapshot's folder, or None for the base model. An earlier record stays."""
+        self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
+
+    def snapshots(self, owner: str) -> list[str]:
+        """The folders that this user's samplers sample from, as they were added."""
+        rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
+                                   "NULL", (owner,))
+        return [row["snapshot"] for row in rows]
+
+    def snapshot_of(self, sampler: Any, owner: str) -> str | None:
+        """Return the snapshot that a sampler samples from; UnknownError for one that is not this user's."""
+        row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
+        if row is None or row["owner"] != owner:
+            raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
+                               "of a model's snapshots without a name the newest are kept; save_weights_for_sampler "
+                               "with a name keeps one")
+        snapshot: str | None = row["snapshot"]
+        return snapshot
+
+    def answer(self, promise: str, owner: str) -> ModelReply | None:
+        """Return the reply that fulfils a promise; None before it. UnknownError for a promise of another user."""
+        model, _, seq = promise.rpartition(":")
+        number = int(seq) if NUMBER.fullmatch(seq) else -1
+        unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")
+        try:
+            self.model(model, owner)
+        except UnknownError:
+            raise unknown from None
+        row = self.database.row("SELECT answer, media FROM tinker_promises WHERE model = ? AND seq = ?",
+                                (model, number))
+        if row is None:
+            raise unknown
+        return None if row["answer"] is None else ModelReply(row["answer"], row["media"])
+
+
+def with_settings(row: Row) -> Row:
+    return row | {"settings": LoraSettings(**json.loads(row["settings"]))}

@@ -1,0 +1,230 @@
+"""The routes of the Tinker protocol below /api/v1, as the client's version 0.38.0 asks for them."""
+
+import asyncio
+import secrets
+from functools import partial
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+
+from lowmem_grpo.server.bodies import json_of
+from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.tinker import calls, wire
+from lowmem_grpo.server.tinker.ledger import JSON, PASS, ModelReply, ModelRequest, UnknownError
+from lowmem_grpo.server.tinker.list_routes import ListRoutes
+from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
+from lowmem_grpo.server.tinker.sampling import SampleService
+from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING
+from lowmem_grpo.server.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
+from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
+
+MISSING = "no such folder"  # below the folder of the models
+FEW = 16  # parts of a promise whose answer is put together at once
+POLL = 35.0  # seconds that a poll is held open: each one more costs as much as a request; clients give up after 45
+REASONS = ("success", "errored", "interrupted")
+HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
+        "Pass train_unembed=False to say so yourself.")
+
+
+def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
+    """Return the routes. Those that are not here are answered as unknown, with the list of what there is."""
+    router = APIRouter(redirect_slashes=False)
+    models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
+    answers = models.answers() | ListRoutes(training, served).answers() | {
+        "POST /create_sampling_session": promises.create_sampler, "GET /samplers/{sampler}": promises.sampler}
+    for place, answer in answers.items():
+        method, path = place.split()
+        router.add_route(path, route(answer), methods=[method])
+    for kind, answer in models.promises().items():
+        router.add_route(f"/{kind}", route(answer, training.gaps.refuse), methods=["POST"])
+    router.add_route("/asample", promises.asample, methods=["POST"])
+    router.add_route("/retrieve_future", promises.retrieve_future, methods=["POST"])
+    return router
+
+
+class ModelRoutes:
+    """Sessions of clients, their models, and what is asked of these."""
+
+    def __init__(self, training: Training, served: Served) -> None:
+        self.training, self.ledger, self.served = training, training.ledger, served
+
+    def answers(self) -> dict[str, Answers]:
+        capabilities = {"supported_models": [{"model_name": self.served.name, "trainable": True, "sampleable": True,
+                                              "max_context_length": self.served.context}]}
+        return {
+            "GET /healthz": lambda asked: {"status": "ok"},
+            "GET /get_server_capabilities": lambda asked: capabilities,
+            "POST /client/config": lambda asked: {"proto_compress_fwdbwd": True, "use_pyqwest_transport": False},
+            "POST /client/dynamic_config": lambda asked: {},
+            "POST /telemetry": lambda asked: {"status": "accepted"},
+            "POST /create_session": self.create_session,
+            "POST /session_heartbeat": self.heartbeat,
+            "POST /sessions/{session}/finish": self.finish_session,
+            "POST /create_model": self.create_model,
+            "POST /get_info": self.model_info,
+        }
+
+    def promises(self) -> dict[str, Answers]:
+        """Return what answers with a promise of a model, by its kind."""
+        return {PASS: self.forward_backward, LOAD: self.load_weights, **{
+            kind: partial(self.promise, kind) for kind in (OPTIM_STEP, SNAPSHOT, SAVE)}}
+
+    def create_session(self, asked: ApiRequest) -> Json:
+        session = secrets.token_hex(16)
+        self.ledger.open_session(session, asked.owner)
+        return {"type": "create_session", "session_id": session, "info_message": HEAD}
+
+    def heartbeat(self, asked: ApiRequest) -> Json:
+        session = asked.json.get("session_id")
+        self.ledger.check_session(session, asked.owner)
+        self.training.runs.beat(str(session))
+        self.training.sweep_saved()
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, asked: ApiRequest) -> Json:
+        reason = asked.json.get("reason")
+        named = reason.get("type") if isinstance(reason, dict) else reason
+        if named not in REASONS:
+            raise ValueError(f"reason.type is {named!r}; allowed are {', '.join(REASONS)}")
+        self.ledger.finish_session(asked.path["session"], asked.owner, str(named))
+        return {"type": "finish_session"}
+
+    def create_model(self, asked: ApiRequest) -> Json:
+        session, body = asked.json.get("session_id"), asked.json
+        self.ledger.check_session(session, asked.owner)
+        self.served.check_base(body.get("base_model"))
+        made = calls.read(calls.CreateModel, asked.body)
+        model = f"{session}:train:{made.model_seq_id}"
+        promise = self.training.add_model(model, asked.owner, made.lora_config, CREATE)
+        return {"request_id": promise, "model_id": model, "type": CREATE}
+
+    def model_info(self, asked: ApiRequest) -> Json:
+        model, served = self.ledger.model(asked.json.get("model_id"), asked.owner), self.served
+        data = {"arch": served.architecture, "model_name": served.name, "tokenizer_id": served.tokenizer}
+        return {"type": "get_info", "model_data": data, "model_id": model.id, "is_lora": True,
+                "lora_rank": model.settings.rank, "model_name": served.name}
+
+    def promise(self, kind: str, asked: ApiRequest) -> Json:
+        """Return the promise of a request whose body is JSON."""
+        call = calls.read(calls.ModelCall, asked.body)
+        model = self.ledger.model(call.model_id, asked.owner)
+        promise = self.training.ask(ModelRequest(model.id, call.seq_id, kind, asked.body))
+        return {"request_id": promise, "model_id": model.id}
+
+    def forward_backward(self, asked: ApiRequest) -> Json:
+        """Return the promise of a pass; what is wrong in its data is told by the promise."""
+        body = wire.plain(asked.body, asked.headers.get("content-encoding", ""))
+        if asked.headers.get("content-type", "").partition(";")[0].strip() == JSON:
+            body = calls.request_of(body)
+        request = wire.parsed(wire.ForwardBackwardRequest, body)
+        model = self.ledger.model(request.model_id, asked.owner)
+        if request.seq_id < 1:
+            raise ValueError(f"seq_id is {request.seq_id}; it must be a whole number, at least 1")
+        promise = self.training.ask(ModelRequest(model.id, request.seq_id, PASS, body))
+        return {"request_id": promise, "model_id": model.id}
+
+    def load_weights(self, asked: ApiRequest) -> Json:
+        """Return the promise of a load into a model that is there, or of a new model of saved weights."""
+        session = asked.json.get("session_id")
+        if session is None:
+            return self.promise(LOAD, asked)
+        self.ledger.check_session(session, asked.owner)
+        load = calls.read(calls.LoadIntoNew, asked.body)
+        self.served.check_base(load.base_model or self.served.name)
+        saved = self.training.shelf.find(load.path, asked.owner, TRAINING)
+        model = f"{session}:train:{load.model_seq_id}"
+        promise = self.training.add_model(model, asked.owner, saved.settings, LOAD, asked.body)
+        return {"request_id": promise, "model_id": model, "type": LOAD}
+
+
+class PromiseRoutes:
+    """Sampling sessions, samples of them, and the answers of promises."""
+
+    def __init__(self, training: Training, sampling: SampleService, served: Served) -> None:
+        self.training, self.ledger, self.sampling, self.served = training, training.ledger, sampling, served
+
+    def create_sampler(self, asked: ApiRequest) -> Json:
+        """Make a sampling session of the base model, or of weights under a name."""
+        session, snapshot, training = asked.json.get("session_id"), None, self.training
+        self.ledger.check_session(session, asked.owner)
+        made = calls.read(calls.CreateSampler, asked.body)
+        if made.base_model is not None or not made.model_path:
+            self.served.check_base(made.base_model)
+        if made.model_path is not None:
+            saved = training.shelf.find(made.model_path, asked.owner, SAMPLING)
+            snapshot = str((training.shelf.folder / saved.file).relative_to(training.folder))
+        sampler = f"{session}:sample:{made.sampling_session_seq_id}"
+        self.ledger.add_sampler(sampler, asked.owner, snapshot)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    def sampler(self, asked: ApiRequest) -> Json:
+        self.ledger.snapshot_of(asked.path["sampler"], asked.owner)
+        return {"sampler_id": asked.path["sampler"], "base_model": self.served.name, "model_path": None}
+
+    async def asample(self, request: Request) -> Response:
+        """Answer with the promise of a sample. Thousands come at once, so that a small body is read here."""
+        asked = await ApiRequest.read(request)
+        here = len(asked.body) <= SMALL
+        sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
+        adapter = await self.adapter_of(sample.sampling_session_id, asked.owner)
+        return JSONResponse(await checked(lambda: self.sampling.ask(sample, adapter, asked.owner), here))
+
+    async def adapter_of(self, sampler: str, owner: str) -> Path | None:
+        """Return what a sampling session samples from, which was looked up before in most cases."""
+        known = self.sampling.adapters.get((sampler, owner), self.training.folder / MISSING)
+        if known is None or known.is_dir():
+            return known
+        return await checked(lambda: self.sampling.remember(sampler, owner, self.folder_of(sampler, owner)))
+
+    def folder_of(self, sampler: str, owner: str) -> Path | None:
+        """Return the folder of a sampling session's weights; None is the base model. UnknownError where it is gone."""
+        snapshot = self.ledger.snapshot_of(sampler, owner)
+        folder = None if snapshot is None else self.training.folder / snapshot
+        if folder is not None and not folder.is_dir():
+            raise UnknownError(f"sampling_session_id is {sampler!r}, and its weights were deleted: make a new sampling "
+                               "client")
+        return folder
+
+    async def retrieve_future(self, request: Request) -> Response:
+        """Answer with what a promise was kept with, or that it is not kept yet."""
+        asked = await ApiRequest.read(request)
+        promise = str((await checked(lambda: json_of(asked.body), len(asked.body) <= SMALL)).get("request_id"))
+        answer = await self.answer(promise, asked.owner)
+        if answer is None:
+            return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
+                            media_type=JSON)
+        if calls.wants_json(asked.headers.get("accept", "")):
+            answer = calls.in_json(answer, ":sample:" in promise)
+        return Response(answer.body, media_type=answer.media)
+
+    async def answer(self, promise: str, owner: str) -> ModelReply | None:
+        """Return what a promise was kept with; None where it is not kept in the time of a poll."""
+        if promise.endswith(f":{UNLOAD}"):
+            return await checked(lambda: self.training.runs.gone(promise.rpartition(":")[0], owner))
+        if ":sample:" in promise:
+            return await self.sampled(promise, owner)
+        return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
+
+    async def waited(self, promise: str, owner: str) -> ModelReply | None:
+        """Return the answer of a promise after a poll, which is short where an earlier request is missing."""
+        kept = self.training.kept(promise)
+        answer = await checked(lambda: self.ledger.answer(promise, owner))
+        if answer is not None:
+            return answer
+        model = await checked(lambda: self.ledger.model(promise.rpartition(":")[0], owner))
+        missing = await checked(lambda: self.training.look_for_gap(model))
+        await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
+        return await checked(lambda: self.ledger.answer(promise, owner))
+
+    async def sampled(self, name: str, owner: str) -> ModelReply | None:
+        """Return the answer of a sample. 410, for one of an earlier server, makes a client ask for it again."""
+        try:
+            promise = self.sampling.find(name, owner)
+        except UnknownError as error:
+            raise ChatError(410, str(error), None, "gone") from None
+        _, left = await asyncio.wait({asyncio.wrap_future(part) for part in promise.parts}, timeout=POLL)
+        if left:
+            return None
+        return promise.answer() if len(promise.parts) <= FEW else await run_in_threadpool(promise.answer)

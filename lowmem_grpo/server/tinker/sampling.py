@@ -1,0 +1,168 @@
+"""`SampleService`: completions and log-probabilities of prompts, from the base model or a snapshot of an adapter."""
+
+import itertools
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import Call, DeskClosedError
+from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.calls import SampleRequest
+from lowmem_grpo.server.tinker.datum import ModelBounds, as_bytes, check_ids
+from lowmem_grpo.server.tinker.ledger import ModelReply, UnknownError
+from lowmem_grpo.server.tinker.scoring import PromptScoring, Scored
+from lowmem_grpo.server.tinker.usage import Usage
+from lowmem_grpo.types import Turn
+
+logger = logging.getLogger(__name__)
+KEPT = 8192  # promises
+
+
+@dataclass
+class Promise:
+    """The promise of a sample; kept in memory only, since a client asks again where it is unknown."""
+
+    owner: str
+    turns: "list[Future[Turn]]"
+    prompt: "Future[Scored] | None"
+    asked: SampleRequest
+    adapter: Path | None = None
+    ids: list[str] = field(default_factory=list)
+
+    @property
+    def parts(self) -> "list[Future[Any]]":
+        return [*self.turns, *([] if self.prompt is None else [self.prompt])]
+
+    def when_done(self, told: Callable[[], None]) -> None:
+        left = itertools.count(1 - len(self.parts))
+        for part in self.parts:
+            part.add_done_callback(lambda _: told() if next(left) == 0 else None)
+
+    def answer(self) -> ModelReply:
+        for part in self.parts:
+            if (error := part.exception()) is not None:
+                return failed(error, self.adapter)
+        response = wire.SampleResponse()
+        for turn in (future.result() for future in self.turns):
+            reason = wire.STOP if turn.finish_reason == "stop" else wire.LENGTH
+            response.sequences.add(stop_reason=reason, tokens=int32(turn.completion_ids),
+                                   logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
+        if self.prompt is not None:
+            add_scores(response, self.prompt.result(), self.asked)
+        return ModelReply(response.SerializeToString(), wire.PROTOBUF)
+
+
+def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
+    if asked.scored:
+        response.prompt_logprobs = as_bytes(scored.logprobs)
+    if asked.topk_prompt_logprobs:
+        top = response.topk_prompt_logprobs
+        top.token_ids, top.logprobs = as_bytes(scored.ids), as_bytes(scored.values)
+        top.length, top.k = scored.ids.shape
+
+
+def failed(error: BaseException, adapter: Path | None) -> ModelReply:
+    """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
+    if isinstance(error, DeskClosedError):
+        return ModelReply.failed("the server ends; ask the next one", "server")
+    if adapter is None or adapter.is_dir():
+        if isinstance(error, ValueError):
+            return ModelReply.failed(str(error))
+    else:
+        return ModelReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
+    logger.error("a sample failed", exc_info=error)
+    return ModelReply.failed("the sample failed in the server, whose log says more", "server")
+
+
+def int32(ids: list[int]) -> bytes:
+    return as_bytes(torch.tensor(ids, dtype=torch.int32))
+
+
+class SampleService:
+    """Answers samples by the desk, which decodes calls from one snapshot together."""
+
+    def __init__(self, desk: Desk, bounds: ModelBounds, usage: Usage) -> None:
+        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, PromptScoring(desk)
+        self.lock = threading.Lock()
+        self.promises: dict[str, Promise] = {}  # by request id, the oldest first
+        self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
+
+    def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
+        """Return the promise of a sample from a snapshot's folder, or the base model. A number has only one promise."""
+        name = f"{asked.sampling_session_id}:{asked.seq_id}"
+        with self.lock:
+            if name not in self.promises:
+                self.promises[name] = self.begun(asked, adapter, owner)
+                self.tidy()
+            return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
+
+    def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
+        """Remember the adapter of a user's sampling session, so that it is not looked up for each request."""
+        self.adapters[sampler, owner] = adapter
+        for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
+            self.adapters.pop(oldest, None)
+        return adapter
+
+    def begun(self, asked: SampleRequest, adapter: Path | None, owner: str) -> Promise:
+        """A promise whose parts wait for the desk. BusyError where its user waits for too many."""
+        params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
+        self.usage.begin_sample(owner)
+        seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]
+        turns = [self.desk.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
+        prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
+                  if asked.scored or top else None)
+        promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
+        promise.when_done(lambda: self.usage.end_sample(owner))
+        return promise
+
+    def tidy(self) -> None:
+        """Forget the oldest promises that are kept, above those that clients may still ask for."""
+        for name in list(self.promises)[:max(0, len(self.promises) - KEPT)]:
+            if all(part.done() for part in self.promises[name].parts):
+                del self.promises[name]
+
+    def find(self, name: str, owner: str) -> Promise:
+        """UnknownError for a promise that is not this user's, or of an earlier server."""
+        promise = self.promises.get(name)
+        if promise is None or promise.owner != owner:
+            raise UnknownError(f"request_id is {name!r}; there is no such promise of yours")
+        return promise
+
+
+def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
+    """Return how a prompt's completions are drawn, by default to the context's end. ValueError names a wrong field."""
+    if not 0 < len(asked.ids) < bounds.context:
+        raise ValueError(f"prompt has {len(asked.ids)} tokens; it must have 1 to {bounds.context - 1}")
+    check_ids(torch.tensor(asked.ids), "prompt", bounds)
+    last, top = asked.prompt_logprobs_last_n, asked.topk_prompt_logprobs or 0
+    if top > bounds.vocabulary:
+        raise ValueError(f"topk_prompt_logprobs is {top}; it must be at most {bounds.vocabulary}")
+    if last is not None and (last >= len(asked.ids) or not asked.scored):
+        raise ValueError(f"prompt_logprobs_last_n is {last}; it must be 1 to {len(asked.ids) - 1}, less than the "
+                         "prompt's tokens, and goes with prompt_logprobs")
+    settings = asked.sampling_params.model_dump(include={"temperature", "top_k", "top_p", "seed"}, exclude_none=True)
+    room = bounds.context - len(asked.ids)
+    return SamplingParams(max_tokens=min(asked.sampling_params.max_tokens or room, room), **settings,
+                          **stop_of(asked.sampling_params.stop))
+
+
+def stop_of(stop: Any) -> dict[str, Any]:
+    """Return where completions end beside the end token: texts or token ids. An empty list drops the end token."""
+    if stop is None:
+        return {}
+    if stop == []:
+        return {"ignore_eos": True}
+    listed = [stop] if isinstance(stop, str) else stop
+    for kind, name in ((int, "stop_token_ids"), (str, "stop")):
+        if isinstance(listed, list) and all(type(item) is kind and item != "" for item in listed):
+            return {name: listed}
+    raise ValueError(f"sampling_params.stop is {stop!r}; it must be a text, a list of texts or of ids, or null")

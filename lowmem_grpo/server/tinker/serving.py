@@ -1,0 +1,148 @@
+"""A model in a server: loaded, with a desk that owns it, the routes of the Tinker protocol, and OpenAI's."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.memory.cutting import Limits as Cut
+from lowmem_grpo.models.named import public_name
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.errors import ChatError, Limits
+from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.histories import Histories
+from lowmem_grpo.server.openai.routes import Completions, openai_router
+from lowmem_grpo.server.openai.sessions import OpenSessions
+from lowmem_grpo.server.tinker.adapters import Adapters
+from lowmem_grpo.server.tinker.datum import ModelBounds
+from lowmem_grpo.server.tinker.ledger import Ledger, UnknownError
+from lowmem_grpo.server.tinker.route_utils import Served, client_errors
+from lowmem_grpo.server.tinker.routes import tinker_router
+from lowmem_grpo.server.tinker.sampling import SampleService
+from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING, Shelf
+from lowmem_grpo.server.tinker.training import Training
+from lowmem_grpo.server.tinker.usage import Usage
+from lowmem_grpo.server.users import Allowances, User
+
+SCHEME = "tinker://"
+MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
+AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the desk decodes them together
+
+
+class SavedModels(Mapping[str, Path | str | None]):
+    """The models of a user by name: the base model, and RUN@NAME, or tinker://RUN/sampler_weights/NAME, of what was
+    saved to sample with. The shelf is read at each call."""
+
+    def __init__(self, base: str, shelf: Shelf, owner: str) -> None:
+        self.base, self.shelf, self.owner = base, shelf, owner
+
+    def __getitem__(self, name: str) -> Path | None:
+        """The folder of an adapter; None is the base model. ChatError for weights that were saved to train on."""
+        if name == self.base:
+            return None
+        for kind in (SAMPLING, TRAINING):
+            try:
+                saved = self.shelf.find(path_of(name, kind), self.owner)
+            except UnknownError:
+                continue
+            if saved.kind == TRAINING:
+                raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample "
+                                     "with", "model")
+            return self.shelf.folder / saved.file
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.base
+        for saved in self.shelf.all(self.owner):
+            if saved.kind == SAMPLING:
+                yield f"{saved.model}@{saved.path.rpartition('/')[2]}"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Chats:
+    """A Chat for each user, over one desk: nothing that one of them said is known to another."""
+
+    def __init__(self, desk: Desk, shelf: Shelf, base: str) -> None:
+        self.desk, self.shelf, self.base = desk, shelf, base
+        self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
+        self.made: dict[str, Chat] = {}
+
+    def __call__(self, user: User) -> Chat:
+        with self.lock:
+            if user.name not in self.made:
+                tokenizer = self.desk.tokenizer
+                self.made[user.name] = Chat(self.desk, tokenizer, lambda: SavedModels(self.base, self.shelf, user.name),
+                                            histories=Histories(tokenizer, keys=self.keys))
+            return self.made[user.name]
+
+
+def path_of(name: str, kind: str) -> str:
+    """Return the protocol's path of the weights behind a model's name."""
+    if name.startswith(SCHEME):
+        return name
+    run, _, saved = name.rpartition("@")
+    return f"{SCHEME}{run}/{kind}/{saved}"
+
+
+@dataclass
+class ServedModel:
+    """A model with all that answers for it."""
+
+    desk: Desk
+    training: Training
+    router: APIRouter
+    completions: Completions
+
+    def routers(self) -> dict[str, APIRouter]:
+        return {"/api/v1": self.router, "/v1": openai_router(self.completions)}
+
+    def close(self) -> None:
+        """Finish what is being done, and begin no more; the next server goes on."""
+        self.training.close()
+        self.desk.close()
+
+
+def serve_model(
+    name: str, database: Database, folder: Path, allowances: Allowances | None = None, **loading: Any
+) -> ServedModel:
+    """Load a model by its name, and take up what clients had trained. `folder` is for its clients' states; `allowances`
+    are what each may have; `loading` are options of FastLanguageModel.from_pretrained."""
+    model, _ = FastLanguageModel.from_pretrained(name, **loading)
+    lora = FastLanguageModel.get_peft_model(model, r=1)  # holds the place of an adapter while no client's computes
+    policy = Policy(lora.inner)
+    desk = Desk(lora, policy=policy)
+    cut = Cut(MICRO_BATCH)
+    adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
+    config = policy.base.config
+    bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
+    training = Training(desk, adapters, Ledger(database), folder, bounds, allowances)
+    served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
+    router = tinker_router(training, SampleService(desk, bounds, training.usage), served)
+    limits = Limits(concurrent=AT_A_TIME)
+    completions = Completions(Chats(desk, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
+                              partial(counted, training.usage))
+    return ServedModel(desk, training, router, completions)
+
+
+@contextmanager
+def counted(usage: Usage, user: User) -> Iterator[None]:
+    """Inside, a request over OpenAI's routes is among those of its user. ChatError (429) where no more may wait."""
+    with client_errors():
+        usage.begin_sample(user.name)
+    try:
+        yield
+    finally:
+        usage.end_sample(user.name)

@@ -1,0 +1,126 @@
+"""`Shelf`: weights that clients saved under a name, to train on from and to sample with."""
+
+import json
+import re
+import sqlite3
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lowmem_grpo.runs.files import remove
+from lowmem_grpo.server.database import Database, Row
+from lowmem_grpo.server.tinker.adapters import LoraSettings
+from lowmem_grpo.server.tinker.ledger import UnknownError, with_settings
+
+TABLE = """CREATE TABLE IF NOT EXISTS tinker_saved (
+    path TEXT PRIMARY KEY, owner TEXT NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, file TEXT NOT NULL,
+    size INTEGER NOT NULL, made REAL NOT NULL, expires REAL)"""
+TRAINING, SAMPLING = "weights", "sampler_weights"  # as the protocol's paths have it
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Weights under a name. Times are seconds since 1970."""
+
+    path: str  # tinker://MODEL/weights/NAME, or tinker://MODEL/sampler_weights/NAME
+    owner: str
+    model: str
+    settings: LoraSettings
+    file: str  # below the folder of the shelf: a safetensors file with moments, or a PEFT folder to sample with
+    size: int
+    made: float
+    expires: float | None = None
+
+    @classmethod
+    def from_row(cls, row: Row) -> "Saved":
+        return cls(**with_settings(row))
+
+    @property
+    def kind(self) -> str:
+        return self.path.split("/")[-2]
+
+
+def path_of(model: str, kind: str, name: str) -> str:
+    """Return the protocol's path of weights under a name. ValueError for a name that is no plain one."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"path is {name!r}; give a name of letters, digits and _.-, at most 128")
+    return f"tinker://{model}/{kind}/{name}"
+
+
+class Shelf:
+    """Any thread may use it. What is on the shelf is in the database; a file without a row is what a kill left."""
+
+    def __init__(self, database: Database, folder: Path) -> None:
+        database.add([TABLE])
+        self.database, self.folder = database, folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+
+    def find(self, path: object, owner: str, kind: str | None = None) -> Saved:
+        """The weights of a path. UnknownError where this user has none there, ValueError for those of another kind."""
+        row = self.database.row("SELECT * FROM tinker_saved WHERE path = ? AND (expires IS NULL OR expires > ?)",
+                                (str(path), time.time()))
+        if row is None or row["owner"] != owner:
+            raise UnknownError(f"path is {path!r}; there are no such weights of yours")
+        saved = Saved.from_row(row)
+        if kind == TRAINING != saved.kind:
+            raise ValueError(f"path is {path!r}, which was saved to sample with; save_state saves what to train on")
+        if kind == SAMPLING != saved.kind:
+            raise ValueError(f"path is {path!r}, which was saved to train on; save_weights_for_sampler saves what to "
+                             "sample with")
+        return saved
+
+    def all(self, owner: str, model: str | None = None) -> list[Saved]:
+        """This user's weights, the newest first; of one model, or of all."""
+        rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
+                                  "ORDER BY made DESC, path", (owner, time.time()))
+        return [saved for saved in map(Saved.from_row, rows) if model in (None, saved.model)]
+
+    def place(self, model: str, kind: str, name: str, seq: int) -> Path:
+        """Return the file for a request's weights, no other's: an older one of the name stays until it is whole."""
+        suffix = ".safetensors" if kind == TRAINING else ""
+        return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
+
+    def check_free(self, path: str, owner: str, overwrite: bool) -> None:
+        """ValueError where there are weights of this name already, which are not to be replaced."""
+        if not overwrite:
+            with suppress(UnknownError):
+                self.find(path, owner)
+                raise ValueError(f"{path} is there already: give another name, or overwrite=True")
+
+    def put(self, saved: Saved, connection: sqlite3.Connection) -> None:
+        """Add a row, in the transaction of whoever answers the request."""
+        values = asdict(saved) | {"settings": json.dumps(asdict(saved.settings))}
+        marks = ", ".join("?" * len(values))
+        connection.execute(f"INSERT OR REPLACE INTO tinker_saved ({', '.join(values)}) VALUES ({marks})",
+                           tuple(values.values()))
+
+    def delete(self, path: str, owner: str) -> None:
+        """Forget weights, and delete them. UnknownError where this user has none there."""
+        saved = self.find(path, owner)
+        self.database.change("DELETE FROM tinker_saved WHERE path = ?", (saved.path,))
+        remove(self.folder / saved.file)
+
+    def keep_for(self, path: str, owner: str, seconds: int | None) -> None:
+        """Let weights go so many seconds from now; None keeps them. UnknownError where this user has none there."""
+        saved = self.find(path, owner)
+        self.database.change("UPDATE tinker_saved SET expires = ? WHERE path = ?",
+                             (None if seconds is None else time.time() + seconds, saved.path))
+
+    def expired(self) -> bool:
+        return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
+
+    def sweep(self) -> None:
+        """Delete what expired, what was replaced, and what a kill left behind."""
+        self.database.change("DELETE FROM tinker_saved WHERE expires <= ?", (time.time(),))
+        known = {row["file"] for row in self.database.rows("SELECT file FROM tinker_saved")}
+        for path in self.folder.iterdir():
+            if path.name not in known:
+                remove(path)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder; 0 where it is gone."""
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())

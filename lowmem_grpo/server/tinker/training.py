@@ -1,0 +1,272 @@
+"""`Training`: does what clients ask of their models, in the thread that owns the model, and survives a kill.
+
+    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told"""
+
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from safetensors.torch import load_file, save_file
+
+from lowmem_grpo.memory.oom import MemoryExhaustedError
+from lowmem_grpo.runs.files import flush, remove
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import DeskClosedError
+from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.adapters import Adapters, DroppedError, LoraSettings
+from lowmem_grpo.server.tinker.calls import LoadWeights, OptimStep, SaveWeights, read
+from lowmem_grpo.server.tinker.datum import ModelBounds, output_of, pass_of
+from lowmem_grpo.server.tinker.ledger import PASS, REFUSED, Ledger, ModelReply, ModelRequest, StoredModel, UnknownError
+from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
+from lowmem_grpo.server.tinker.usage import Gaps, Runs, Usage
+from lowmem_grpo.server.users import Allowances
+
+logger = logging.getLogger(__name__)
+
+CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
+    "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
+SNAPSHOTS = 8  # a model's newest ones, which can be sampled from without a name
+HELD = 16  # models in the card's memory; what was asked longest ago is read from the disk again when it is asked
+
+
+class Training:
+    """One queue for each model, ordered by `seq_id`; models take turns request by request."""
+
+    def __init__(
+        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: ModelBounds,
+        allowances: Allowances | None = None,
+    ) -> None:
+        """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
+        self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
+        self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
+        self.busy: set[str] = set()  # models with a request in the desk
+        # by promise, while somebody waits for it: done as soon as it is kept
+        self.told: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
+        self.gaps = Gaps()
+        self.snapshots = folder / "snapshots"
+        self.snapshots.mkdir(parents=True, exist_ok=True)
+        self.shelf = Shelf(ledger.database, folder / "saved")
+        self.usage = Usage(allowances, ledger, self.shelf, folder)
+        self.runs = Runs(ledger.database, ledger)
+        for model in ledger.models():
+            self.pump(model.id)
+
+    # For any thread
+
+    def ask(self, asked: ModelRequest) -> str:
+        """Keep a request; return its promise's id. ValueError where its number is taken, BusyError to come again."""
+        earlier = self.ledger.asked(asked.model, asked.seq)
+        if earlier is None:
+            earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
+            self.runs.touch(asked.model)
+        if earlier is not None and not earlier.agrees_with(asked):
+            raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
+                             "two programs may be using one model; let each create its own")
+        self.pump(asked.model)
+        return asked.id
+
+    def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
+        """Make a model by its first request; return its promise's id. ValueError where its user may have no more."""
+        self.make_room(model, owner)
+        self.ledger.add_model(model, owner, settings, kind, body)
+        self.pump(model)
+        return f"{model}:0"
+
+    def make_room(self, model: str, owner: str) -> None:
+        """Unload a model whose client left, where a user has as many as they may. ValueError where there is none."""
+        try:
+            self.usage.check_model(model, owner)
+        except ValueError:
+            left = self.runs.left(owner)
+            if not left:
+                raise
+            self.unload(left[0])
+
+    def unload(self, model: StoredModel) -> None:
+        """Forget a model: at once in the database, in the memory and on the disk as soon as the desk is free."""
+        self.runs.remove(model)
+        self.desk.run(lambda: self.clear(model.id), sleep=False)
+
+    def sweep_saved(self) -> None:
+        if self.shelf.expired():
+            self.desk.run(self.shelf.sweep, sleep=False)
+
+    def look_for_gap(self, model: StoredModel) -> bool:
+        """Return whether others wait for a request that has not come. It has some time to come, and is then answered,
+        so that the others are done: it was refused before it had a promise, or lost."""
+        missing = self.ledger.gap(model.id)
+        if not self.gaps.is_over(model.id, model.owner, missing):
+            return missing is not None
+        assert missing is not None
+        self.ledger.step_over(model.id, missing, ModelReply.failed(
+            f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
+            "number of its own"))
+        self.pump(model.id)
+        return False
+
+    def pump(self, model: str) -> None:
+        with self.lock:
+            if model in self.busy or (asked := self.ledger.next(model)) is None:
+                return
+            self.busy.add(model)
+        self.desk.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
+
+    def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
+        """A request left the desk, with or without its answer."""
+        with self.lock:
+            self.busy.discard(asked.model)
+            told = self.told.pop(asked.id, None)
+        if told is not None:
+            told.set_result(None)
+        error = done.exception()
+        if error is None:
+            self.clerk.submit(self.pump, asked.model)  # the desk's own thread asks nothing of it
+        elif not isinstance(error, DeskClosedError):
+            logger.error("%s was not answered: %s", asked.id, error)
+
+    def kept(self, promise: str) -> "Future[None]":
+        """Done as soon as a promise is kept. Ask for it, then the ledger, which may have the answer."""
+        with self.lock:
+            return self.told.setdefault(promise, Future())
+
+    def close(self) -> None:
+        """Take no more requests; those that wait are done by the next server. The desk stays open."""
+        self.clerk.shutdown(cancel_futures=True)
+
+    # In the desk's thread
+
+    def do(self, asked: ModelRequest) -> None:
+        """Do a request and keep its answer. After an OSError the model is as on the disk, and none is given."""
+        state = None
+        try:
+            answer = self.answer(asked)
+            if answer.effect == "changed":
+                state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
+                self.write_state(asked.model, self.folder / state)
+            self.ledger.keep(asked, answer, state)
+        except OSError:
+            self.load(self.ledger.model(asked.model))
+            raise
+        if state is not None:
+            self.sweep(asked.model, state)
+        if answer.also is not None:
+            self.shelf.sweep()
+        if asked.kind == SNAPSHOT:
+            for name in self.runs.older_snapshots(asked.model, SNAPSHOTS):
+                remove(self.folder / name)
+
+    def clear(self, model: str) -> None:
+        self.adapters.delete(model)
+        self.sweep(model, "")
+        for path in self.snapshots.glob(f"{model}:sample:*".replace(":", "_")):
+            remove(path)
+
+    def answer(self, asked: ModelRequest) -> ModelReply:
+        """Return the reply to a request; a failure names the field that is wrong, and nothing of what is inside."""
+        try:
+            if asked.kind == REFUSED:
+                return ModelReply.failed(asked.body.decode())
+            self.hold(asked)
+            if asked.kind == CREATE:
+                self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
+                return ModelReply.from_json({"model_id": asked.model, "type": CREATE})
+            kinds = {OPTIM_STEP: self.optim_step, SNAPSHOT: self.save, SAVE: self.save, LOAD: self.load_saved}
+            return kinds.get(asked.kind, self.forward_backward)(asked)
+        except DroppedError as error:
+            return ModelReply.failed(str(error), effect="changed")
+        except (ValueError, UnknownError, MemoryExhaustedError) as error:
+            return ModelReply.failed(str(error))
+        except OSError:
+            raise
+        except Exception:
+            logger.exception("%s failed", asked.id)
+            return ModelReply.failed("the request failed in the server, whose log says more", "server")
+
+    def forward_backward(self, asked: ModelRequest) -> ModelReply:
+        work = pass_of(wire.parsed(wire.ForwardBackwardRequest, asked.body), self.bounds)
+        done = output_of(*self.adapters.run(asked.model, work))
+        return ModelReply(done, wire.PROTOBUF, "" if work.forward_only else "added")
+
+    def optim_step(self, asked: ModelRequest) -> ModelReply:
+        adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
+        if model.state is None:
+            self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
+        return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, "changed")
+
+    def save(self, asked: ModelRequest) -> ModelReply:
+        """A copy of a model under a name; or without one, and a sampling session that samples from it."""
+        call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
+        if call.path is None:
+            if asked.kind == SAVE or call.sampling_session_seq_id is None:
+                raise ValueError("path is missing; give the weights a name, or a snapshot a sampling_session_seq_id")
+            return self.save_snapshot(call.sampling_session_seq_id, model)
+        kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
+        path = path_of(model.id, kind, call.path)
+        self.shelf.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
+        self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING))
+        place, now = self.shelf.place(model.id, kind, call.path, asked.seq), time.time()
+        if kind == SAMPLING:
+            self.adapters.snapshot(model.id, place)
+        else:
+            self.write_state(model.id, place)
+        expires = None if call.ttl_seconds is None else now + call.ttl_seconds
+        saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
+        return replace(ModelReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
+
+    def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
+        """A copy of a model without a name, and the sampling session of this number, which samples from it."""
+        sampler = f"{model.id}:sample:{number}"
+        folder = self.snapshots / sampler.replace(":", "_")
+        self.usage.check_storage(model.owner, self.adapters.size(model.id))
+        self.adapters.snapshot(model.id, folder)
+        self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
+        return ModelReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
+
+    def load_saved(self, asked: ModelRequest) -> ModelReply:
+        """Put saved weights into a model, which is made where this is its first request."""
+        call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
+        saved = self.shelf.find(call.path, model.owner, TRAINING)
+        if model.state is None:
+            self.usage.check_storage(model.owner, saved.size)
+        if asked.seq == 0:
+            self.adapters.create(model.id, model.settings)
+        state = load_file(self.shelf.folder / saved.file)
+        kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
+        self.adapters.restore(model.id, kept)
+        return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, "changed")
+
+    def write_state(self, model: str, path: Path) -> None:
+        """A model's factors and moments, which are on the disk when this returns."""
+        save_file(self.adapters.state(model), path)
+        flush(path)
+        flush(path.parent)
+
+    def sweep(self, model: str, state: str) -> None:
+        for path in self.folder.glob(f"{model.replace(':', '_')}.*.safetensors"):
+            if path.name != state:
+                path.unlink(missing_ok=True)
+
+    def hold(self, asked: ModelRequest) -> None:
+        """Have the model of a request in memory, and at most HELD."""
+        held = self.adapters.held
+        if asked.model in held:
+            held[asked.model] = held.pop(asked.model)  # the last to be let go
+        elif asked.seq > 0:
+            self.load(self.ledger.model(asked.model))
+        while len(held) > HELD:
+            self.adapters.delete(next(iter(held)))
+
+    def load(self, model: StoredModel) -> None:
+        """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
+        self.adapters.create(model.id, model.settings)
+        if model.state is not None:
+            self.adapters.restore(model.id, load_file(self.folder / model.state))
+        for asked in self.ledger.since_step(model):
+            if asked.kind == PASS:
+                self.answer(asked)

@@ -1,0 +1,265 @@
+"""`Ranks`: the processes of a run, each with the whole model and a card, over torch.distributed. Each samples, scores
+and trains a share of a step's groups; all hold the same state, and gradients are summed. The groups of processes are
+our own, since vLLM makes the default one of its own process alone, and destroys it."""
+
+import hashlib
+import json
+import logging
+import pickle
+import platform
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.launcher import Place, balanced, this_place
+from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.models.card_check import LARGER
+from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
+from lowmem_grpo.runs.summary import facts
+from lowmem_grpo.trainer.rendezvous import PATIENCE, Pulse, RankError, find_others
+from lowmem_grpo.utils import size_text
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+TRANSFER = timedelta(minutes=1)  # for each piece of a transfer
+PAUSE = 0.001  # seconds between two looks
+SLOW, STEPS = 1.5, 3  # times the median of the other ranks, over so many steps in a row
+PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # besides those among the facts
+OWN = ("card", "card_bytes", "processor")  # may differ from machine to machine
+ROWS = 8  # that are compared, from the first to the last
+
+
+class Ranks:
+    """The work that the processes of a run do together. All of them ask for the same things in the same order; what
+    differs is noticed, and said. In one process each of it is what a process does by itself."""
+
+    def __init__(self, place: Place | None = None, store: Any = None) -> None:
+        """`store` is torch's, which all processes reach."""
+        self.place = place or Place()
+        self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
+        self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
+        self.store = store
+        self.card_group: Any = None
+        if self.count > 1:
+            self.pulse = Pulse(self.gloo("pulse"), self.rank, self.count)
+            self.group = self.gloo("data")
+            machines = self.gather("the start", platform.node())
+            self.here = machines.count(machines[self.rank])
+
+    def gloo(self, name: str) -> Any:
+        """Return a new group of all processes over their hosts. They connect, and each transfer goes on, in time."""
+        made: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), self.rank, self.count,
+                                          timedelta(seconds=PATIENCE))
+        made.set_timeout(TRANSFER)
+        return made
+
+    def mine(self, things: Sequence[T], cost: Callable[[T], float]) -> list[T]:
+        """Return this process's part of things that all have, in their order; all parts cost about the same."""
+        return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
+
+    def gather(self, what: str, own: T) -> list[T]:
+        """Return what each process has, in the order of the ranks; it is pickled. `what` names it in messages."""
+        if self.count == 1:
+            return [own]
+        data = pickle.dumps(own)
+        sizes = self.pulse.meet(what, len(data))
+        sent = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        held = [torch.empty_like(sent) for _ in sizes]
+        self.finish(what, self.group.allgather([held], [sent]))
+        return [own if rank == self.rank else pickle.loads(part[:size].numpy().tobytes())  # noqa: S301 - our own
+                for rank, (part, size) in enumerate(zip(held, sizes, strict=True))]
+
+    def first(self, what: str, make: Callable[[], T]) -> T:
+        """Return what the first process makes, in all of them."""
+        return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
+
+    def meet(self, what: str) -> None:
+        """Wait until all processes are here. Any of them may end afterwards."""
+        if self.count > 1:
+            self.pulse.meet(what)
+
+    def finish(self, what: str, work: Any) -> None:
+        """Wait for a transfer; RankError where it breaks off."""
+        try:
+            while not work.is_completed():
+                self.pulse.check()
+                time.sleep(PAUSE)
+            work.wait()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            self.pulse.explain(what, error)
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace each gradient by the sum over all processes, in fp32, or in fp64 where a gradient is. A parameter
+        that has a gradient in one process has one in all of them afterwards."""
+        if self.count == 1:
+            return
+        group, device = self.reducer(parameters)
+        wide = any(p.grad is not None and p.grad.dtype == torch.float64 for p in parameters)
+        sizes = [p.numel() for p in parameters]
+        told = self.gather("the gradients", (sum(sizes), wide))
+        if len({total for total, _ in told}) > 1:
+            raise RankError(f"the ranks train different numbers of parameters: {', '.join(str(n) for n, _ in told)}; "
+                            "give LoRA the same rank and the same modules in all of them")
+        dtype = torch.float64 if any(double for _, double in told) else torch.float32
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
+        *views, there = flat.split([*sizes, len(sizes)])
+        there.copy_(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
+        for parameter, view in zip(parameters, views, strict=True):
+            if parameter.grad is not None:
+                view.view_as(parameter).copy_(parameter.grad)
+        self.finish("the gradients", group.allreduce([flat]))
+        for parameter, view, count in zip(parameters, views, there.tolist(), strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            if count and parameter.grad is not None:
+                parameter.grad.copy_(view.view_as(parameter))
+
+    def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
+        """Return the group that sums gradients and its device: NCCL where each process has a card, else Gloo."""
+        device = parameters[0].device
+        if self.card_group is None:
+            cards = self.gather("their cards", card_of(device))
+            self.card_group = self.group
+            if dist.is_nccl_available() and None not in cards and len(set(cards)) == self.count:
+                self.card_group = dist.ProcessGroupNCCL(
+                    dist.PrefixStore("cards", self.store), self.rank, self.count, dist.ProcessGroupNCCL.Options())
+                self.card_group.set_timeout(TRANSFER)
+        return self.card_group, torch.device("cpu") if self.card_group is self.group else device
+
+    def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
+        """Return what each process measured in a step, how long it waited and was busy, as ranks/RANK/NAME."""
+        if self.count == 1:
+            return {}
+        waited, self.pulse.waited = self.pulse.waited, 0.0
+        told = self.gather("how a step went", own | {"waiting_s": waited, "busy_s": max(step_time - waited, 0.0)})
+        self.warn_of_slow([measured["busy_s"] for measured in told])
+        return {f"ranks/{rank}/{name}": value for rank, part in enumerate(told) for name, value in part.items()}
+
+    def warn_of_slow(self, busy: list[float]) -> None:
+        """Say once of a rank that it takes longer than the others, step after step."""
+        for rank, seconds in enumerate(busy):
+            others = median(busy[:rank] + busy[rank + 1 :])
+            steps = self.slow.get(rank, 0)
+            self.slow[rank] = steps + 1 if seconds > SLOW * others or steps >= STEPS else 0
+            if self.slow[rank] == STEPS:
+                logger.warning(
+                    "rank %d takes %.1f times as long as the others, which wait for it in each step: its card or its "
+                    "machine is slower, or busy with something else. All ranks get as many prompts, and train as many "
+                    "tokens; with cards of one kind none waits", rank, seconds / others)
+
+    def seed(self, seed: int, step: int) -> None:
+        """Give each process random states that follow from seed, step and rank, so that no checkpoint holds them."""
+        if self.count > 1:
+            own = random.Random(f"{seed}-{step}-{self.rank}").getrandbits(31)
+            random.seed(own)
+            np.random.seed(own)
+            torch.manual_seed(own)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, an error of one process ends the run in all of them."""
+        try:
+            yield
+        except BaseException as error:
+            if self.count > 1:
+                self.pulse.fail(error)
+            raise
+
+
+def card_of(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def ranks() -> Ranks:
+    """Return the processes of this run. The first call joins them; ValueError or RankError where that fails."""
+    return joined(this_place())
+
+
+@cache
+def joined(place: Place) -> Ranks:
+    return Ranks(place, find_others(place) if place.count > 1 else None)
+
+
+def check_settings(config: Any, count: int, samples: bool = True) -> None:
+    """ValueError for settings that need one process, or a step with fewer prompts than ranks."""
+    if count > 1 and (mode := getattr(config, "train_while_sampling", None)):
+        raise ValueError(f"train_while_sampling is {mode!r}, and the run has {count} processes: a rank trains other "
+                         "groups than it has sampled; leave it out")
+    prompts = config.prompts_per_generation if isinstance(config, GRPOConfig) else config.batch_size
+    if samples and prompts < count > 1:
+        raise ValueError(f"a step has {prompts} prompts, and the run has {count} processes, each of which takes whole "
+                         "prompts: raise per_device_train_batch_size or gradient_accumulation_steps, or start fewer")
+
+
+def check_ranks_agree(trainer: Any) -> None:
+    """ValueError where the processes of a run would not do the same, or share a card that each should have alone."""
+    if trainer.ranks.count == 1:
+        return
+    told = trainer.ranks.gather("what the ranks are", described(trainer))
+    device = trainer.policy.device
+    cards = trainer.ranks.gather("their cards", (card_of(device), trainer.ranks.place.local,
+                                                 facts(trainer.model, device)["card_bytes"] or 0))
+    sizes = [size for *_, size in cards]
+    if trainer.ranks.place.leads and max(sizes) > LARGER * min(sizes):
+        logger.warning("the ranks have cards of different size (%s): each plans its own memory, but all get as many "
+                       "prompts and wait for the slowest. Cards of one kind would not wait; CUDA_VISIBLE_DEVICES names "
+                       "those to use", ", ".join(map(size_text, sizes)))
+    for card, local, _ in cards:
+        on_it = [str(rank) for rank, other in enumerate(cards) if card is not None and other[0] == card]
+        if any(other[0] == card and other[1] != local for other in cards) and on_it:
+            raise ValueError(f"the ranks {' and '.join(on_it)} are on one card ({card}), and each takes a card of its "
+                             "own: start them with `torchrun --nproc-per-node N -m lowmem_grpo run RECIPE`, or let "
+                             "each see only its card (CUDA_VISIBLE_DEVICES) before torch is imported")
+    if differing := [name for name in told[0] if len({str(each[name]) for each in told}) > 1]:
+        lines = "; ".join(values_of(name, [str(each[name]) for each in told]) for name in differing)
+        raise ValueError(f"the ranks are not alike: {lines}. Start all of them with the same program, versions, "
+                         "settings, model and rows")
+
+
+def described(trainer: Any) -> dict[str, Any]:
+    """Return what must be the same in all processes, in plain values."""
+    model, rows = trainer.model, trainer.source.dataset
+    known = facts(model, trainer.policy.device)
+    return {
+        **{f"the version of {name}": version(name) for name in PACKAGES},
+        **{f"the setting {name}": value for name, value in trainer.args.to_dict().items()},
+        **{name.replace("_", " "): value for name, value in known.items() if name not in OWN},
+        "the device": trainer.policy.device.type, "the model": model.loaded.name,
+        "the model's config": digest(model.get_base_model().config.to_json_string().encode()),
+        "the adapter's weights": digest(*(held.detach().cpu().float().numpy().tobytes()
+                                          for held in adapter_tensors(model).values())),
+        "the rows": digest_of_rows(rows),
+        "the rewards": [] if trainer.scorer is None else trainer.scorer.names,
+    }
+
+
+def digest_of_rows(rows: Any) -> str:
+    """Return the number of rows, and a short sum over some of them; "a stream" for one."""
+    if isinstance(rows, Stream):
+        return "a stream"
+    some = [rows[place] for place in sorted({n * (len(rows) - 1) // (ROWS - 1) for n in range(ROWS)})]
+    return f"{len(rows)} ({digest(json.dumps(some, default=str).encode())})"
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
+
+
+def values_of(name: str, values: list[str]) -> str:
+    """Return a difference in words: each value, and which ranks have it."""
+    ranks_of = {value: ", ".join(str(rank) for rank, other in enumerate(values) if other == value) for value in values}
+    return f"{name} is " + " and ".join(f"{value} (rank {ranks_of[value]})" for value in ranks_of)

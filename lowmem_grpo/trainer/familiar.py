@@ -1,0 +1,255 @@
+"""What TRL's and transformers' trainers offer beside `train`, under their names. `NOT_HERE` lists what ours do not,
+with what to use instead; a subclass that defines a method of `NEVER_CALLED` is refused."""
+
+import json
+import logging
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.integrations.unsloth_names import UnsupportedError
+from lowmem_grpo.models import hub
+from lowmem_grpo.runs.listeners import Callbacks
+from lowmem_grpo.runs.records import replace_text
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.saver import Saver
+from lowmem_grpo.utils import time_text
+
+logger = logging.getLogger(__name__)
+LOOP = "the visible loop is next_groups(), update(groups), evaluate() and save_state()"
+ROWS = "there are no data loaders: trainer.source.take(n) draws the next rows, and trainer.train_dataset has all"
+LOSS = "the loss is computed on packed sequences: trainer.forward_backward(groups) gives its gradient and its metrics"
+MADE = "the trainer makes its optimizer itself, or takes optimizers=(optimizer, scheduler)"
+SAMPLE = ("sample with model.fast_generate(prompts, lora_request=model.current_lora()), or measure with "
+          "trainer.evaluate()")
+ONE = "every process has the whole model on one device"
+PLAY = "the engine samples: say otherwise with rollout_func=, tools= or environment_factory="
+INSIDE = "our loop has no such part; a callback (add_callback) is called at its events, and " + LOOP
+NEVER_CALLED = {
+    **dict.fromkeys(("_build_accelerator_args", "_clip_grad_norm", "_determine_best_metric", "_evaluate",
+                     "_finalize_training", "_finish_current_push", "_get_grad_norm", "_get_learning_rate",
+                     "_get_num_items_in_batch", "_get_output_dir", "_has_mixed_mesh_grads", "_hp_search_setup",
+                     "_init_training_state", "_inner_training_loop", "_issue_warnings_after_load", "_load_best_model",
+                     "_load_callback_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+                     "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate", "_mixed_mesh_grad_norm",
+                     "_move_model_to_device", "_prepare_context_parallel_inputs", "_prepare_for_training",
+                     "_push_from_checkpoint", "_report_to_hp_search", "_run_epoch", "_save", "_save_checkpoint",
+                     "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_send_telemetry",
+                     "_sync_replicated_trainable_parameters", "_track_num_input_tokens", "_tune_save_checkpoint",
+                     "_update_auto_batch_size", "_validate_args", "_wrap_model"), INSIDE),
+    **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
+                     "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
+                     "floating_point_ops", "hyperparameter_search"), LOOP),
+    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
+                     "_get_dataloader", "_get_train_sampler", "_get_eval_sampler", "_get_collator_with_removed_columns",
+                     "_prepare_dataset", "_prepare_input", "_prepare_inputs", "_reject_skip_prepare_without_labels",
+                     "_remove_unused_columns", "_set_signature_columns_if_needed"), ROWS),
+    **dict.fromkeys(("compute_loss", "_compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+                     "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights",
+                     "_get_per_token_logps_and_entropies"), LOSS),
+    **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_group",
+                     "get_optimizer_cls_and_kwargs", "get_decay_parameter_names"), MADE),
+    **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
+    **dict.fromkeys(("_generate", "_generate_and_score_completions", "_generate_single_turn", "_get_tool_suffix_ids",
+                     "_tokenize_prompts", "_tool_call_loop"), PLAY),
+    **dict.fromkeys(("_log_metric", "_log_completion_extra"), "a reward function that names log_metric or log_extra as "
+                    "a parameter gets it"),
+    **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), ONE),
+    "init_hf_repo": "push_to_hub makes the repository",
+}
+NOT_HERE = NEVER_CALLED | {
+    "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "loss_is_scaled_for_ga"),
+                    LOSS),
+    "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",
+    **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
+                    "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
+}
+SETTINGS = (  # that a trainer of TRL has as attributes, and a `rollout_func` reads
+    "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
+    "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
+    "max_tool_calling_iterations", "mask_truncated_completions",
+)
+
+
+class NotHereError(AttributeError, UnsupportedError):
+    """Other trainers have this and ours do not; the message says what to use instead."""
+
+
+class Processes:
+    """The attributes of `trainer.accelerator` that people read."""
+
+    def __init__(self, device: Any, ranks: Any) -> None:
+        self.device, self.ranks = device, ranks
+        self.num_processes, self.process_index = ranks.count, ranks.rank
+        self.local_process_index = ranks.place.local
+        self.is_main_process, self.is_local_main_process = ranks.leads, not ranks.place.local
+        self.is_last_process = ranks.rank == ranks.count - 1
+
+    def print(self, *values: Any, **options: Any) -> None:
+        if self.is_main_process:
+            print(*values, **options)
+
+    def wait_for_everyone(self) -> None:
+        self.ranks.meet("wait_for_everyone()")
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """The model: nothing is wrapped around it."""
+        return model
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotHereError(f"trainer.accelerator has no {name!r} here: accelerate is not used for training; {ONE}")
+
+
+class Familiar:
+    """Names of TRL's and transformers' trainers; `evaluate` is in evaluator.py."""
+
+    model: FastPeftModel
+    args: TrainSettings
+    tokenizer: Any
+    state: TrainerState
+    learner: Learner
+    callbacks: Callbacks
+    saver: Saver
+    run_dir: Path
+    ranks: Any  # the processes of the run, as trainer/distributed.py has them
+    given_rows: Any  # as they were passed
+    given_eval_rows: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise TypeError for a subclass that defines what TRL's or transformers' loop calls and ours does not."""
+        super().__init_subclass__(**options)
+        if useless := [name for name in NEVER_CALLED if hasattr(cls, name)]:
+            raise TypeError("; ".join(f"{cls.__name__} defines {name}, which is never called here: {NOT_HERE[name]}"
+                                      for name in useless))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in NEVER_CALLED:
+            raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SETTINGS and hasattr(self.args, name):
+            return getattr(self.args, name)
+        if name in NOT_HERE:
+            raise NotHereError(f"{type(self).__name__} has no {name}: {NOT_HERE[name]}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def notify(self, event: str, **details: Any) -> None:
+        """Tell the listeners; the loop defines how."""
+        raise NotImplementedError
+
+    processing_class = property(attrgetter("tokenizer"))
+    model_wrapped = property(attrgetter("model"))  # nothing is wrapped around it
+    optimizer = property(attrgetter("learner.optimizer"))
+    lr_scheduler = property(attrgetter("learner.scheduler"))
+    callback_handler = property(attrgetter("callbacks"))
+    eval_dataset = property(attrgetter("given_eval_rows"))  # evaluate(eval_dataset=...) takes others
+
+    @property
+    def train_dataset(self) -> Any:
+        return self.given_rows
+
+    @train_dataset.setter
+    def train_dataset(self, _: Any) -> None:
+        raise UnsupportedError("train_dataset cannot be changed; make a new trainer with the other rows")
+
+    @property
+    def accelerator(self) -> Processes:
+        """The facts about the run's processes that can be asked for."""
+        return Processes(self.learner.policy.device, self.ranks)
+
+    @property
+    def hub_model_id(self) -> str:
+        """The repository of `push_to_hub`: of the settings, or the name of output_dir."""
+        return self.args.hub_model_id or self.run_dir.resolve().name
+
+    def is_world_process_zero(self) -> bool:
+        return self.state.is_world_process_zero
+
+    def is_local_process_zero(self) -> bool:
+        return self.state.is_local_process_zero
+
+    def get_learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_num_trainable_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_total_train_batch_size(self, *_: Any) -> int:
+        return self.args.completions_per_step
+
+    def add_callback(self, callback: Any) -> None:
+        """A listener, or a class of which one is made."""
+        self.callbacks.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a listener, given as it is or by its class; None where there is none."""
+        return self.callbacks.pop(callback)
+
+    remove_callback = pop_callback
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter and the tokenizer to a folder, by default output_dir."""
+        self.model.save_pretrained(str(output_dir or self.args.output_dir))
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None,
+                          tags: Any = None, **_: Any) -> None:
+        """Write README.md into output_dir: what was trained, on what, and for how long."""
+        listed = "".join(f"- {tag}\n" for tag in ([tags] if isinstance(tags, str) else tags or []))
+        name = model_name or self.run_dir.resolve().name
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        replace_text(self.run_dir / "README.md", (
+            f"---\nbase_model: {self.model.loaded.name}\nlibrary_name: peft\ntags:\n- lowmem-grpo\n- lora\n{listed}"
+            f"---\n\n# {name}\n\nA LoRA adapter of {self.model.loaded.name}, trained with lowmem-grpo for "
+            f"{self.state.global_step} steps{f' on {dataset_name}' if dataset_name else ''} "
+            f"({time_text(self.state.elapsed)}).\n"
+        ))
+
+    def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, token: str | None = None,
+                    revision: str | None = None, private: bool = True, dataset_name: str | None = None,
+                    **card: Any) -> str:
+        """Upload the adapter, the tokenizer and a card to `hub_model_id`; returns the address of the commit. The files
+        stay in output_dir/adapter. HubError where the hub refuses. It always waits for the upload."""
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}; only the main branch is written, leave it out")
+        folder = self.run_dir / "adapter"
+        self.save_model(str(folder))
+        self.create_model_card(dataset_name=dataset_name, tags=card.get("tags"))
+        (folder / "README.md").write_text((self.run_dir / "README.md").read_text("utf-8"), "utf-8")
+        self.notify("on_push_begin")
+        return hub.push(folder, hub.full_name(self.hub_model_id, token), private, hub.client(token), commit_message)
+
+    def upload(self) -> None:
+        """Push the adapter of a run; where the hub refuses, that is logged: the run itself is finished and saved."""
+        try:
+            logger.info("uploaded to %s", self.push_to_hub())
+        except hub.HubError as error:
+            logger.error("push_to_hub: %s", error)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add a line to the history, and tell the listeners; a subclass may add to every line here."""
+        line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
+        self.state.log_history.append(line)
+        self.notify("on_log", logs=line)
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics as people read them: seconds in words, numbers with four places."""
+        return {name: time_text(value) if name.endswith(("_runtime", "_time")) else round(value, 4)
+                if isinstance(value, float) else value for name, value in metrics.items()}
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        print(f"***** {split} metrics *****")
+        for name, value in sorted(self.metrics_format(metrics).items()):
+            print(f"  {name} = {value}")
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write them to output_dir/SPLIT_results.json, and add them to all_results.json unless `combined` is False."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        path = self.run_dir / "all_results.json"
+        known = json.loads(path.read_text("utf-8")) if combined and path.is_file() else {}
+        for name, content in ((f"{split}_results.json", metrics), (path.name, known | metrics))[: 1 + combined]:
+            replace_text(self.run_dir / name, json.dumps(content, indent=4, sort_keys=True, default=str))

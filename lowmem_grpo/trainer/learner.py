@@ -1,0 +1,298 @@
+"""One optimizer step on rollouts: the verbs `forward_backward` and `optim_step`, and what they need to know."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.losses.objective import Objective, StepTotals, policy_tokens
+from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.trainer.distributed import Ranks
+from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
+from lowmem_grpo.trainer.optim import allocates_each_step, gradient_norms
+from lowmem_grpo.trainer.rewind import Gradients, OptimizerCopy, RandomStates
+from lowmem_grpo.trainer.sums import PartialGradient, Sums
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+
+ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
+
+
+class Learner:
+    """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step. If
+    memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. Of several ranks
+    each trains its part of the groups; the gradients are summed before they are clipped."""
+
+    def __init__(
+        self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: BatchLimit | None = None,
+        guard: Guard | None = None, ranks: Ranks | None = None,
+    ) -> None:
+        self.policy, self.config, self.objective = policy, config, objective
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device))
+        self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
+        self.scaler = torch.amp.GradScaler(policy.device.type, enabled=fp16)  # fp16 gradients underflow without it
+        self.bound = bound or RunMemory().train
+        self.packer = Packer(policy.device, self.bound)
+        self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
+        self.ranks = ranks or Ranks()
+        self.flags = Flags()  # what the pass in progress met
+        self.prepare_again: Callable[[], None] | None = None  # while no step was made since `prepare`
+
+    @property
+    def limits(self) -> Limits:
+        """Return the limits of a micro-batch: tokens alone with a memory plan, also sequences without one."""
+        tokens = self.config.max_tokens_per_micro_batch
+        if self.bound.spread is None:
+            return Limits(tokens, self.config.per_device_train_batch_size)
+        return Limits(tokens, spread=self.bound.spread)
+
+    def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
+        """Set these fields of this rank's rollouts from the policy as it is now; `tell_fields` brings the others'."""
+        random = RandomStates(self.policy.device)
+        what = f"recomputing {' and '.join(fields)}"
+        for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
+            for field in fields:
+                setattr(rollout, field, values[field == "entropy"])
+
+    def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
+        """Give every rank what the others filled in."""
+        if self.ranks.count == 1 or not fields:
+            return
+        rollouts = members(groups)
+        places = {id(rollout): place for place, rollout in enumerate(rollouts)}
+        own = {places[id(member)]: [getattr(member, field) for field in fields]
+               for member in members(self.mine(groups))}
+        for filled in self.ranks.gather("recomputed log-probabilities", own):
+            for place, values in filled.items():
+                for field, value in zip(fields, values, strict=True):
+                    setattr(rollouts[place], field, value)
+
+    def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """This rank's part of the groups; all parts have about as many tokens."""
+        return self.ranks.mine(groups, lambda group: sum(
+            len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
+
+    @torch.no_grad()
+    def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor, Tensor]]:
+        """Each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
+        results: list[tuple[Rollout, Tensor, Tensor]] = []
+        for batch in batches:
+            both = self.policy.logprobs(batch, self.objective.temperature)
+            logprobs, entropy = (unpack(values.float().cpu(), batch) for values in both)
+            results += zip(batch.rollouts, logprobs, entropy, strict=True)
+        return results
+
+    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
+        """Fill in what this update needs beside rollouts; those of an older version than `policy_version` are stale."""
+        self.objective.start_update(members(groups), policy_version)
+        fields = self.objective.needed_before(optimizer_steps)
+        rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
+        training, random = self.policy.model.training, RandomStates(self.policy.device)
+
+        def fill() -> None:
+            self.policy.model.train(training)
+            random.restore()
+            limit = self.bound.lowered
+            if own := [name for name in fields if name != "ref_logprobs"]:
+                self.fill_logprobs(rollouts, *own)
+            if "ref_logprobs" in fields:
+                with self.policy.reference():
+                    self.fill_logprobs(rollouts, "ref_logprobs")
+            if self.bound.lowered != limit:
+                fill()  # all of it in micro-batches of one size, as in a run that began with this bound
+
+        def again() -> None:
+            fill()
+            self.objective.prepared(members(rollouts), groups)
+
+        fill()
+        self.tell_fields(rollouts, fields)
+        self.objective.prepared(members(rollouts), groups)
+        # what all ranks decided together stays as it is where one of them does its own part again
+        self.prepare_again = None if not fields else again if self.ranks.count == 1 else fill
+
+    def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups with only the rollouts that can move the policy; an unjudged group keeps none."""
+        return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
+                for group in groups]
+
+    def counted_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
+
+    def num_tokens(self, groups: list[RolloutGroup]) -> int:
+        """Return how many tokens that the policy drew count in the loss; masked, truncated completions do not."""
+        return sum(rollout.num_trained for rollout in members(self.counted_groups(groups)))
+
+    def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
+        tokens = self.num_tokens(groups) if num_tokens is None else num_tokens
+        sequences = sum(not rollout.failed for rollout in members(groups))
+        return StepTotals(sequences, tokens, sum(map(policy_tokens, members(self.counted_groups(groups)))))
+
+    def forward_backward(
+        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
+    ) -> dict[str, float]:
+        """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens. Tokens
+        (unless their number is given) and sequences are counted over all `groups`, so the gradient depends neither on
+        the split into micro-batches nor on rollouts left out. What `begun` holds is added already."""
+        trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
+        totals, left = self.totals(groups, num_tokens), self.mine(trained)
+        if begun is not None:
+            left = [group for group in left if not begun.holds(group)]
+        before = self.objective.state()
+        gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
+
+        def undo() -> None:
+            gradients.restore()
+            random.restore()
+
+        def again() -> None:
+            if self.prepare_again is not None:
+                self.prepare_again()
+                random.capture()
+
+        def work(batches: Iterator[MicroBatch]) -> Sums:
+            return self.accumulate(batches, totals, None if begun is None else begun.sums)
+
+        sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
+        sums = self.of_all_ranks(sums, members(trained))
+        metrics = sums.metrics(self.objective) | self.policy.differing_routes()
+        if self.guard.passed(trained, sums.flags):
+            self.objective.restore(before)  # what was measured is no measure of anything
+        self.prepare_again = None
+        kept, total = (sum(len(group.rollouts) for group in some) for some in (trained, groups))
+        share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
+        return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
+
+    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums | None = None) -> Sums:
+        """Add the gradient of each micro-batch to what was begun; returns what they add up to."""
+        self.policy.model.train()
+        sums = Sums(self.policy.device) if begun is None else begun.copied()
+        if not sums.count:
+            self.policy.differing_routes()  # those of other passes are not this step's
+        self.flags = sums.flags
+        for batch in batches:
+            self.add(batch, totals, sums)
+        return sums
+
+    def add(self, batch: MicroBatch, totals: StepTotals, sums: Sums) -> None:
+        """Add the gradient of one micro-batch, which is on the device, and what it adds to the sums."""
+        out = self.loss(batch, totals, sums.flags)
+        self.scaler.scale(out.loss).backward()
+        sums.add(batch, out)
+
+    def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags | None = None) -> LossOutput:
+        """This micro-batch's share of the loss, and its metrics."""
+        if isinstance(self.offload, ActivationOffload):
+            self.offload.read_ahead(self.policy.head_groups == 1)  # groups say that memory is short
+        with self.offload:
+            logprobs, entropy, best = self.at_head(batch)
+        out = self.objective_loss(batch, totals, logprobs, entropy, best)
+        (flags or self.flags).check_batch(batch, logprobs, out.loss)
+        return out
+
+    def at_head(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies of the batch's trained tokens, and log p of the likeliest ones, each (N,)."""
+        policy, objective = self.policy, self.objective
+        return policy.at_head(*policy.at_trained(batch), objective.temperature, objective.entropy_grad)
+
+    def objective_loss(
+        self, batch: MicroBatch, totals: StepTotals, logprobs: Tensor, entropy: Tensor, best: Tensor
+    ) -> LossOutput:
+        """The objective's loss, and where it asks for it the share of tokens that are the likeliest ones."""
+        out = self.objective.loss(batch, logprobs, entropy, totals)
+        if self.objective.counts_hits:
+            out.metrics["mean_token_accuracy"] = (logprobs.detach() >= best - ROUNDING).to(best.dtype).mean()
+        return out
+
+    @torch.no_grad()
+    def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Return the loss of these groups and its metrics, without gradient, dropout, or a trace in the run."""
+        training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
+        self.policy.model.eval()
+        try:
+            self.prepare(groups, 1)
+            counted = [group for group in self.counted_groups(groups) if not group.unjudged]
+            totals = self.totals(groups, None)
+
+            def work(batches: Iterator[MicroBatch]) -> Sums:
+                sums = Sums(self.policy.device)
+                for batch in batches:
+                    sums.add(batch, self.objective_loss(batch, totals, *self.at_head(batch)))
+                return sums
+
+            sums = self.of_all_ranks(self.packer.run("an evaluation", self.mine(counted), self.limits, work,
+                                                     random.restore), members(counted))
+            return sums.metrics(self.objective)
+        finally:
+            self.policy.model.train(training)
+            self.objective.restore(before)
+            self.prepare_again = None
+
+    def of_all_ranks(self, sums: Sums, rollouts: list[Rollout]) -> Sums:
+        """Return the sums over the micro-batches of all ranks, on all these rollouts."""
+        if self.ranks.count == 1:
+            return sums
+        return Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)
+
+    def optim_step(self) -> dict[str, float]:
+        """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
+        NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values."""
+        self.ranks.sum_gradients(self.policy.trainable)
+        named = self.policy.model.named_parameters()
+        parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
+        broken: list[str] = []  # names of parameters
+        rate = self.optimizer.param_groups[0]["lr"]
+        metrics = {"learning_rate": rate, "grad_norm": 0.0, "optimizer/skipped": 1.0}
+        if parameters:
+            self.scaler.unscale_(self.optimizer)
+            norm, norms = gradient_norms(parameters)
+            metrics |= norms
+            if not math.isfinite(norms["grad_norm"]):
+                broken = broken_gradients(parameters)
+            elif not self.guard.bad:
+                torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.config.max_grad_norm, norm)
+                self.apply(list(parameters.values()))
+                metrics["optimizer/skipped"] = 0.0
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.prepare_again = None
+        metrics |= self.guard.judge(broken, bool(broken) and self.scaler.is_enabled() and self.scaler.get_scale() > 1)
+        with warnings.catch_warnings():
+            # any step may be skipped, even the first; the schedule goes on, so that the run keeps its length
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
+        return metrics
+
+    def apply(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Make the optimizer's own step. If memory runs out, it is undone and repeated once with all caches empty; the
+        second time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that
+        allocates nothing cannot run out of memory, so it needs no copy."""
+        what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
+        if not self.before.copy_state(parameters):
+            step()
+            return
+        failed = catch_oom(step, self.policy.device, self.before.restore)
+        if isinstance(failed, OutOfMemory):
+            self.bound.note(what, failed, "the caches are emptied, and it is made once more")
+            failed = catch_oom(step, self.policy.device, self.before.restore)
+        if isinstance(failed, OutOfMemory):
+            self.bound.raise_exhausted(what, failed)
+
+
+def members(groups: list[RolloutGroup]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]

@@ -1,0 +1,162 @@
+"""How a run begins, anew or from a checkpoint, and how it ends: finished, interrupted or failed."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.data.prompts import PromptSource
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.runs.checkpoint import save_adapter
+from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.runs.state import Interrupt, TrainerControl
+from lowmem_grpo.runs.summary import error_text, facts, summary
+from lowmem_grpo.runs.views.report import write_report
+from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.trainer.evaluator import Evaluator
+
+logger = logging.getLogger(__name__)
+TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
+           "again")
+
+
+class Lifecycle(Evaluator):
+    """The folder of a run from its first line to its summary and report."""
+
+    policy: Policy
+    source: PromptSource
+    records: RunRecords
+    control: TrainerControl
+    interrupt: Interrupt
+    told: dict[str, Any]  # what the trainer's caller knows of the run, for the summary however the run ends
+    began = ""  # when this trainer began the run in its folder
+    stops = False  # whether all ranks have agreed to stop
+    began_here = False  # whether this call of `train` has begun or resumed it
+    losses: list[float]  # one for each step of this call
+    samples_seen: int  # in these steps
+    summary: dict[str, Any]  # the last line of the log
+
+    def save_state(self) -> Path:
+        """Write a checkpoint; the loop defines how."""
+        raise NotImplementedError
+
+    def weights_changed(self) -> None:
+        """The adapter has other weights than before; a trainer that samples tells its engine."""
+        raise NotImplementedError
+
+    def start_run(self, resume: bool | str | None) -> None:
+        """A fresh run directory, or the state of a checkpoint."""
+        torch.manual_seed(self.args.seed)
+        self.control.should_training_stop = False  # what stopped an earlier `train`
+        known, goes_on = self.ranks.first("how the run begins", self.known_run)
+        if not resume and goes_on:
+            logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
+                           "a new run, make a new trainer)", self.run_dir)
+            resume = True
+        resumed = bool(resume) and self.resumed(resume or False)
+        if not resumed and self.began:
+            self.saver.begin_again()
+            logger.warning("a new run begins, with the weights as the run before has left them")
+        if not resume:
+            self.make_room()
+        elif not resumed:
+            logger.warning("%s has no checkpoint yet: starting from step 0", self.run_dir)
+            self.records.rewind(0)
+        if resumed or self.began:
+            self.weights_changed()
+        self.began = str(known.get("began") if resume and known.get("began") else datetime.now().astimezone())
+        self.began_here = True
+        self.records.summary(self.describe("running") | {"began": self.began, "error": None})
+
+    def resumed(self, wanted: bool | str) -> bool:
+        """Return whether the run goes on from a checkpoint: the first process finds it, and the others read it."""
+        folder = self.ranks.first("the checkpoint", lambda: self.saver.resume(wanted))
+        if folder is not None and not self.records.writes:
+            self.saver.load(folder)
+        return folder is not None
+
+    def known_run(self) -> tuple[dict[str, Any], bool]:
+        """Return the folder's summary, and whether it is of this trainer's own run, which stopped and can go on."""
+        known = self.records.known()
+        mine = bool(self.began) and known.get("began") == self.began
+        stopped = self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
+        return known, mine and stopped
+
+    def make_room(self) -> None:
+        """Move an earlier run out of the way, and say where to."""
+        if earlier := self.records.start_run():
+            logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
+                           "begins%s", self.run_dir, earlier, TRAINED if self.policy.is_trained() else "")
+
+    def agree(self) -> None:
+        """Do in all ranks what a signal or a listener asks of one; later signals wait for the next call."""
+        asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
+        signals = [got for got, _ in asked if got is not None]
+        if signals:
+            self.interrupt.got = signals[0]
+        for name in vars(self.control):
+            setattr(self.control, name, any(getattr(control, name) for _, control in asked))
+        self.stops = bool(signals) or self.control.should_training_stop
+
+    def should_stop(self) -> bool:
+        """Return whether the run ends before the next step. Of several ranks all say the same."""
+        here = self.interrupt.requested or self.control.should_training_stop
+        return self.stops if self.ranks.count > 1 else here
+
+    def summarize(self, seconds: float) -> None:
+        """Log the figures of the run, which took so many seconds, as the last line of the history."""
+        parameters = self.policy.base.num_parameters(exclude_embeddings=True)
+        self.summary = summary(self.state, self.losses, self.samples_seen, seconds, parameters)
+        self.log(self.summary)
+
+    def end(self, status: str) -> None:
+        """Save where the run stopped, and write the adapter and the summary."""
+        if self.args.save_strategy != "no" or status == "interrupted":
+            folder = self.save_state()
+            if status == "interrupted":
+                logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
+                               self.state.global_step, folder)
+        self.ranks.meet("the last checkpoint")  # it is written; another rank may read it
+        if self.args.load_best_model_at_end and self.saver.load_best():
+            self.weights_changed()
+        if self.records.writes:
+            save_adapter(self.run_dir / FINAL, self.model.save_lora)
+            self.finish(self.describe(status))
+            if self.args.push_to_hub and not self.interrupt.requested:
+                self.upload()
+        self.ranks.meet("the end of the run")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Add to summary.json and write the report anew, in the first process. A failed report fails no run."""
+        if not self.records.writes:
+            return
+        self.records.summary(summary)
+        try:
+            write_report(self.run_dir)
+        except (OSError, ValueError) as error:
+            logger.warning("the report was not written: %s", error)
+
+    def describe(self, status: str) -> dict[str, Any]:
+        """The run in plain values, for summary.json."""
+        return {"status": status, "model": self.model.loaded.name, "seed": self.args.seed,
+                "steps": self.state.global_step, "train_seconds": self.state.elapsed,
+                "skipped_rows": dict(self.source.skipped), "best_checkpoint": self.state.best_model_checkpoint,
+                "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(), **self.told}
+
+    @contextmanager
+    def failure_recorded(self) -> Iterator[None]:
+        """An error inside is written to the summary and the report of the run."""
+        self.began_here = False
+        try:
+            yield
+        except BaseException as error:
+            if self.began_here and self.records.writes:
+                try:
+                    self.finish(self.describe("failed") | {"error": error_text(error)})
+                except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell
+                    logger.warning("the failure could not be recorded: %s", second)
+            raise

@@ -1,0 +1,94 @@
+"""Answers in several turns, where nothing is trained: to measure a model, and for `lowmem-grpo eval`."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lowmem_grpo.config.episodes import EpisodeSettings
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder
+from lowmem_grpo.environments.tools.bodies import python_calls
+from lowmem_grpo.fast_model import adapter_for, as_request
+from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge_episodes, parts, seeded
+from lowmem_grpo.rollout.metrics import episode_metrics
+from lowmem_grpo.rollout.watched import Person, Tell, Watched
+from lowmem_grpo.runs.accuracy import Answers
+from lowmem_grpo.trainer.players import Players
+from lowmem_grpo.types import Rollout, RolloutGroup, ToolCall, Turn
+
+TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a call of a tool as a person types it
+
+
+@dataclass(frozen=True)
+class Play:
+    """The settings with which an episode is played."""
+
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
+    """As `environment_factory` of the trainer."""
+    tools: Sequence[Callable[..., Any]] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of GRPOConfig, such as max_turns
+
+    def answers(
+        self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
+        adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
+    ) -> Answers:
+        """Answer in episodes as `assessment.answer` does; `settings` win over the own ones."""
+        groups: list[RolloutGroup] = []
+        player = self.player(model, params, settings or {})
+        with adapter_for(model.inner, as_request(adapter)):
+            for part, seed in parts(rows, params, together):
+                prompts = [Prompt(row, [], "") for row in part]
+                played = player.play(model.engine(), prompts, seeded(params, seed))
+                groups += [RolloutGroup(prompt.row, prompt.ids, rollouts)
+                           for prompt, rollouts in zip(prompts, played, strict=True)]
+        verdicts, metrics = judge_episodes(functions, groups)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return Answers(in_rows([as_text(rollout.turns) for rollout in rollouts], params.n),
+                       in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
+                       sum(rollout.num_trained for rollout in rollouts),
+                       sum(rollout.finish_reason == "length" for rollout in rollouts), metrics,
+                       episode_metrics(rollouts))
+
+    def episode(
+        self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
+        ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
+    ) -> tuple[Rollout, bool | None]:
+        """Return one episode, told turn by turn, and whether it was a success; with `ask` a person plays it."""
+        player = self.player(model, params, settings or {}, typed_calls if ask else None)
+        engine = Watched(Person(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
+            else Watched(model.engine(), tell, "model")
+        prompt = Prompt(row, [], "")
+        with adapter_for(model.inner, as_request(adapter)):
+            ((rollout,),) = player.play(engine, [prompt], params)
+        (verdict,), _ = judge_episodes([right], [RolloutGroup(row, prompt.ids, [rollout])])
+        return rollout, verdict
+
+    def player(
+        self, model: Any, params: SamplingParams, settings: Mapping[str, Any], parse: Callable[..., Any] | None = None
+    ) -> Any:
+        """Return a player with the model's engine; `parse` as in `GRPOTrainer`."""
+        config = GRPOConfig(**{**self.settings, **settings, "max_completion_length": params.max_tokens})
+        context = model.loaded.max_seq_length
+        players = Players(config, list(self.tools), self.environment, None, parse)
+        players.encoder(PromptEncoder(model.loaded.tokenizer, context, config.chat_template_kwargs))
+        return players.player(None, context)
+
+
+def episode_settings(config: GRPOConfig) -> dict[str, Any]:
+    """The settings of a run that say how episodes are played."""
+    return {entry.name: getattr(config, entry.name) for entry in fields(EpisodeSettings)} | {
+        "chat_template_kwargs": config.chat_template_kwargs}
+
+
+def typed_calls(text: str) -> list[ToolCall]:
+    """The calls of tools that a person typed, one a line: `name(key=value)`; anything else is an answer."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [call for line in lines if TYPED.fullmatch(line) for call in python_calls(line, {})]
+
+
+def as_text(turns: list[Turn]) -> str:
+    """An episode as people read it: what the policy said, and what it was told."""
+    lines = [(turn.text, [reply.get("content", "") for reply in turn.replies]) for turn in turns]
+    return "\n".join(line for said, replies in lines for line in (f"> {said}", *replies))

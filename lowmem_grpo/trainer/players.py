@@ -1,0 +1,133 @@
+"""What a trainer was given beside a plain prompt: tools, environments, or a function that makes the rollouts itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.data.prompts import DataError, PromptEncoder
+from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.environments.episode import EpisodeBounds
+from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
+from lowmem_grpo.environments.protocol import Factories, short, tools_of
+from lowmem_grpo.environments.reward import EnvironmentReward
+from lowmem_grpo.environments.rows import seeded_rows
+from lowmem_grpo.rewards.reward_model import with_models
+from lowmem_grpo.rollout.episodes import Episodes
+from lowmem_grpo.rollout.rollout_func import RolloutFunction
+from lowmem_grpo.rollout.sampler import Player
+from lowmem_grpo.trainer.brought_model import loading_options
+from lowmem_grpo.trainer.preflight.subject import Turns
+
+Function = Callable[..., Any]
+
+
+class Players:
+    """Checks these parameters before anything is loaded, and makes of them what the trainer samples with."""
+
+    def __init__(
+        self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
+    ) -> None:
+        self.config = config
+        self.tools, self.parse = tool_list(tools), parse
+        self.factories = None if environment_factory is None else Factories(environment_factory)
+        self.rollout_func = rollout_func
+        self.kits: Kits | None = None
+        if rollout_func is not None and not callable(rollout_func):
+            raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
+        if rollout_func is not None and (self.tools or self.factories):
+            raise ValueError("rollout_func makes the rollouts itself; leave tools and environment_factory out")
+
+    @property
+    def plays(self) -> bool:
+        """Whether a prompt is answered in several turns."""
+        return bool(self.tools) or self.factories is not None
+
+    @property
+    def functions(self) -> list[Function]:
+        samples = [] if self.factories is None else self.factories.samples.values()
+        return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
+
+    def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
+        """Return the reward functions and their weights, environments (weight 1, as in TRL) among them."""
+        if reward_funcs is None and self.factories is None:
+            raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
+                             "model, or a list of these")
+        rewards = [] if reward_funcs is None else reward_funcs
+        functions = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+        init = loading_options(self.config.model_init_kwargs or {})
+        functions = with_models(functions, processing_classes, init, self.config.chat_template_kwargs)
+        weights = self.config.reward_weights
+        if self.factories is not None:
+            own = [EnvironmentReward(kind) for kind in self.factories.paying]
+            if not functions and not own:
+                names = ", ".join(sorted({type(sample).__name__ for sample in self.factories.samples.values()}))
+                raise ValueError(f"reward_funcs is empty, and {names} has neither step nor get_reward: nothing pays")
+            functions = [*functions, *own]
+            weights = None if weights is None else [*weights, *[1.0] * len(own)]
+        return functions, weights
+
+    def rows(self, dataset: Any) -> Any:
+        """The rows of training; without a dataset, an environment makes its tasks of seeds."""
+        if self.factories is None:
+            return rows_of(dataset)
+        if dataset is not None:
+            return with_prompts(rows_of(dataset))
+        if self.factories.several:
+            raise ValueError("environment_factory is a dict, which requires a `train_dataset`: each row must say in "
+                             "its column `environment` which one it needs")
+        if self.config.max_steps < 1:
+            raise ValueError("there is no train_dataset, so nothing says how long to train; set max_steps")
+        return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)
+
+    def evaluation_rows(self, dataset: Any) -> Any:
+        """Rows to evaluate on; a number asks for so many held-out seeds."""
+        if self.factories is None or dataset is None:
+            return dataset
+        if isinstance(dataset, int):
+            return seeded_rows(dataset, self.config.seed, held_out=True)
+        return with_prompts(rows_of(dataset, "eval_dataset"))
+
+    def encoder(self, inner: PromptEncoder) -> PromptEncoder:
+        """Return the encoder of rows to prompts; a chat template without the tools that are given is refused."""
+        if not self.plays:
+            return inner
+        self.kits = Kits(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
+                         self.config.chat_template_kwargs or {}, self.parse)
+        return EpisodeEncoder(inner, self.kits)
+
+    @property
+    def turns(self) -> Turns | None:
+        """The part that answers the policy, for the checks before a run."""
+        if self.kits is None:
+            return None
+        samples = [] if self.factories is None else list(self.factories.samples.values())
+        replies = any(callable(getattr(sample, "step", None)) for sample in samples)
+        return Turns(self.kits.schemas, replies, bool(samples))
+
+    def player(self, trainer: Any, context: int) -> Player | None:
+        """Return a player with the trainer's engine; None where an engine's completion is the whole answer."""
+        if self.rollout_func is not None:
+            return RolloutFunction(self.rollout_func, trainer)
+        if self.kits is None:
+            return None
+        config = self.config
+        bounds = EpisodeBounds(config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
+                        config.environment_timeout, config.episode_timeout, config.history == "append")
+        return Episodes(self.kits, bounds, lambda: trainer is not None and trainer.interrupt.requested)
+
+
+def tool_list(tools: Any) -> Sequence[Function]:
+    if tools is None:
+        return []
+    functions = list(tools) if isinstance(tools, (list, tuple)) else [tools]
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"tools holds {short(function)}; each tool is a function with type hints and a docstring")
+    return functions
+
+
+def with_prompts(rows: Any) -> Any:
+    """The rows, each with a prompt; DataError for a stream."""
+    if isinstance(rows, Stream):
+        raise DataError("the rows are a stream, which episodes do not take yet; pass list(stream.take(1000))")
+    return WithPrompts(rows)

@@ -1,0 +1,174 @@
+"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/preflight.md lists them.
+
+    for finding in trainer.preflight():
+        print(finding.severity, finding.problem, finding.fix)
+
+`train()` does this itself, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled or
+written, and warnings are logged. The checks of the columns that rewards read are here too; no function is called.
+"""
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.rewards.calling import contract
+from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
+from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
+from lowmem_grpo.trainer.preflight import prompts, room, template
+from lowmem_grpo.trainer.preflight.how_long import how_long
+from lowmem_grpo.trainer.preflight.subject import Subject
+
+logger = logging.getLogger(__name__)
+
+
+def reserved_columns(subject: Subject) -> Iterator[Finding]:
+    """Find a dataset column with the name of an argument of reward functions."""
+    for which, sample in subject.datasets:
+        try:
+            contract.passed_columns({name: [] for name in sample.columns})
+        except contract.RewardError as error:
+            problem, _, fix = str(error).removeprefix("dataset ").partition("; ")
+            yield Finding("error", "", f"{which} {problem}", f"{fix} (dataset.rename_column)")
+
+
+def missing_columns(subject: Subject) -> Iterator[Finding]:
+    """Find that a reward function needs a column that the dataset or the evaluation dataset does not have. A
+    `rollout_func` brings columns that nobody knows yet."""
+    scorer = subject.scorer
+    if scorer is None or scorer.late_columns:
+        return
+    others = (*contract.RESERVED, *(contract.OF_EPISODES if scorer.episodes else ()), "completion_ids")
+    for which, sample in subject.datasets:
+        available = dict.fromkeys([*(name for name in sample.columns if name not in contract.NOT_PASSED), *others])
+        for name, function in subject.functions:
+            try:
+                contract.bind(name, function, available)
+            except contract.MissingColumnError as error:
+                yield failed(name, error, sample.columns, dataset=which)
+
+
+def empty_columns(subject: Subject) -> Iterator[Finding]:
+    """Find that a reward function names a column that is None in every row."""
+    sample = subject.sample
+    empty = [name for name in sample.columns if all(looked.row.get(name) is None for looked in sample.usable)]
+    for name, function in subject.functions if sample.usable else ():
+        for column in [column for column in empty if column in inspect.signature(function).parameters]:
+            yield Finding("warning", name, f"it reads the column {column!r}, which is None in "
+                          f"{sample.share(len(sample.usable))}", "fill the column with what the function compares with")
+
+
+def unjudged_rows(subject: Subject) -> Iterator[Finding]:
+    """Find rows that a reward can never judge: for `code_passes_tests`, tests that are empty, cannot be read, or that
+    no code can pass."""
+    for which, sample in subject.datasets:
+        rows = sorted(((looked.index, looked.row) for looked in sample.fitting), key=lambda pair: pair[0])
+        for name, function in subject.functions:
+            yield from faulty_rows(name, function, rows, f"{which} row".removeprefix("dataset "))
+
+
+def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
+    """Find that no row of the evaluation dataset can be used."""
+    sample = subject.eval_sample
+    if sample is None or sample.fitting:
+        return
+    first = sample.rows[0]
+    reason = first.reason or str(first.error or f"prompt longer than {sample.limit} tokens")
+    yield Finding("error", "", f"no row of the evaluation dataset can be used; the first one: {reason}",
+                  "correct its column `prompt`, or leave the dataset out")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. `severity` is the worst that it can find."""
+
+    name: str
+    severity: str
+    look: Callable[[Subject], Iterable[Finding]]
+    with_sft: bool = True  # it also applies to SFTTrainer
+    of_rows: bool = False  # it looks at the rows of a dataset, which not every trainer has
+
+    @property
+    def finds(self) -> str:
+        """The kind of fault that it finds, as the first sentence of its function says it."""
+        told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
+        return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
+
+    def fits(self, subject: Subject) -> bool:
+        """Return whether it has something to look at."""
+        return (self.with_sft or subject.scorer is not None) and not (self.of_rows and subject.without_rows)
+
+
+CHECKS = (
+    Check("rows", "error", prompts.unreadable),
+    Check("skipped rows", "error", prompts.unusable),
+    Check("prompt lengths", "error", prompts.too_long),
+    Check("few rows", "warning", prompts.few_rows, with_sft=False, of_rows=True),
+    Check("duplicates", "warning", prompts.alike, with_sft=False, of_rows=True),
+    Check("generation prompt", "warning", template.no_generation_prompt),
+    Check("dropped messages", "warning", template.left_out),
+    Check("answers without an end", "error", template.endless),
+    Check("no end token", "warning", template.no_end, with_sft=False),
+    Check("another end token", "warning", template.other_end),
+    Check("unknown tokens", "error", template.unknown_ids),
+    Check("turns", "error", template.not_rendered, with_sft=False),
+    Check("rewritten history", "warning", template.rewritten, with_sft=False),
+    Check("reserved columns", "error", reserved_columns, with_sft=False),
+    Check("missing columns", "error", missing_columns, with_sft=False),
+    Check("empty columns", "warning", empty_columns, with_sft=False),
+    Check("rows without a verdict", "error", unjudged_rows, with_sft=False),
+    Check("evaluation rows", "error", unusable_evaluation, with_sft=False),
+    Check("output_dir", "error", room.unwritable),
+    Check("disk", "error", room.full_disk),
+    Check("host memory", "warning", room.little_host_memory),
+    Check("managed memory", "error", room.unshared_memory),
+    Check("plan", "warning", room.over_plan),
+    Check("cache in 8 bits", "warning", room.cache_in_8_bits, with_sft=False),
+    Check("bfloat16", "warning", room.emulated_dtype),
+    Check("scale", "note", prompts.small_scale, with_sft=False, of_rows=True),
+)
+
+
+class PreflightError(DataError):
+    """A run would fail or learn nothing. The message has one line for each problem, with its fix."""
+
+
+def preflight(trainer: Any) -> list[Finding]:
+    """Return every finding about a trainer, errors first. Nothing is sampled, called or written."""
+    return look_over(Subject(trainer))
+
+
+def look_over(subject: Subject) -> list[Finding]:
+    return by_severity(finding for check in CHECKS if check.fits(subject) for finding in check.look(subject))
+
+
+def before_training(trainer: Any) -> None:
+    """Check a run as `train()` begins: PreflightError for errors, a warning for each other problem. The live view says
+    where nothing is wrong, and how long the run should take on a known card."""
+    if not trainer.args.preflight:
+        return
+    began = time.monotonic()
+    subject = Subject(trainer)
+    findings = look_over(subject)
+    refuse_errors(findings)
+    warn(logger, "preflight", findings)
+    if trainer.view is None:
+        return
+    if not mistakes(findings):
+        rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows, the rewards"
+        trainer.view.say(f"preflight: checked {'the chat template' if subject.without_rows else rows}, disk and memory "
+                         f"in {time.monotonic() - began:.1f} s; nothing is wrong")
+    if (expected := how_long(subject)) is not None:
+        trainer.view.say(expected)
+
+
+def refuse_errors(findings: list[Finding]) -> None:
+    """Raise PreflightError with all problems where one of them is an error."""
+    if has_error(findings):
+        wrong = mistakes(findings)
+        lines = "\n".join(f"- {finding}" for finding in wrong)
+        raise PreflightError(f"preflight found {len(wrong)} problem{'s' if len(wrong) > 1 else ''}; nothing was "
+                             f"sampled or written:\n{lines}")

@@ -1,0 +1,130 @@
+"""Checks of the prompts: their rows, lengths and number, and repetitions."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.trainer.preflight.subject import Subject, spread
+
+MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
+BLOCK = 64  # neighbouring rows: copies of a prompt often stand side by side
+SECONDS = 0.3  # after one block, no further rows are compared once this time has passed
+CUT_FIX = {False: "truncate_prompts=True", True: "truncation_mode='keep_start'"}  # in GRPO, in fine-tuning
+USUAL_STEPS, USUAL_ROWS = 300, 500
+
+
+def unreadable(subject: Subject) -> Iterator[Finding]:
+    """Find rows that cannot become a prompt: chat messages without a chat template (base models have none), a template
+    that fails on a system message, a broken row."""
+    failed = Counter((type(looked.error).__name__, str(looked.error)) for looked in subject.sample.rows if looked.error)
+    for (kind, message), count in failed.items():
+        if kind == "DataError":
+            yield Finding("error", "", *split_advice(message))
+            continue
+        line = (message.strip().splitlines() or ["no message"])[0][:200]
+        yield Finding("error", "", f"{subject.sample.share(count)} cannot be made into a prompt ({kind}: {line})",
+                      "change these rows, or tokenizer.chat_template (some templates take no system message, some only "
+                      "user and assistant in turns)")
+
+
+def split_advice(message: str) -> tuple[str, str]:
+    """Return (problem, fix) of a message that ends in ': FIX' or '; FIX'."""
+    for sign in (": ", "; "):
+        if sign in message:
+            problem, _, fix = message.rpartition(sign)
+            return problem, fix
+    return message, "change the dataset"
+
+
+def unusable(subject: Subject) -> Iterator[Finding]:
+    """Find rows that will be skipped: empty prompts, wrong types; an error if none is left."""
+    reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
+    listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+    if reasons and reasons.total() == len(subject.sample.rows):
+        yield Finding("error", "", f"no row of the dataset can be used: {listed}",
+                      f"correct the column {subject.sample.encoder.source}")
+    elif reasons:
+        yield Finding("warning", "", f"{subject.sample.share(reasons.total())} will be skipped: {listed}",
+                      "correct or remove these rows")
+
+
+def too_long(subject: Subject) -> Iterator[Finding]:
+    """Find prompts longer than `max_prompt_length`, or than the context minus `max_completion_length`; an error if none
+    is left."""
+    sample, args = subject.sample, subject.args
+    long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
+    if not long:
+        return
+    if getattr(args, "truncate_prompts", False) or getattr(args, "truncation_mode", None):
+        yield Finding("note", "", f"{sample.share(len(long))} will be cut to {sample.limit} tokens, the longest of "
+                      f"{max(long)}", "")
+        return
+    none_left = len(long) == len(sample.usable)
+    setting = "max_length" if subject.scorer is None else "max_prompt_length"
+    bound, fix = f"{setting} ({sample.limit})", f"raise {setting}, or shorten the rows"
+    if getattr(args, setting) is None:
+        bound = f"the {sample.limit} tokens that the context of {subject.context} leaves"
+        fix = "load with a larger max_seq_length, or shorten the rows"
+    which = "no row of the dataset can be used" if none_left else f"{sample.share(len(long))} will be skipped"
+    yield Finding("error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has {max(long)} "
+                  "tokens", f"{fix}; {CUT_FIX[subject.scorer is None]} cuts them instead")
+
+
+def few_rows(subject: Subject) -> Iterator[Finding]:
+    """Find fewer rows than one generation needs."""
+    needed = subject.args.prompts_per_generation
+    whole = len(subject.sample.rows) == subject.sample.total
+    rows = len(subject.sample.fitting) if whole else subject.sample.total
+    if 0 < rows < needed:
+        yield Finding("warning", "", f"one generation needs {needed} prompts and the dataset has {rows}, so some are "
+                      "repeated within it", "lower per_device_train_batch_size, gradient_accumulation_steps or "
+                      "steps_per_generation, or add rows")
+
+
+def alike(subject: Subject) -> Iterator[Finding]:
+    """Find that more than 10% of the prompts repeat another prompt. It compares more rows than the sample has, as
+    copies may stand side by side; where an environment makes the task, equal prompts say nothing."""
+    if subject.turns is not None and subject.turns.begins:
+        return
+    repeated, seen = count_repeats(subject.sample.dataset)
+    if repeated > MANY_ALIKE * max(seen, 1):
+        rows = f"{seen} rows" + (" compared" if seen < subject.sample.total else "")
+        yield Finding("warning", "", f"{repeated} of {rows} repeat the prompt of another row",
+                      "remove the duplicates; to train longer, raise num_train_epochs")
+
+
+def count_repeats(dataset: Any) -> tuple[int, int]:
+    """Return (rows that repeat an earlier prompt, rows compared): all rows, or spread blocks where time runs out."""
+    known: set[int] = set()
+    seen, began = 0, time.monotonic()
+    for index in in_blocks(len(dataset)):
+        if prompt := prompt_of(dataset, index):
+            known.add(hash(repr(prompt)))
+            seen += 1
+        if seen >= BLOCK and time.monotonic() - began > SECONDS:
+            break
+    return seen - len(known), seen
+
+
+def in_blocks(total: int) -> Iterator[int]:
+    """Yield all rows in blocks, in an order whose beginnings are spread over the dataset."""
+    for place in spread(-(-total // BLOCK)):
+        yield from range(place * BLOCK, min((place + 1) * BLOCK, total))
+
+
+def prompt_of(dataset: Any, index: int) -> Any:
+    """Return the prompt of a row; None for a broken row."""
+    try:
+        return dataset[index]["prompt"]
+    except Exception:  # noqa: BLE001 - a row may raise anything; `unreadable` reports it
+        return None
+
+
+def small_scale(subject: Subject) -> Iterator[Finding]:
+    """Find fewer rows or steps than guides usually advise. It is no mistake, but a possible cause of no progress."""
+    few = [f"{count} {what} ({usual} or more are usual)" for count, usual, what in (
+        (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
+    if few:
+        yield Finding("note", "", f"the run has {' and '.join(few)}", "use more before you judge a reward")

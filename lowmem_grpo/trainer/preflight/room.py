@@ -1,0 +1,138 @@
+"""Checks of space: on the disk for files, on the host for what is kept there, on the card for the memory plan."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lowmem_grpo.memory.cache_dtype import in_8_bits
+from lowmem_grpo.memory.offload.host_room import SPARE, available_host_bytes
+from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
+from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
+from lowmem_grpo.runs.files import existing, free_bytes, place_fault
+from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.trainer.preflight.subject import Subject
+from lowmem_grpo.utils import size_text
+
+# What a completion takes in completions.jsonl, and each of its rewards, tokens, and turns.
+LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
+
+
+def unwritable(subject: Subject) -> Iterator[Finding]:
+    """Find that the folder cannot be made, or cannot be written to. Nothing is written to find out."""
+    if fault := place_fault(subject.run_dir):
+        yield Finding("error", "", *fault)
+
+
+def full_disk(subject: Subject) -> Iterator[Finding]:
+    """Find no room for one checkpoint; a warning if there is no room for all of them (up to `save_total_limit`) and
+    completions.jsonl."""
+    place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
+    if not place.is_dir() or free is None:
+        return
+    each, copies, texts = checkpoint_bytes(subject), copies_to_come(subject), completion_bytes(subject)
+    first, all_of_them, fix = "the adapter needs", "the adapter needs", "free some space, or choose another output_dir"
+    if keeps_checkpoints(subject):
+        first, all_of_them = "one checkpoint needs", f"{copies} checkpoints need"
+        fix += ", or lower save_total_limit"
+    if free < each:
+        yield Finding("error", "", f"{place} has {size_text(free)} free, but {first} {size_text(each)}", fix)
+    elif free < copies * each + texts:
+        yield Finding("warning", "", f"{place} has {size_text(free)} free; {all_of_them} {size_text(copies * each)}, "
+                      f"and completions.jsonl up to {size_text(texts)}", fix)
+
+
+def little_host_memory(subject: Subject) -> Iterator[Finding]:
+    """Find little host memory beside offloaded layer inputs and a paged optimizer, on a run with a card."""
+    paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
+    needed = (0 if subject.plan is None else subject.plan.host) + paged
+    available = available_host_bytes()
+    if needed and available is not None and available - needed < SPARE:
+        yield Finding("warning", "", f"the host has {size_text(available)} of free memory, and layer inputs and "
+                      f"optimizer states may take {size_text(needed)} of it", "lower max_tokens_per_micro_batch, free "
+                      'host memory, or set use_gradient_checkpointing=True or optim="adamw_8bit", which keep them on '
+                      "the card")
+
+
+def unshared_memory(subject: Subject) -> Iterator[Finding]:
+    """Find a paged optimizer on a card that shares no memory with the host, where bitsandbytes ends the process."""
+    device = subject.policy.device
+    if "paged" in subject.args.optim and device.type == "cuda" and not has_managed_memory(device.index or 0):
+        yield Finding("error", "", f"optim={subject.args.optim!r} needs managed memory, which host and card share, and "
+                      "the driver here has none (as in some WSL and on virtual GPUs)",
+                      'optim="adamw_8bit" keeps the states on the card')
+
+
+def over_plan(subject: Subject) -> Iterator[Finding]:
+    """Find that the memory plan needs more than the card has. The run may still work, since plans are estimates."""
+    plan = subject.plan
+    if plan is None or plan.fits:
+        return
+    phase = "train" if plan.train > plan.device.budget else "rollout"
+    settings = subject.memory.advice.settings.get(phase, [])
+    yield Finding("warning", "", f"the plan expects {size_text(plan.peak)} on the card, which is more than the "
+                  f"{size_text(plan.device.budget)} that the run may use: {'; '.join(plan.advice)}. The run goes on, "
+                  "since plans are estimates", f"try {'; '.join(settings) or 'a shorter context'}")
+
+
+def emulated_dtype(subject: Subject) -> Iterator[Finding]:
+    """Find that the run computes in bfloat16 on a card that only emulates it."""
+    dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
+    if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
+        yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
+                      "with dtype=None or torch.float16; its gradients get a loss scale")
+
+
+def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
+    """Find that vLLM's keys and values are in 8 bits, and nothing corrects or measures how far its samples then differ
+    from the trainer."""
+    if not in_8_bits(subject.cache_dtype):
+        return
+    args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"
+    if args.vllm_importance_sampling_correction is False:
+        yield Finding("warning", "", f"{name}, so that samples differ from the trainer, and "
+                      "vllm_importance_sampling_correction=False corrects nothing",
+                      "leave it out (tokens are weighed where the difference is large), or set it to True")
+    elif args.vllm_importance_sampling_correction is None and not args.parity_steps:
+        yield Finding("warning", "", f"{name}, and parity_steps=0 never measures how far its samples differ, so that "
+                      "nothing is corrected", "set parity_steps, or vllm_importance_sampling_correction=True")
+
+
+def optimizer_bytes(subject: Subject) -> int:
+    return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
+
+
+def checkpoint_bytes(subject: Subject) -> int:
+    """Return the bytes of adapter and optimizer; of the adapter alone where no checkpoints are written."""
+    adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
+    return adapter + (optimizer_bytes(subject) if keeps_checkpoints(subject) else 0)
+
+
+def keeps_checkpoints(subject: Subject) -> bool:
+    return bool(subject.args.save_strategy != "no")
+
+
+def copies_to_come(subject: Subject) -> int:
+    """Count checkpoints to come beside those on disk. A new one is written before the oldest goes; the best stays."""
+    if not keeps_checkpoints(subject):
+        return 1
+    left = max(subject.state.max_steps - subject.state.global_step, 0)
+    by_epoch = subject.args.save_strategy == "epoch"
+    to_come = math.ceil(subject.args.num_train_epochs if by_epoch else left / subject.args.save_steps)
+    if subject.args.save_total_limit is None:
+        return to_come
+    kept = subject.args.save_total_limit + 2 - len(list_checkpoints(subject.run_dir))
+    return max(1, min(to_come, kept))
+
+
+def completion_bytes(subject: Subject) -> int:
+    """Return the bytes of completions.jsonl if every completion has its longest length."""
+    if subject.scorer is None:
+        return 0
+    args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]
+    rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / args.steps_per_rollout
+    count = math.ceil(rollouts) * args.prompts_per_generation * args.num_generations
+    line = LINE_BYTES + REWARD_BYTES * len(subject.scorer.names) + TOKEN_BYTES * args.max_completion_length
+    line += TURN_BYTES * (args.turn_limit or 0)
+    return int(count * (line + sum(prompts) / max(len(prompts), 1)))

@@ -1,0 +1,171 @@
+"""Checks of the chat template, of tokens that end a completion (padding may be the same: masks come from lengths), and
+of ids that the model does not have."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import Any
+
+from lowmem_grpo.data.examples import Example, each_of
+from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError, renderer_for
+from lowmem_grpo.environments.transitions import QUESTION, Tried, cost, no_tool_support, try_transitions
+from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.trainer.preflight.subject import Messages, Subject
+
+ANSWER = "Forty-two"  # the answer with which a template is tried
+STOP = "a string of vllm_sampling_params=SamplingParams(stop=...)"
+SOME = 8  # turns for which the cost is told where the settings do not bound them
+
+
+def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
+    """Find a chat template that adds nothing for the assistant's turn."""
+    for looked in subject.chats[:1]:
+        messages = looked.row["prompt"]
+        ready, whole = subject.render(messages, True), answered(subject, messages)
+        if whole is None or subject.render(messages, False) != ready or not whole.startswith(ready):
+            continue
+        if head := whole[len(ready) :].partition(ANSWER)[0].strip():
+            yield Finding("warning", "", f"the chat template leaves out {head!r} at the end of a prompt, so the model "
+                          "must write it before each answer",
+                          "end the template in {% if add_generation_prompt %}...{% endif %} with that text")
+
+
+def left_out(subject: Subject) -> Iterator[Finding]:
+    """Find a chat template that leaves out system or user messages."""
+    dropped = Counter(
+        message["role"] for looked in subject.chats for message in looked.row["prompt"]
+        if message["role"] in ("system", "user") and looked.prompt and message["content"].strip()
+        not in looked.prompt.text
+    )
+    for role, count in dropped.items():
+        yield Finding("warning", "", f"the chat template leaves out the text of {count} {role} messages in the "
+                      f"{len(subject.chats)} sampled prompts", "put the text into a message that the template keeps, "
+                      "or set another tokenizer.chat_template")
+
+
+def answered(subject: Subject, messages: Messages) -> str | None:
+    """Return the text of the messages followed by an answer; None where the template does not allow that."""
+    try:
+        return subject.render([*messages, {"role": "assistant", "content": ANSWER}], False)
+    except Exception:  # noqa: BLE001 - a template may raise anything; the prompt itself was rendered
+        return None
+
+
+def no_end(subject: Subject) -> Iterator[Finding]:
+    """Find that neither the tokenizer nor the generation config names a token that ends a completion."""
+    if not subject.end_ids and not subject.end_texts:
+        yield Finding("warning", "", "no token ends a completion: neither the tokenizer nor the model's generation "
+                      "config names one, so each completion goes on to max_completion_length",
+                      f"set tokenizer.eos_token, or {STOP}")
+
+
+def other_end(subject: Subject) -> Iterator[Finding]:
+    """Find that the chat template ends an answer with a token that does not end a completion."""
+    for looked in subject.chats[:1] if subject.end_ids else ():
+        tail = (answered(subject, looked.row["prompt"]) or "").rpartition(ANSWER)[2]
+        ids = subject.tokenizer(tail, add_special_tokens=False).input_ids if tail.strip() else []
+        if not ids or subject.end_ids & {*ids} or any(text in tail for text in subject.end_texts):
+            continue
+        yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only "
+                      f"{names_of_ends(subject)} ends a completion, so answers may go on to their longest length",
+                      f"set tokenizer.eos_token to the template's{f', or give {STOP}' if subject.scorer else ''}")
+
+
+def names_of_ends(subject: Subject) -> str:
+    """Return the end tokens as text: `'<|im_end|>' or '<|endoftext|>'`."""
+    return " or ".join(repr(subject.tokenizer.decode([token])) for token in sorted(subject.end_ids))
+
+
+def endless(subject: Subject) -> Iterator[Finding]:
+    """Find rows of fine-tuning of which no trained token ends a completion; a warning where only some answers of a row
+    have no end, and for rows of token ids."""
+    ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
+             for looked in subject.sample.fitting for example in each_of(looked.prompt)]
+    never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
+    for which, severity, count in (("no answer of", never, sum(not any(row) for row in ended)),
+                                   ("not every answer of", "warning", sum(any(row) > all(row) for row in ended))):
+        if count and subject.end_ids:
+            yield Finding(severity, "", f"{which} {subject.sample.share(count)} is trained with a token that ends a "
+                          f"completion ({names_of_ends(subject)}), so a model does not learn to stop there", "let "
+                          "what is trained hold the end token ({% generation %} marks in a chat template, labels, the "
+                          "parts of train_on_responses_only), or set tokenizer.eos_token to what the chat template "
+                          "writes there")
+
+
+def answers(example: Example) -> list[list[int]]:
+    trained = example.trained or [True] * len(example.completion_ids)
+    runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
+    return [[token for _, token in run] for counts, run in runs if counts]
+
+
+def unknown_ids(subject: Subject) -> Iterator[Finding]:
+    """Find end, padding or prompt tokens beyond the model's vocabulary. The model would fail on them, or never sample
+    them."""
+    rows, tokenizer = int(subject.policy.base.get_input_embeddings().weight.shape[0]), subject.tokenizer
+    fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
+           "tokenizer in a folder, and load that")
+    ends = sorted(end for end in subject.end_ids if end >= rows)
+    if ends:
+        severity = "error" if len(ends) == len(subject.end_ids) and not subject.end_texts else "warning"
+        yield Finding(severity, "", f"the end token {ends[0]} is beyond the model's vocabulary of {rows}, so it is "
+                      "never sampled", fix)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= rows:
+        yield Finding("error", "", f"the padding token {tokenizer.pad_token_id} is beyond the model's vocabulary of "
+                      f"{rows}", fix)
+    unknown = (token for looked in subject.sample.fitting if looked.prompt
+               for token in (*looked.prompt.ids, *getattr(looked.prompt, "completion_ids", ())) if token >= rows)
+    for token in islice(unknown, 1):
+        yield Finding("error", "", f"a row contains the token {token} ({tokenizer.decode([token])!r}), but the "
+                      f"model's vocabulary has {rows}", fix)
+
+
+def not_rendered(subject: Subject) -> Iterator[Finding]:
+    """Find several turns with a chat template that has no tools, leaves messages out, refuses a user message behind an
+    answer, or cannot render a history anew where `history="template"` asks for it."""
+    try:
+        renderer, trials = try_turns(subject)
+        anew = renderer is not None and subject.args.history == "template"
+        for error in [trial.refused or (trial.never_anew if anew else None) for trial in trials]:
+            if error is not None:
+                raise error
+        if anew and isinstance(renderer, PlainRenderer):
+            renderer.render_anew([])  # which says why it cannot
+    except RendererError as error:
+        yield Finding("error", "", error.problem, error.fix)
+
+
+def rewritten(subject: Subject) -> Iterator[Finding]:
+    """Find a chat template that rewrites what was sampled once more messages follow, before which of them, and what
+    `history="template"` then costs."""
+    try:
+        trials = try_turns(subject)[1]
+    except RendererError:
+        return  # `not_rendered` says so
+    changed = [trial.transition.name for trial in trials if not (trial.appends or trial.refused or trial.never_anew)]
+    if not changed:
+        return
+    problem = f"the chat template rewrites what was sampled before {', '.join(changed)}"
+    if subject.args.history == "append":
+        yield Finding("warning", "", f"{problem}; history='append' trains what was sampled, and a server that renders "
+                      "each turn anew shows the model something else", "nothing, or history='template' to train on "
+                      "what such a server shows")
+    else:
+        turns = subject.args.turn_limit or SOME
+        yield Finding("warning", "", f"{problem}, and there history='template' begins another sequence; if each turn "
+                      f"does, an episode of {turns} turns has {cost(turns):.1f} times the tokens",
+                      "history='append' has each token once")
+
+
+def try_turns(subject: Subject) -> tuple[Renderer | PlainRenderer | None, list[Tried]]:
+    """Return the renderer of a run of several turns, and what the template does at each of its transitions."""
+    if subject.turns is None:
+        return None, []
+    prompt: Any = next((looked.row.get("prompt") for looked in subject.sample.usable), [QUESTION])
+    tools = subject.turns.tools
+    renderer = renderer_for(prompt, subject.tokenizer, tools, subject.sample.encoder.template_kwargs)
+    if not isinstance(renderer, Renderer):
+        return renderer, []
+    trials = try_transitions(renderer, bool(tools), subject.turns.replies)
+    if tools and (lacking := no_tool_support(renderer, prompt)):
+        trials.insert(0, Tried(trials[0].transition, refused=lacking))
+    return renderer, trials

@@ -1,0 +1,167 @@
+"""The memory plan of a run on its own card, and what helps where memory runs out."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.kernels.linear_logprobs import default_rows
+from lowmem_grpo.memory.cache_dtype import AUTO
+from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.offload import host_room
+from lowmem_grpo.memory.offload.embedding import on_host
+from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
+from lowmem_grpo.memory.peaks import PhasePeaks, this_card
+from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.models.fp8_linear import fp8_linears
+from lowmem_grpo.models.lean_modules import LeanMLP
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.rewards.reward_model import RewardModel
+from lowmem_grpo.utils import size_text
+
+logger = logging.getLogger(__name__)
+
+
+def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
+    """Return the planner's settings for a run. Values that the user or a default has already set stay."""
+    base: Any = model.get_base_model()
+    tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
+    vocabulary = base.config.get_text_config().vocab_size
+    lora = vars(model.peft_config[model.active_adapter])
+    return RunSettings(
+        context=context, num_generations=config.completions_per_prompt,
+        lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) or None,
+        load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
+        checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
+        max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
+        chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
+        kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
+        host_embedding=bool(on_host(base)),
+        head_groups=1 if getattr(base.config.get_text_config(), "attention_dropout", 0.0) else None,
+        kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
+        completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
+    )
+
+
+def tiled_mlps(base: Any) -> list[LeanMLP]:
+    return [module for module in base.modules() if isinstance(module, LeanMLP) and module.tile_rows]
+
+
+def host_bytes_to_fill(processes: int = 1) -> int | None:
+    """Return the bytes of the host's memory that one of so many processes may take; None if that is unknown."""
+    available = host_room.available_host_bytes()
+    return None if available is None else max(0, available - host_room.SPARE) // processes
+
+
+def plan_memory(
+    model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
+    engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
+) -> tuple[RunMemory, PhasePeaks]:
+    """Return a run's bounds, with advice for when memory runs out, and its peaks. On a card its plan bounds
+    micro-batches. MemoryError if the host has no room for layer inputs. `length` names the setting that makes sequences
+    shorter, `engine` is None for a trainer that does not sample, and `reward_models` are loaded."""
+    four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
+    shorter = f"a lower {length} (now {getattr(config, length) or context})"
+    name = "transformers" if engine is None else engine.name
+    memory = RunMemory(MemoryAdvice(helpful_settings(shorter, config.optim, model.loaded, four_bit, name)))
+    on_host = sum(reward_model.weight_bytes for reward_model in reward_models)
+    room = host_bytes_to_fill(ranks.here)
+    own: dict[str, Any] = {
+        "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # they are there already
+        "reward_bytes": max((reward_model.scoring_bytes for reward_model in reward_models), default=0),
+        "reward_host_bytes": on_host,
+    }
+    if engine is not None:
+        memory.watch(engine)
+        own |= {  # vLLM's, but for the sequences of our own
+            "sleeps": getattr(engine, "sleeps", True),
+            "sequences": getattr(engine, "max_num_seqs", None if name == VLLM else config.completions_per_step),
+            "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
+        }
+    if policy.device.type != "cuda":
+        return memory, PhasePeaks(policy.device)
+    run_plan = plan_training(memory, model, config, policy, name, context, **own)
+    if run_plan is not None and isinstance(engine, TransformersEngine):
+        engine.sleeps, memory.train.spare = run_plan.settings.sleeps, engine.give_back
+        engine.use_weights(run_plan.settings.sampling_weights)
+    return memory, PhasePeaks(policy.device, run_plan)
+
+
+def plan_training(
+    memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
+    **own: Any,
+) -> MemoryPlan | None:
+    """Plan a run on its card and bound its micro-batches; None without a plan. `own`: settings of the engine."""
+    own["keeps_reference"] = bool(policy.reference_adapter)
+    settings = replace(settings_of(model, config, engine, context), **own)
+    if host_room.on_wsl():
+        logger.warning(host_room.WSL_ADVICE)
+    memory.advice.plan = run_plan = plan_run(settings, model, this_card(policy.device))
+    if run_plan is not None:
+        bind(memory.train, run_plan, config)
+        if engine == TRANSFORMERS:
+            memory.rollout.planned = max(1, run_plan.concurrent_sequences)
+        policy.head_groups = run_plan.settings.head_groups or 1
+        for mlp in tiled_mlps(policy.base):
+            mlp.tile_rows = run_plan.settings.mlp_tile
+        check_room(policy, run_plan)
+    return run_plan
+
+
+def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None:
+    """Let only the plan cut micro-batches, and warn where `per_device_train_batch_size` would have cut them."""
+    bound.planned, bound.spread = run_plan.settings.max_tokens, run_plan.limits.spread
+    size = config.per_device_train_batch_size
+    if size < config.completions_per_step:
+        logger.warning(
+            "per_device_train_batch_size=%d counts what an optimizer step trains on (%d), and does not bound "
+            "micro-batches here: the memory plan does, at %s tokens; max_tokens_per_micro_batch is a bound of your own",
+            size, config.completions_per_step, f"{run_plan.settings.max_tokens or 0:,}",
+        )
+
+
+def check_room(policy: Policy, run_plan: MemoryPlan) -> None:
+    """Raise MemoryError if the host has no room for what is offloaded to it."""
+    if run_plan.settings.checkpointing == "offload":
+        shape, dtype = policy.base.config.get_text_config(), policy.head.weight.dtype
+        tokens = run_plan.settings.max_tokens or run_plan.settings.context
+        host_room.check_host_room(
+            host_room.host_bytes_needed(shape.num_hidden_layers, tokens, shape.hidden_size, dtype))
+
+
+def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
+    """Make and log the run's plan; None, also logged, without one. Preflight reports a plan that does not fit."""
+    try:
+        run_plan = plan(model.config, settings, device, model.loaded.name)
+    except ValueError as error:
+        logger.info("memory: no plan for this model (%s)", error)
+        return None
+    if not run_plan.fits:
+        logger.warning("memory: this run needs %s and may fill %s of %s; it goes on in the smallest pieces "
+                       "and may run out of memory. %s", size_text(run_plan.peak), size_text(device.budget), device.name,
+                       "; ".join(run_plan.advice))
+    logger.info(
+        "memory planned on %s: rollout %s, training %s in micro-batches of at most %s tokens, %s on "
+        "the host", device.name, size_text(run_plan.rollout), size_text(run_plan.train),
+        f"{run_plan.settings.max_tokens or 0:,}", size_text(run_plan.host),
+    )
+    return run_plan
+
+
+def helpful_settings(shorter: str, optim: str, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
+    """For each phase, the settings that would help and are not in use, the best first. `loaded` is the model's."""
+    shorter = f"{shorter} or max_seq_length (now {loaded.max_seq_length})"
+    weights = [] if four_bit else ["load_in_4bit=True"]
+    offload = [] if loaded.offload else ['use_gradient_checkpointing="offload"']
+    eight_bit = [] if "8bit" in optim else ['optim="paged_adamw_8bit"']
+    share = ["a lower gpu_memory_utilization"] if engine == "vllm" else []
+    last = ["a smaller LoRA rank (r)", "nothing else on the card beside this run"]
+    return {"train": [shorter, *offload, *weights, *eight_bit, *share, *last],
+            "rollout": [shorter, *weights, *share, *eight_bit, *last]}

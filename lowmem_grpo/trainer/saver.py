@@ -1,0 +1,184 @@
+"""What a run saves and when: checkpoints, which of them is the best, and how to go on from one."""
+
+import logging
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.data.prompts import DataError, PromptSource
+from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.rollout.replay import ReplayBuffer
+from lowmem_grpo.runs import checkpoint
+from lowmem_grpo.runs.records import RecordError, RunRecords
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.whole_files import CheckpointError, MismatchError
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.rewind import RandomStates
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes checkpoints of a run's parts into its directory, and restores the parts from one."""
+
+    def __init__(
+        self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
+        state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
+    ) -> None:
+        """`replay` and `reward_names` are those of a run that samples."""
+        self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
+        self.learner, self.source, self.state = learner, source, state
+        self.memory, self.reward_names = memory, reward_names
+        self.replay = ReplayBuffer(0) if replay is None else replay
+        self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
+        self.mark()
+        self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
+
+    def save(self) -> Path:
+        """Write a checkpoint, if this process writes, and delete the oldest beyond `save_total_limit`, but the best."""
+        self.records.flush()
+        folder = self.run_dir / f"checkpoint-{self.state.global_step}"
+        self.note_best(folder)
+        self.saved = self.state.global_step
+        if not self.records.writes:
+            return folder
+        folder = checkpoint.save_checkpoint(self.run_dir, self.state.global_step, self.model, self.learner.optimizer,
+                                            self.learner.scheduler, self.snapshot(),
+                                            self.learner.policy.reference_adapter)
+        best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
+        try:
+            checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
+        except OSError as error:  # the new one is whole
+            logger.warning("old checkpoints could not be deleted: %s", error)
+        return folder
+
+    def mark(self) -> None:
+        """Remember where a step begins: the prompts drawn, groups kept, tokens seen and random states."""
+        self.random.capture()
+        self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
+        self.measured = self.learner.objective.state()
+
+    def go_back(self) -> None:
+        """Go back to the last `mark`, after a step that failed."""
+        self.random.restore()
+        drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
+        self.source.restore(drawn)
+        self.learner.objective.restore(self.measured)
+
+    def note_evaluated(self, metrics: dict[str, Any]) -> None:
+        """Remember the step of the best evaluation; ValueError where this one has no value of the metric."""
+        name, state = self.config.best_metric, self.state
+        if name is None:
+            return
+        if metrics.get(name) is None:
+            listed = ", ".join(sorted(key for key in metrics if key.startswith("eval_")))
+            raise ValueError(f"metric_for_best_model: an evaluation has no metric {name!r}; it has {listed}")
+        if self.config.is_better(metrics[name], state.best_metric):
+            state.best_metric, state.best_global_step = metrics[name], state.global_step
+
+    def load_best(self) -> bool:
+        """Give the adapter the weights of the best checkpoint; False where none is known."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            logger.warning("load_best_model_at_end: no checkpoint was evaluated, so the adapter stays as it is")
+            return False
+        checkpoint.load_weights(Path(best), self.model)
+        logger.info("loaded the best checkpoint, %s", best)
+        return True
+
+    def note_best(self, folder: Path) -> None:
+        """Remember the checkpoint of the best evaluation, or of the highest mean reward since the last save."""
+        if self.config.best_metric is not None:
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
+            return
+        after = self.saved if self.config.save_strategy == "epoch" else self.state.global_step - self.config.save_steps
+        lines = [line for line in self.state.log_history if line["step"] > after and "train_runtime" not in line]
+        recent = [line["reward"] for line in lines if line.get("reward") is not None]
+        if recent and (self.state.best_metric is None or sum(recent) / len(recent) > self.state.best_metric):
+            self.state.best_metric = sum(recent) / len(recent)
+            self.state.best_model_checkpoint = str(folder)
+
+    def begin_again(self) -> None:
+        """Everything but the weights as it was when this was made."""
+        first, optimizer, scheduler = deepcopy(self.first)
+        self.learner.optimizer.load_state_dict(optimizer)
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        self.learner.scheduler.load_state_dict(scheduler)
+        self.restore(first)
+        self.state.log_history = []
+
+    def resume(self, wanted: bool | str) -> Path | None:
+        """Restore from a folder, or (True) from the newest good checkpoint; broken newer ones are named and passed
+        over. Returns where from, None if there is no checkpoint yet, and raises CheckpointError if all are broken."""
+        checkpoint.clean_leftovers(self.run_dir)
+        broken: list[str] = []
+        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]
+        for folder in newest:
+            try:
+                self.load(folder)
+            except CheckpointError as error:
+                if wanted is not True or isinstance(error, MismatchError):
+                    raise
+                logger.warning("passed over: %s", error)
+                broken.append(str(error))
+            else:
+                logger.info("resumed from %s", folder)
+                return folder
+        if broken:
+            raise CheckpointError(f"no checkpoint of {self.run_dir} can be used: {'; '.join(broken)}. Without "
+                                  "resume_from_checkpoint a new run begins, and this one moves to a folder of its own")
+        return None
+
+    def load(self, folder: Path) -> None:
+        """Restore from a checkpoint. What a file of the run lacks of the lines up to there is said."""
+        saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler)
+        with checkpoint.trusted(folder, DataError, RecordError):
+            self.restore(saved)
+            self.restore_reference(folder, saved)
+            self.records.rewind(int(saved["trainer"]["global_step"]))
+        self.saved = self.state.global_step
+        for missing in self.records.missing(saved.get("records", {})):
+            logger.warning("%s; the others are lost, and the run goes on without them", missing)
+
+    def snapshot(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
+        return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
+                "config": self.config.to_dict(), "memory": self.memory.state(),
+                "objective": self.learner.objective.state(), "replay": self.replay.state(),
+                "records": dict(self.records.lines), "threads": torch.get_num_threads(),
+                "keeps_reference": self.learner.policy.reference_adapter is not None}
+
+    def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Restore what the saved run compared with, unless that had no KL term; older checkpoints: the base model."""
+        policy = self.learner.policy
+        if policy.reference_adapter is not None and saved.get("keeps_reference", True):
+            policy.reference_adapter = checkpoint.load_reference(folder, self.model)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Undo `snapshot`, and warn of settings that differ from those of the saved run."""
+        now = self.config.to_dict()
+        changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
+        if changed:
+            logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
+        threads, before = torch.get_num_threads(), saved.get("threads")  # older checkpoints do not say
+        if before not in (None, threads) and self.learner.policy.device.type == "cpu":
+            logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d: samples may be rounded "
+                           "otherwise; set it as it was to go on bit for bit", before, threads)
+        for name, value in saved["trainer"].items():
+            if name != "max_steps":
+                setattr(self.state, name, value)
+        if best := self.state.best_model_checkpoint:
+            here = self.run_dir / Path(best).name  # the run directory may have been moved
+            self.state.best_model_checkpoint = str(here) if here.is_dir() else best
+        self.source.restore(saved["source"])
+        self.learner.scaler.load_state_dict(saved["scaler"])
+        self.memory.restore(saved.get("memory"))  # older checkpoints have none
+        self.learner.objective.restore(saved.get("objective", {}))
+        kept, generations = saved.get("replay", []), self.config.completions_per_prompt
+        self.replay.restore(kept, self.source.dataset, self.reward_names, generations)

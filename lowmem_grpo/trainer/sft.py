@@ -1,0 +1,221 @@
+"""Supervised fine-tuning of the adapter, before GRPO: a new answer format is taught where sampling would never find it.
+
+It has the frozen base and the kernels of GRPO: sequences packed without padding, log-probabilities without logits,
+steps that survive a shortage of memory. The loss of an optimizer step is
+
+    loss = -sum(log p(trained token)) / N             N: trained tokens of the whole step, in all its micro-batches
+
+which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant. What is trained, the columns say
+(data/shapes.py). The gradient does not depend on how the step is cut into micro-batches.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lowmem_grpo.config.from_trl import settings_of
+from lowmem_grpo.config.sft import SFTConfig
+from lowmem_grpo.data.examples import each_of
+from lowmem_grpo.data.packing import PackEncoder
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
+from lowmem_grpo.data.shapes import Shapes
+from lowmem_grpo.data.stream import source_of
+from lowmem_grpo.data.tokenised import tokenised
+from lowmem_grpo.integrations.unsloth_names import UnsupportedError
+from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.runs.views.live import SFTView
+from lowmem_grpo.trainer.evaluator import OF_LOSS
+from lowmem_grpo.trainer.loop import Trainer
+from lowmem_grpo.trainer.parameters import check_model, either, taken_in, with_names
+from lowmem_grpo.trainer.predictions import Predictions
+from lowmem_grpo.trainer.run_memory import plan_memory
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+
+MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
+            "nonfinite/steps", "micro_batches")  # what the learner measures in a step
+
+
+class SFTObjective(Objective):
+    """The loss of every trained token, averaged over the step."""
+
+    counts_hits = True
+
+    def __init__(self, loss_type: str = "nll") -> None:
+        self.loss_type = loss_type
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
+        loss = token_losses(logprobs, self.loss_type).sum() / totals.tokens
+        return LossOutput(loss, {"entropy": entropy.detach().mean()})
+
+
+def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
+    """Return the loss (N,) of tokens with these log-probabilities (N,): -log p, or p (-log p) for "dft", whose weight p
+    has no gradient (Wu et al. 2025, arXiv 2508.05629)."""
+    return -logprobs * logprobs.detach().exp() if loss_type == "dft" else -logprobs
+
+
+def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
+    """Give the tokenizer the chat template and the end token of the settings, as TRL does; ValueError for a token that
+    it does not have."""
+    if settings.chat_template_path is not None:
+        tokenizer.chat_template = Path(settings.chat_template_path).read_text(encoding="utf-8")
+    if settings.eos_token is None:
+        return
+    if settings.eos_token not in tokenizer.get_vocab():
+        raise ValueError(f"eos_token is {settings.eos_token!r}, which is no token of the tokenizer; take one of its "
+                         f"own, such as {tokenizer.eos_token!r}")
+    tokenizer.eos_token = settings.eos_token
+
+
+class SFTTrainer(Trainer):
+    """Fine-tuning with TRL's constructor; `train()` loops over `step()`, records, saves checkpoints and the adapter.
+
+    The model goes on into GRPOTrainer as it is. GRPO's reference for the KL term stays the base model without adapter.
+    """
+
+    args: SFTConfig
+    view_class = SFTView
+
+    def __init__(
+        self, model: Any = None, *placed: Any, train_dataset: Any = None, args: Any = None,
+        processing_class: Any = None, eval_dataset: Any = None, callbacks: list[Any] | None = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None, peft_config: Any = None, formatting_func: Callable[..., Any] | None = None,
+        tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
+    ) -> None:
+        """TRL's parameters. Without names they are (rows, args, processing_class, eval_dataset), or in TRL's order if
+        settings come second. `tokenizer` is an older name of `processing_class`; `others` are refused, or options of
+        the settings, which older versions of TRL took here."""
+        train_dataset, args, processing_class, eval_dataset, others["data_collator"] = with_names(
+            placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
+            eval_dataset=eval_dataset, data_collator=data_collator,
+        )
+        check_model(model, type(self))
+        tokenizer = either(processing_class, tokenizer)
+        config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
+        self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
+        super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
+        set_chat(self.tokenizer, config)
+        longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
+        self.shown: dict[str, Any] = {}  # datasets as they are trained
+        if preprocess_logits_for_metrics is not None and compute_metrics is None:
+            raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics, which would read what it "
+                             "makes, is not; pass both or neither")
+        self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
+        self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
+        rows, self.encoder = self.shapes.read(train_dataset)
+        source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset)
+        self.eval_sets = self.evaluation_sets(eval_dataset)
+        memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length", self.ranks)
+        self.learn(source, SFTObjective(config.loss_type), memory, peaks)
+        self.write(callbacks)
+
+    @property
+    def train_dataset(self) -> Any:
+        """The rows with `input_ids` and `labels`, as they are trained, as a `datasets.Dataset`."""
+        return self.tokenised("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
+
+    @train_dataset.setter
+    def train_dataset(self, _: Any) -> None:
+        raise UnsupportedError("train_dataset cannot be changed; make a new SFTTrainer with the other rows")
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation rows as `train_dataset` shows its own; of several datasets a dict."""
+        dataset = self.given_eval_rows
+        several = dataset if isinstance(dataset, Mapping) else {"eval": dataset}
+        shown = {name: self.tokenised(f"eval {name}", rows, partial(self.shapes.read, rows, "eval_dataset"))
+                 for name, rows in several.items()}
+        return shown if several is dataset else shown["eval"]
+
+    def tokenised(self, name: str, rows: Any, read: Callable[[], tuple[Any, Any]]) -> Any:
+        """Return the dataset of given rows as they are trained, which is made once; None for no rows."""
+        if name not in self.shown and rows is not None:
+            self.shown[name] = tokenised(rows, *read())
+        return self.shown.get(name)
+
+    def train_only(self, wrap: Callable[[Any], Any]) -> None:
+        """Let `wrap` make another encoder of each dataset's own; datasets already read are read anew."""
+        self.shapes = replace(self.shapes, wrap=wrap)
+        encoder: Any = self.source.encoder
+        if isinstance(encoder, PackEncoder):
+            encoder.inner = wrap(encoder.inner)
+        else:
+            self.source.encoder = wrap(encoder)
+        self.eval_sets = self.evaluation_sets(self.given_eval_rows)
+        self.shown.clear()
+
+    def longest_row(self) -> int:
+        """Tokens that prompt and completion may have together; ValueError where they would not fit the context."""
+        context = self.model.loaded.max_seq_length
+        if self.args.max_length is not None and self.args.max_length > context:
+            raise ValueError(f"max_length is {self.args.max_length} and the context has {context} tokens; lower it, or "
+                             "load with a larger max_seq_length")
+        return self.args.max_length or context
+
+    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
+        """Every usable row of an evaluation dataset; DataError where there is none."""
+        rows, encoder = self.shapes.read(super().evaluation_rows(dataset, parameter), parameter)
+        source = PromptSource(rows, encoder, self.args.seed, shuffle=False)
+        encoded = [encoder.encode(rows[index]) for index in range(len(rows))]
+        for index, reason in enumerate(encoded):
+            if isinstance(reason, str):
+                source.count_skip(index, f"{reason} (evaluation)")
+        groups = as_groups(example for example in encoded if isinstance(example, Prompt))
+        if not groups:
+            raise DataError(f"no row of the evaluation dataset can be used: {source.skip_summary()}")
+        return groups
+
+    def next_groups(self) -> list[RolloutGroup]:
+        """The rows of the next optimizer step, each as a prompt with one completion."""
+        return as_groups(self.source.take(self.args.batch_size), self.state.policy_version)
+
+    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
+        """One optimizer step on these rows; returns its metrics."""
+        metrics = super().update(groups)
+        completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
+        self.state.epoch = self.source.epoch
+        self.state.num_tokens += completions + sum(len(group.prompt_ids) for group in groups)
+        return {name: metrics[name] for name in MEASURED if name in metrics} | {"completions/tokens": completions}
+
+    def step(self) -> dict[str, float]:
+        return self.update(self.next_groups())
+
+    def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
+        """Speed, tokens so far, rows that were left out, and how often memory ran out."""
+        completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
+        return {"step_time": timing["step_time"], "tokens_per_second": completions / timing["step_time"],
+                "memory/oom_train": self.memory.train.failures, "num_tokens": self.state.num_tokens,
+                "data/skipped_rows": sum(self.source.skipped.values())}
+
+    def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
+        """Loss, entropy and accuracy of each trained token of these rows, dropout off."""
+        metrics = self.learner.measure(rows)
+        own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
+        return {name: metrics[name] for name in OF_LOSS if name in metrics} | own
+
+    def may_measure(self, name: str) -> bool:
+        """Return whether an evaluation may have a metric of this name: any, where the user computes some."""
+        return self.predictions is not None or super().may_measure(name)
+
+    def evaluation_names(self) -> set[str]:
+        return super().evaluation_names() | {"loss", "entropy", "mean_token_accuracy"}
+
+    def describe(self, status: str) -> dict[str, Any]:
+        return super().describe(status) | {"method": "sft"}
+
+
+def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
+    """Return each row of the examples as a prompt with one completion, as packing and learner take them."""
+    return [
+        RolloutGroup(example.row, example.ids, [Rollout(
+            example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
+            trained=example.trained,
+        )])
+        for item in examples for example in each_of(item)
+    ]

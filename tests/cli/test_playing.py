@@ -1,0 +1,81 @@
+"""`lowmem-grpo generate --recipe`: an episode is shown turn by turn, a person plays beside or against the model, and
+what cannot be played is refused at once."""
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tables import every_row
+
+from lowmem_grpo.cli.main import main
+from lowmem_grpo.trainer.play import typed_calls
+from lowmem_grpo.types import ToolCall
+
+
+def generate(*words: Any, typed: str = "") -> Result:
+    return CliRunner().invoke(main, ["generate", *map(str, words)], input=typed)
+
+
+def test_an_episode_is_shown_turn_by_turn_and_the_same_seed_plays_it_again() -> None:
+    first = generate("--recipe", "guess", "--seed", 3)
+    assert first.exit_code == 0, first.output
+    lines = first.stdout.splitlines()
+    assert lines[0] == "user: Guess my number from 1 to 32 in 5 tries. Reply with a number."
+    assert lines[1].startswith("model: ") and lines[2].startswith("user: ")
+    assert "the model " in lines[-1] and "reward" in lines[-1] and "--seed 3" in lines[-1]
+    found = json.loads(generate("--recipe", "guess", "--seed", 3, "--json").stdout)
+    said = [line.removeprefix("model: ") for line in lines if line.startswith("model: ")]
+    assert [turn["text"] for turn in found["turns"]] == said and found["seed"] == 3
+
+
+def test_a_model_plays_with_weights_in_fp8(caplog: pytest.LogCaptureFixture) -> None:
+    plain, in_fp8 = (generate("--recipe", "guess", "--seed", 3, "--json", *more) for more in ((), ("--fp8",)))
+    assert in_fp8.exit_code == 0, in_fp8.output
+    assert json.loads(in_fp8.stdout)["turns"] and plain.exit_code == 0
+
+
+def test_a_person_plays_the_same_task_before_the_model_with_its_tools() -> None:
+    done = generate("--recipe", "calculator", "--seed", 3, "--you", "beside",
+                    typed='calculate(expression="84 * 38")\n3192\n')
+    assert done.exit_code == 0, done.output
+    mine, _, models = done.stdout.partition("now the model, with the same task")
+    assert "user: What is 84 * 38?" in mine and "tool calculate: 3192" in mine and "you solved it: 2 turns" in mine
+    assert "user: What is 84 * 38?" in models and "the model" in models
+
+
+def test_a_person_plays_against_the_model_and_is_asked_again_for_what_is_no_move() -> None:
+    squares = "\n".join("123456789" * 9)
+    done = generate("--recipe", "tictactoe", "--seed", 3, "--you", "against", typed=f"no\n5\n{squares}\n")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("You are O. Name a free square.") >= 2 and "4|O|6" in done.stdout
+
+
+def test_a_person_thinks_of_something_and_answers_the_model() -> None:
+    done = generate("--recipe", "twenty_questions", "--seed", 3, "--you", "against", typed="yes\n" * 6)
+    assert done.exit_code == 0, done.output
+    assert "You think of: " in done.stdout and "Is it above " in done.stdout and "yes: " in done.stdout
+
+
+@pytest.mark.parametrize("typed", ["", "16\n"])
+def test_the_end_of_the_input_stops_the_command(typed: str) -> None:
+    done = generate("--recipe", "guess", "--seed", 3, "--you", "beside", typed=typed)
+    assert done.exit_code == 130 and "stopped by Ctrl-C" in done.stderr
+
+
+@every_row(("words", "said"), [
+    (("--recipe", "gues"), "did you mean guess"), (("--recipe", "guess", "hello"), "not both"), ((), "give a PROMPT"),
+    (("hello", "--you", "beside"), "--you is for --recipe"), (("--recipe", "guess", "-n", 2), "lowmem-grpo eval MODEL"),
+    (("--recipe", "guess", "--you", "beside", "--json"), "leave one of them out"),
+    (("--recipe", "guess", "--you", "against"), "no attribute `opponent`"),
+    (("--recipe", "arithmetic"), "one completion is the whole answer"),
+])
+def test_what_cannot_be_played_is_refused_with_the_fix(words: tuple[Any, ...], said: str) -> None:
+    done = generate(*words)
+    assert done.exit_code != 0 and said in " ".join(done.output.split()) and "Traceback" not in done.output
+
+
+def test_calls_that_a_person_types_are_read_line_by_line() -> None:
+    assert typed_calls('search(words="a b")\nread(id=3)') == [
+        ToolCall("search", {"words": "a b"}), ToolCall("read", {"id": 3})]
+    assert typed_calls("the answer is f(x) of 3") == []

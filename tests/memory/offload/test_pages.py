@@ -1,0 +1,138 @@
+"""Host pages and the copies to and from them: used again, and pageable where pinned memory is refused."""
+
+import logging
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from card import HAS_CARD
+
+from lowmem_grpo.memory.offload.pages import PAGE_BYTES, Copies, PagePool, StreamCopies
+
+
+def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
+    pool = PagePool(Copies(), page_bytes=64)
+    first, second = pool.take_pages(65), pool.take_pages(1)
+    assert (len(first), len(second), pool.bytes_in_use, pool.peak_bytes) == (2, 1, 192, 192)
+    pool.return_pages(first)
+    assert (pool.bytes_in_use, pool.peak_bytes) == (64, 192)
+    third = pool.take_pages(129)
+    assert {id(page) for page in first} < {id(page) for page in third}
+    assert (len(pool.storages()), pool.peak_bytes) == (4, 256)
+    assert not {id(page) for page in second} & {id(page) for page in third}
+
+
+def test_release_drops_free_pages_and_no_others_and_none_is_given_back_twice() -> None:
+    assert PAGE_BYTES & (PAGE_BYTES - 1) == 0  # a size that torch does not round up
+    pool = PagePool(Copies(), page_bytes=64)
+    kept, gone = pool.take_pages(64), pool.take_pages(128)
+    pool.return_pages(gone)
+    with pytest.raises(KeyError):
+        pool.return_pages(gone)
+    pool.release()
+    assert [storage._cdata for storage in pool.storages()] == [kept[0].untyped_storage()._cdata]
+
+
+def test_where_a_page_cannot_be_had_none_is_taken() -> None:
+    class Full(Copies):
+        left = 2
+
+        def page(self, num_bytes: int) -> torch.Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("no host memory")
+            return super().page(num_bytes)
+
+    pool = PagePool(Full(), page_bytes=64)
+    with pytest.raises(RuntimeError, match="no host memory"):
+        pool.take_pages(64 * 3)
+    assert pool.bytes_in_use == 0
+    with pytest.raises(RuntimeError, match="no host memory"):
+        pool.take_pages(64)
+
+
+def test_bytes_are_spread_over_pages_and_gathered_unchanged() -> None:
+    for count, dtype in product((1, 31, 32, 33, 100), (torch.bfloat16, torch.float32, torch.float64)):
+        pool = PagePool(Copies(), page_bytes=64)
+        values, back = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
+        pages = pool.take_pages(values.nbytes)
+        pool.copies.start(list(pool.pairs(pages, values)))
+        pool.copies.start([(part, page) for page, part in pool.pairs(pages, back)])
+        assert torch.equal(values, back), (count, dtype)
+
+
+# The CUDA side stream, on streams that only take notes
+
+
+class NotingStream:
+    """Stands for a CUDA stream."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: "NotingStream") -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.notes.append(f"{self.name} records")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.notes.append(f"{self.name} ends")
+
+    def __enter__(self) -> None:
+        self.notes.append(f"on {self.name}")
+
+    def __exit__(self, *error: object) -> None:
+        self.notes.append(f"off {self.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """`compute` is current; the next stream made is called side."""
+    notes: list[str] = []
+    found = {"notes": notes, "compute": NotingStream("compute", notes), "other": NotingStream("other", notes)}
+    found["current"] = found["compute"]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: NotingStream("side", notes))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found["current"])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return found
+
+
+def test_a_copy_on_the_side_stream_comes_after_the_computation_and_records_its_end(streams: dict[str, Any]) -> None:
+    copies = StreamCopies(torch.device("cuda"))
+    target, source = torch.zeros(3), torch.ones(3)
+    ticket = copies.start([(target, source)])
+    assert streams["notes"] == ["side waits for compute", "on side", "off side", "side records"]
+    assert torch.equal(target, source)
+    copies.wait(ticket)
+    assert streams["notes"][4:] == ["compute waits for event"]
+    copies.drain()
+    assert streams["notes"][5:] == ["side ends"]
+
+
+def test_whoever_frees_a_tensor_on_another_stream_makes_its_own_stream_wait_too(streams: dict[str, Any]) -> None:
+    copies = StreamCopies(torch.device("cuda"))
+    ticket = copies.start([])
+    streams["current"] = streams["other"]
+    copies.wait(ticket)
+    assert sorted(streams["notes"][-2:]) == ["compute waits for event", "other waits for event"]
+
+
+@pytest.mark.skipif(HAS_CARD, reason="with a card, the system does not refuse pinned memory")
+def test_refused_pinned_memory_is_pageable_and_said_once(
+    streams: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = StreamCopies(torch.device("cuda"))
+    with caplog.at_level(logging.WARNING, logger="lowmem_grpo"):
+        pages = PagePool(copies, page_bytes=64).take_pages(64 * 3)
+    assert [page.nbytes for page in pages] == [64] * 3
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "refused pinned host memory" in message
+    assert "blocks Python and does not overlap" in message
+    assert "ulimit -l" in message

@@ -1,0 +1,50 @@
+"""What tests of exports share: saved adapters, each made once."""
+
+from pathlib import Path
+
+import pytest
+from export_tools import adapted, export_command
+
+from lowmem_grpo.fast_model import FastPeftModel
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["16 bit", "NF4"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[FastPeftModel, Path]:
+    """A model that is held in 16 or in 4 bits, and the folder of its adapter."""
+    model, folder = adapted(request.param), tmp_path_factory.mktemp("saved") / "adapter"
+    model.save_lora(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def merged(saved: tuple[FastPeftModel, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of that model merged by the command, and what the command printed."""
+    out = tmp_path_factory.mktemp("merged") / "out"
+    done = export_command(saved[1], "--out", out)
+    assert done.exit_code == 0, done.output
+    return out, done.output
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter on 16-bit weights."""
+    folder = tmp_path_factory.mktemp("plain") / "adapter"
+    adapted(False).save_lora(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(adapter: Path, tmp_path: Path) -> Path:
+    """The same in a folder that may be changed."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in adapter.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture
+def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the comparison of logits, which loads three models: what is tested is something else."""
+    monkeypatch.setattr("lowmem_grpo.models.export.formats.LARGEST", 0)
+    monkeypatch.setattr("lowmem_grpo.models.export.merged.LARGEST", 0)

@@ -1,0 +1,95 @@
+"""GGUF files: the converter that writes them, and reading them back."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from export_tools import CONVERTER, export_command, llama_cpp, names_beside
+from gguf import GGUFWriter
+
+from lowmem_grpo.models.export.folder import ExportError
+from lowmem_grpo.models.export.formats import ExportSettings, export
+from lowmem_grpo.models.export.gguf import GGUFError, command, find_converter, read_gguf
+
+
+def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_path: Path, unequal: None) -> None:
+    tools = llama_cpp(tmp_path / "llama.cpp", CONVERTER.format(cut=""))
+    done = export_command(adapter, "--format", "gguf", "--out", tmp_path / "out", "--llama-cpp", tools,
+                          "--gguf-type", "q8_0")
+    assert done.exit_code == 0, done.output
+    assert "GGUF read back: qwen2, 74 tensors" in done.output
+    assert names_beside(tmp_path / "out") == ["export.json", "tiny-q8_0.arguments", "tiny-q8_0.gguf"]
+    merged, flag, out, kind, chosen = json.loads((tmp_path / "out" / "tiny-q8_0.arguments").read_text())
+    assert (flag, kind, chosen) == ("--outfile", "--outtype", "q8_0")
+    assert Path(out).name == "tiny-q8_0.gguf"
+    assert Path(merged).parent == Path(out).parent
+    assert read_gguf(tmp_path / "out" / "tiny-q8_0.gguf").shapes["model.norm.weight"] == (128,)
+
+
+def test_the_converters_command_line_is_plain_data(tmp_path: Path) -> None:
+    words = command(tmp_path / "convert_hf_to_gguf.py", Path("m; rm -rf"), Path("o"), "f16")[1:]
+    assert words == [str(tmp_path / "convert_hf_to_gguf.py"), "m; rm -rf", "--outfile", "o", "--outtype", "f16"]
+
+
+@pytest.mark.parametrize(("script", "message"), [
+    (CONVERTER.format(cut="[:-12]"), "the GGUF file holds .* weights in matrices, the merged model"),
+    ("import sys; sys.exit('BPE pre-tokenizer was not recognized')", "ended with 1 .*\nBPE pre-tokenizer was not"),
+    ("import sys; open(sys.argv[3], 'wb').write(b'GG')", "is not a whole GGUF file"),
+    ("import sys; open(sys.argv[3], 'wb').write(b'GGUF' + bytes(4))", "is not a whole GGUF file"),
+])
+def test_a_converter_that_fails_leaves_nothing(
+    script: str, message: str, adapter: Path, tmp_path: Path, unequal: None
+) -> None:
+    tools = llama_cpp(tmp_path / "tools", script)
+    with pytest.raises((GGUFError, ExportError), match=message):
+        export(adapter, "gguf", tmp_path / "out", ExportSettings(llama_cpp=tools))
+    assert names_beside(tmp_path) == ["tools"]
+
+
+def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GGUFError, match=r"not on the PATH.*git clone https://github.com/ggml-org/llama.cpp"):
+        find_converter(None)
+    script = llama_cpp(tmp_path / "bin", "") / "convert_hf_to_gguf.py"
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert find_converter(None).script == script
+
+
+def test_a_file_whose_weights_are_cut_off_is_refused(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole.gguf", tmp_path / "cut.gguf"
+    writer = GGUFWriter(whole, "qwen2")
+    writer.add_tensor("weight", np.zeros((8, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_gguf(whole)
+    assert (found.architecture, found.shapes, found.elements) == ("qwen2", {"weight": (4, 8)}, 32)
+    cut.write_bytes(whole.read_bytes()[:-64])
+    with pytest.raises(GGUFError, match=r"cut\.gguf is not a whole GGUF file"):
+        read_gguf(cut)
+
+
+def test_without_the_package_gguf_nothing_is_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("lowmem_grpo.models.export.gguf.find_spec", lambda name: None)
+    with pytest.raises(GGUFError, match="pip install gguf"):
+        find_converter(tmp_path)
+
+
+SETTING = struct.pack("<Q", 1) + b"a"  # its name
+
+
+@pytest.mark.parametrize("content", [
+    *(struct.pack("<Q", size) + b"gen" for size in (2**20, 2**40, 2**63, 2**64 - 1)),
+    SETTING + struct.pack("<IIQ", 9, 4, 2**62), SETTING + struct.pack("<IIQ", 9, 4, 2**64 - 1),  # endless numbers
+    SETTING + struct.pack("<I", 12) + b"half",
+    SETTING + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000,  # arrays in arrays
+])
+def test_a_length_that_promises_more_than_the_file_holds_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + content)
+    with pytest.raises(GGUFError, match="is not a whole GGUF file"):
+        read_gguf(path)

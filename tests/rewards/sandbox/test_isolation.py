@@ -1,0 +1,79 @@
+"""Which isolation is chosen, what its command line shuts, and which limits are refused."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandboxed import LIMITS
+from tables import every_row
+
+from lowmem_grpo.rewards.sandbox import command, file_access, isolation
+from lowmem_grpo.rewards.sandbox.isolation import SandboxError, open_sandbox, why_not
+from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The programs of a machine without bubblewrap; nothing is remembered of any other machine."""
+    found = {"bubblewrap": "no-such-bwrap"}
+    monkeypatch.setattr(command, "PROGRAMS", found)
+    for remembers in (why_not, isolation.warn_of_process):
+        remembers.cache_clear()
+    yield found
+    for remembers in (why_not, isolation.warn_of_process):
+        remembers.cache_clear()
+
+
+@pytest.mark.parametrize("asked", [None, "bubblewrap"])
+def test_without_a_sandbox_the_error_names_every_way_out(asked: str | None) -> None:
+    with pytest.raises(SandboxError, match=r"apt install bubblewrap") as caught:
+        open_sandbox(asked)
+    assert 'isolation="process"' in str(caught.value) and "no-such" in str(caught.value)
+
+
+def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    if fault := why_not("process"):
+        pytest.skip(fault)
+    with caplog.at_level(logging.WARNING, "lowmem_grpo"):
+        assert open_sandbox("process").isolation == "process"
+        open_sandbox("process")
+    assert [record.getMessage() for record in caplog.records] == [isolation.PROCESS_WARNING]
+    assert "\n" not in isolation.PROCESS_WARNING and "files" in isolation.PROCESS_WARNING
+    assert f"Landlock {file_access.COMPLETE} " in isolation.PROCESS_WARNING
+
+
+def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(tmp_path: Path, programs: dict[str, str]) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    programs |= {"bubblewrap": str(broken)}
+    with pytest.raises(SandboxError, match=r"No permissions to create new namespace"):
+        open_sandbox()
+
+
+def test_an_unknown_isolation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="isolation is 'docker'; allowed are bubblewrap, process"):
+        open_sandbox("docker")
+
+
+@every_row(("name", "value"), [
+    ("seconds", 0), ("seconds", float("inf")), ("memory_bytes", 1000), ("files", True), ("output_bytes", "many"),
+    ("scratch_bytes", -1), ("total_seconds", float("nan")),
+])
+def test_a_limit_that_limits_nothing_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}; it must be"):
+        Limits(**{name: value})
+
+
+def test_command_lines_shut_everything_that_they_should() -> None:
+    words = command.command("bubblewrap", LIMITS, 7, "").words
+    assert {"--unshare-all", "--die-with-parent", "--new-session", "--clearenv"} <= set(words)
+    assert words[words.index("--size"):][:4] == ["--size", str(MIB), "--tmpfs", "/scratch"]
+    assert words[words.index("--") - 2:][:2] == ["--remount-ro", "/"] and words[-1] == "7"
+    bound = [words[at + 1] for at, word in enumerate(words) if word in ("--ro-bind", "--bind", "--dev-bind")]
+    assert "--bind" not in words and not {"/", "/home", "/root", "/tmp", "/proc", "/etc"} & set(bound)
+    assert not any(one.startswith(f"{other}/") for one in bound for other in bound if other != "/package")
+    words = command.command("process", LIMITS, 7, "/tmp/x").words
+    assert words[1:6] == ["-I", "-S", "-B", "-X", "utf8"]

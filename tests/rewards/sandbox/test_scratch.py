@@ -1,0 +1,116 @@
+"""What a killed program leaves: no process that nobody reaps, and no folder beyond the next start."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.scratch import PREFIX, ScratchFolder, sweep
+from lowmem_grpo.rewards.sandbox.worker import children_of, kill
+
+OWNER = """
+import time
+from lowmem_grpo.rewards.sandbox.scratch import ScratchFolder
+print(ScratchFolder().path, flush=True)
+time.sleep(100)
+"""
+LAUNCHER = """
+import os, time
+child = os.fork()
+if child == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+else:
+    os.waitpid(child, 0)
+"""
+REAPER = """
+import ctypes, os
+from lowmem_grpo.rewards.sandbox.cases import read_cases
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.trial import run_tests
+from lowmem_grpo.rewards.sandbox.worker import children_of
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # orphans come to this process, which reaps none
+for code in ("def add(a, b):\\n    return a + b", "while True: pass", "import os\\nos._exit(0)"):
+    run_tests(code, read_cases(["assert add(2, 3) == 5", {{"input": "", "output": "5"}}]),
+              Sandbox({!r}, Limits(seconds=0.3)))
+print(children_of(os.getpid()))
+"""
+
+
+def python(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_completion_leaves_no_process_to_be_reaped(sandbox: Sandbox) -> None:
+    found = subprocess.run([sys.executable, "-c", REAPER.format(sandbox.isolation)], stdout=subprocess.PIPE, text=True,
+                           timeout=120, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_a_launcher_that_is_killed_sees_the_end_of_its_child_first() -> None:
+    """As bwrap does it, on a machine that has none."""
+    launcher = python(LAUNCHER)
+    try:
+        child = int(first_line(launcher))
+        assert children_of(launcher.pid) == [child]
+        kill(launcher)
+        assert launcher.wait(60) == 0  # it ended by itself, after it had reaped its child
+        assert not Path(f"/proc/{child}").exists()
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.fixture
+def below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files, also of the programs that a test starts."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_the_folder_of_a_killed_program_goes_at_the_next_start_and_that_of_a_living_one_stays(below: Path) -> None:
+    killed, living = python(OWNER), python(OWNER)
+    try:
+        lost, kept = Path(first_line(killed)), Path(first_line(living))
+        (lost / "locked").mkdir(0)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert lost.is_dir()
+        ours = ScratchFolder()
+        assert sorted(below.iterdir()) == sorted([kept, Path(ours.path)])
+        ours.remove()
+    finally:
+        for process in (killed, living):
+            process.kill()
+            process.communicate()
+
+
+def link(at: Path, outside: Path) -> None:
+    at.symlink_to(outside)
+
+
+def file(at: Path, outside: Path) -> None:
+    at.write_text("ours?")
+
+
+@pytest.mark.parametrize(("name", "make"), [(f"{PREFIX}x", link), (f"{PREFIX}x", file), ("sandbox-x", Path.mkdir)])
+def test_what_is_no_folder_of_ours_is_not_removed(below: Path, name: str, make: Callable[..., None]) -> None:
+    outside = below.parent / f"{below.name}-outside"
+    outside.mkdir()
+    (outside / "kept.txt").write_text("kept")
+    make(below / name, *(() if make is Path.mkdir else (outside,)))
+    sweep(str(below))
+    assert os.listdir(below) == [name] and (outside / "kept.txt").read_text() == "kept"

@@ -1,0 +1,94 @@
+"""Views print any text in any encoding of the terminal."""
+
+import io
+import logging
+import sys
+from types import SimpleNamespace
+
+import click
+import pytest
+from rich.console import Console
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.runs.views.console import any_console, print_line
+from lowmem_grpo.runs.views.live import LiveView
+from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, plain_errors
+from lowmem_grpo.utils import check_value
+
+ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1"]
+TEXT = "é あ 你 ✓ ▁█"
+
+
+class Terminal(io.TextIOWrapper):
+    """Standard output of an encoding, as a terminal or a pipe."""
+
+    def __init__(self, encoding: str, tty: bool) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    @property
+    def shown(self) -> str:
+        content = self.buffer.getvalue()  # type: ignore[attr-defined]
+        return str(content.decode(self.encoding))
+
+
+PARAGRAPH = "other programs keep the cores busy, and " * 4 + "/a/path/that/is/longer/than/the/width/of/a/terminal/" * 2
+
+
+def is_broken_between_words(shown: str) -> bool:
+    """Return whether each line fits 80 columns or is one word, and the words are those of the paragraph."""
+    lines = [line.rstrip() for line in shown.splitlines()]
+    return shown.split() == PARAGRAPH.split() and all(len(line) <= 80 or " " not in line for line in lines)
+
+
+def test_a_terminal_of_80_columns_breaks_no_word_and_a_pipe_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for tty in (False, True):
+        printed, logged = (Terminal("utf-8", tty) for _ in range(2))
+        print_line(Console(file=printed, width=80, force_terminal=tty, color_system=None), PARAGRAPH)
+        monkeypatch.setattr(sys, "stderr", logged)
+        logger, handler = logging.Logger("one"), CurrentStderr()
+        handler.setFormatter(BetweenWords("%(message)s"))
+        logger.addHandler(handler)
+        logger.warning(PARAGRAPH)
+        for shown in (printed.shown, logged.shown):
+            assert is_broken_between_words(shown) if tty else shown.rstrip("\n") == PARAGRAPH, shown
+
+
+def test_a_refusal_on_a_terminal_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", Terminal("utf-8", tty=True))
+    with pytest.raises(click.ClickException) as refused, plain_errors():
+        check_value(GRPOConfig, "lr_scheduler_type", "cos")
+    lines = f"Error: {refused.value.message}".splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("tty", [False, True])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_view_shows_what_an_encoding_has_of_a_text_and_ends_no_run(
+    encoding: str, tty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(encoding, tty)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    view, state = LiveView(title=TEXT), SimpleNamespace(global_step=1, max_steps=2)
+    view.on_train_begin(None, state, None)
+    view.say(TEXT)
+    view.on_log(None, state, None, {"reward": 0.5, f"rewards/{TEXT}/mean": 1.0})
+    print("of the user")  # rich's own stream stands in for standard output meanwhile
+    view.on_train_end(None, state, None)
+    assert terminal.shown.count(TEXT.encode(encoding, "replace").decode(encoding)) >= 2
+    assert "of the user" in terminal.shown and view.draws is tty
+    with pytest.raises(UnicodeEncodeError):
+        terminal.write(TEXT)  # what others print is theirs
+
+
+def test_a_terminal_that_has_all_characters_gets_them_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal("utf-8", False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    any_console().print(TEXT)
+    assert terminal.shown == f"{TEXT}\n"

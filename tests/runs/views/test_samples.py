@@ -1,0 +1,42 @@
+"""Samples of a run that goes on: in bounded memory, over the whole run, and its newest."""
+
+import json
+
+from lowmem_grpo.runs.views.samples import LONGEST, Reservoir, shown_sample
+
+
+def filled(samples: Reservoir, steps: int, each: int = 2) -> Reservoir:
+    for step in range(1, steps + 1):
+        for place in range(each):
+            samples.add_sample({"step": step, "place": place})
+    return samples
+
+
+def test_few_samples_are_all_kept_in_order() -> None:
+    kept = filled(Reservoir(100, 10), 30).samples()
+    assert [sample["step"] for sample in kept] == [step for step in range(1, 31) for _ in range(2)]
+
+
+def test_many_are_spread_over_the_run_in_whole_steps_with_the_newest() -> None:
+    kept = filled(Reservoir(100, 10), 5000).samples()
+    steps = sorted({sample["step"] for sample in kept})
+    assert len(kept) <= 110 and steps[0] < 500 and steps[-1] == 5000
+    assert {4996, 4997, 4998, 4999, 5000} <= set(steps)
+    assert all([sample["place"] for sample in kept if sample["step"] == step] == [0, 1] for step in steps)
+
+
+def test_a_step_with_very_many_samples_and_steps_without_order_are_bounded() -> None:
+    assert 50 <= len(filled(Reservoir(100), 1, each=5000).samples()) <= 100
+    mixed = Reservoir(100)
+    for place in range(5000):
+        mixed.add_sample({"step": place * 7919 % 64 * 1024})
+    assert 50 <= len(mixed.samples()) <= 100
+
+
+def test_whatever_a_line_holds_a_sample_is_small() -> None:
+    long = "x" * 20_000
+    turn = {"text": long, "calls": [{"name": long, "arguments": {long: long}}] * 100,
+            "replies": [{"role": long, "name": long, "content": long}] * 100}
+    sample = shown_sample({"step": 1, "prompt": [{"role": "user", "content": long}], "completion": long, "ending": long,
+                           "rewards": {f"{place}{long}": 1.0 for place in range(100)}, "turns": [turn] * 500})
+    assert len(json.dumps(sample)) < 110 * LONGEST and len(sample["turns"]) <= 40

@@ -1,0 +1,204 @@
+"""Jobs start in their order, one after the other or together, and what became of them is known after a restart."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.jobs import keeper
+from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan
+from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
+from lowmem_grpo.utils import GIB
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
+RECIPE = '''
+import json, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from lowmem_grpo.recipes.options import RecipeOptions
+
+@dataclass
+class Options(RecipeOptions):
+    what: str = "end"
+
+OPTIONS = Options
+
+def run(options):
+    folder = Path(options.config["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    (folder / f"go{options.resume}-{options.card_share}").touch()
+    print("ready", flush=True)
+    if options.what == "fail":
+        raise ValueError("the data are gone")
+    ends = time.monotonic() + 600
+    while options.what == "wait" and not (folder.parent / "enough").exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
+'''
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "small.py").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[JobQueue]:
+    made = JobQueue(Database(tmp_path / "server.sqlite"), tmp_path / "jobs")
+    yield made
+    for job in made.live():
+        keeper.ask_to_stop(made.folder_of(job))
+
+
+@pytest.fixture
+def dispatcher(queue: JobQueue, recipes: Path) -> Dispatcher:
+    return Dispatcher(queue, recipes)
+
+
+def submit(queue: JobQueue, what: str = "end", **fields: object) -> int:
+    return queue.submit(JobRequest.from_json({"recipe": "small.py", "options": [f"what={what}"], **fields}), "me").id
+
+
+def until(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 400
+    while not holds():
+        assert time.monotonic() < end, [(job.state, job.why) for job in dispatcher.queue.all()]
+        dispatcher.poll()
+        time.sleep(0.05)
+
+
+def is_ready(queue: JobQueue, number: int) -> bool:
+    log = queue.folder_of(queue.one(number)) / keeper.LOG
+    return log.exists() and "ready" in log.read_text()
+
+
+def enough(queue: JobQueue, number: int) -> None:
+    (queue.folder_of(queue.one(number)) / "enough").touch()
+
+
+def job(queue: JobQueue, number: int) -> Job:
+    return queue.one(number)
+
+
+def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    first, second, third = submit(queue, "wait"), submit(queue), submit(queue, priority=1)
+    dispatcher.start_run(queue.one(first))
+    until(dispatcher, lambda: is_ready(queue, first))
+    assert job(queue, third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
+    assert job(queue, second).why == "one job is before it in the queue"
+    enough(queue, first)
+    until(dispatcher, lambda: job(queue, second).state == DONE)
+    assert job(queue, first).state == DONE == job(queue, third).state
+    assert job(queue, third).began < job(queue, second).began  # type: ignore[operator]
+
+
+def test_shares_run_together_and_the_run_is_told_its_share(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    both = [submit(queue, "wait", share=0.5) for _ in range(2)]
+    until(dispatcher, lambda: all(is_ready(queue, number) for number in both))
+    assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
+    for number in both:
+        enough(queue, number)
+        assert (queue.folder_of(job(queue, number)) / "run" / "goFalse-0.5").exists()
+    until(dispatcher, lambda: not queue.live())
+
+
+def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    number = submit(queue, "fail")
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert job(queue, number).state == FAILED
+    assert job(queue, number).why.startswith("ValueError: the data are gone (exit status 1)")
+
+
+def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    number = submit(queue, "wait")
+    until(dispatcher, lambda: is_ready(queue, number))
+    queue.cancel(number)
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert (job(queue, number).state, job(queue, number).exit_code) == (STOPPED, 143)
+    queue.resume(number, ["what=end"])
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert job(queue, number).state == DONE
+    assert (queue.folder_of(job(queue, number)) / "run" / "goTrue-1.0").exists()
+
+
+def test_the_next_server_finds_a_job_that_runs_and_one_that_ended_meanwhile(
+    queue: JobQueue, dispatcher: Dispatcher, recipes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
+    until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
+    enough(queue, ends)
+    monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
+    until(dispatcher, lambda: keeper.read_json(queue.folder_of(job(queue, ends)) / keeper.ENDED))
+    following = Dispatcher(queue, recipes)
+    following.poll()
+    assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
+    enough(queue, runs)
+    until(following, lambda: job(queue, runs).state == DONE)
+
+
+def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
+    queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = submit(queue, "wait")
+    until(dispatcher, lambda: is_ready(queue, number))
+    folder = queue.folder_of(job(queue, number))
+    pid = next(int(entry.name) for entry in Path("/proc").glob("[0-9]*")
+               if str(folder).encode() in (entry / "cmdline").read_bytes() and b"server.jobs.keeper" in
+               (entry / "cmdline").read_bytes()) if Path("/proc").exists() else 0
+    if not pid:
+        pytest.skip("needs /proc to find the keeper")
+    run = int((folder / keeper.RUN).read_text())
+    os.kill(pid, signal.SIGKILL)
+    os.kill(run, signal.SIGKILL)
+    monkeypatch.setattr("lowmem_grpo.server.jobs.dispatcher.COMES_UP", 0.0)
+    until(dispatcher, lambda: job(queue, number).state == WAITING or job(queue, number).goes == 2)
+    monkeypatch.undo()
+    enough(queue, number)
+    until(dispatcher, lambda: job(queue, number).is_over)
+    assert (job(queue, number).state, job(queue, number).goes) == (DONE, 2)
+    assert (folder / "run" / "goTrue-1.0").exists() and (folder / keeper.KEEPER).exists()
+
+
+def test_a_plan_that_fits_no_card_ends_a_job_before_it_begins(queue: JobQueue, recipes: Path) -> None:
+    dispatcher = Dispatcher(queue, recipes, has_card=True)
+    number = submit(queue)
+    dispatcher.plans[number] = (JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length"), time.time())
+    dispatcher.poll()
+    assert job(queue, number).state == FAILED and "lower max_seq_length" in job(queue, number).why
+
+
+def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: Path) -> None:
+    dispatcher = Dispatcher(queue, recipes, has_card=True)
+    number = submit(queue)
+    dispatcher.poll()
+    assert job(queue, number).why == "its memory is being planned"
+    until(dispatcher, lambda: job(queue, number).is_over)  # there is no card to plan for here: nothing is known
+    assert job(queue, number).state == DONE and job(queue, number).peak_bytes is None
+
+
+def test_the_thread_survives_a_full_disk_and_ends_when_asked(
+    queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.jobs.dispatcher.EVERY", 0.01)
+    looks = threading.Semaphore(0)
+
+    def live() -> list[Job]:
+        looks.release()
+        raise OSError("no room")
+
+    monkeypatch.setattr(queue, "live", live)
+    dispatcher.start()
+    assert all(looks.acquire(timeout=60) for _ in range(2)), "after the first error it looks again"
+    assert "no room" in caplog.text
+    dispatcher.close()
+    assert not dispatcher.thread.is_alive()

@@ -1,0 +1,123 @@
+"""The jobs of a server on its page: each user sees their own, and buttons do what the commands do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
+from starlette.testclient import TestClient
+
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.jobs import keeper
+from lowmem_grpo.server.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest, NoSuchJobError
+from lowmem_grpo.server.jobs.routes import JobsSource, make_jobs_app
+from lowmem_grpo.server.page.page import Beside, Page, page_app
+from lowmem_grpo.server.users import JOBS, OWNER, SignIn, User, Users
+from tests.support.page_server import page_of
+from tests.support.run_pages import write_run
+
+ANN, BOB, ROOT, NOBODY = User("ann", (JOBS,)), User("bob", (JOBS,)), User(OWNER), User("eve")
+KEYS = {"ann": "tml-ann-ann-ann-ann-ann-ann", "eve": "tml-eve-eve-eve-eve-eve-eve"}
+HERE = "http://127.0.0.1"
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[JobQueue]:
+    database = Database(tmp_path / "server.sqlite")
+    yield JobQueue(database, tmp_path / "jobs")
+    database.close()
+
+
+@pytest.fixture
+def source(queue: JobQueue) -> JobsSource:
+    return JobsSource(queue, "here")
+
+
+def submit(queue: JobQueue, owner: str = "ann") -> str:
+    return str(queue.submit(JobRequest("arithmetic", ["max_steps=3"]), owner).id)
+
+
+def test_a_user_sees_their_own_jobs_and_the_owner_all(queue: JobQueue, source: JobsSource) -> None:
+    anns, bobs = submit(queue), submit(queue, "bob")
+    assert [each.name for each in source.all(ANN)] == [anns]
+    assert [each.name for each in source.all(ROOT)] == [bobs, anns]
+    assert "ann" in source.all(ROOT)[1].why and "ann" not in source.all(ANN)[0].why
+    for user, name in ((BOB, anns), (NOBODY, anns), (ANN, bobs)):
+        assert source.one(user, name) is None and source.folder(user, name) is None
+        for action in ("stop", "resume"):
+            with pytest.raises(NoSuchJobError):
+                source.act(user, name, action)
+    assert source.all(NOBODY) == [] and queue.one(int(anns)).state == WAITING
+
+
+@pytest.mark.parametrize("name", ["", "0", "99", "-1", "1.0", "../1", "1/run", "٣", "9" * 40, "1 ", "x"])
+def test_a_name_that_is_no_job_finds_nothing(queue: JobQueue, source: JobsSource, name: str) -> None:
+    submit(queue)
+    assert source.one(ROOT, name) is None and source.folder(ROOT, name) is None
+
+
+def test_buttons_fit_the_state_and_do_what_the_commands_do(queue: JobQueue, source: JobsSource) -> None:
+    name = submit(queue)
+
+    def shown() -> tuple[str, tuple[str, ...]]:
+        found = source.one(ANN, name)
+        assert found is not None
+        return found.state, found.actions
+
+    assert shown() == (WAITING, ("stop",))
+    source.act(ANN, name, "stop")
+    assert shown() == (CANCELLED, ("resume",))
+    source.act(ANN, name, "resume")
+    assert shown() == (WAITING, ("stop",))
+    job = queue.start_job(queue.one(int(name)))
+    assert shown() == (RUNNING, ("stop",))
+    source.act(ANN, name, "stop")
+    assert shown() == (STOPPING, ())
+    queue.end_job(job, "stopped", "stopped as asked", 0)
+    (source.queue.run_of(job) / "checkpoint-3").mkdir(parents=True)
+    assert shown() == ("stopped", ("resume", "export"))
+    with pytest.raises(ValueError, match="'erase' is none of these"):
+        source.act(ANN, name, "erase")
+
+
+def test_the_page_of_a_job_shows_its_run_and_its_log_and_before_it_begins_why_it_waits(
+    queue: JobQueue, source: JobsSource
+) -> None:
+    name = submit(queue)
+    watching = page_of(source).watching
+    data = watching.page_data(ANN, [name])
+    assert "charts" not in data and "waits for its turn" in data["top"]["ending"]["said"]
+    job = queue.start_job(queue.one(int(name)))
+    write_run(source.queue.run_of(job), 5, {"status": "running"})
+    (queue.folder_of(job) / keeper.LOG).write_text("step 5\n")
+    data = watching.page_data(ANN, [name])
+    assert data["charts"] and data["log"] == "step 5\n" and data["top"]["status"] == "running"
+    queue.end_job(job, "failed", "killed", -9)
+    data = watching.page_data(ANN, [name])
+    assert data["charts"] and "This run was killed" in data["top"]["ending"]["said"]
+
+
+def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
+    queue: JobQueue, source: JobsSource
+) -> None:
+    users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"]), (NOBODY, KEYS["eve"])])
+    page = Page(source, SignIn(users), page_of(source).card)
+    app = Beside(page_app(page), make_jobs_app(queue, users, lambda recipe, options: None))
+    anns, roots = submit(queue), submit(queue, OWNER)
+    api, browser = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))
+    key = {"authorization": f"Bearer {KEYS['ann']}"}
+    assert [job["id"] for job in api.get("/jobs", headers=key).json()["jobs"]] == [int(anns)]
+    assert api.get("/", headers=key).status_code == 401
+    browser.post("/page/enter", data={"key": KEYS["ann"]}, headers={"origin": HERE})
+    assert f"{anns} arithmetic" in browser.get("/").text and f"{roots} arithmetic" not in browser.get("/").text
+    assert "There is no such run" in browser.get(f"/?run={roots}").text
+    assert browser.get("/jobs").status_code == 401  # the cookie is for the page, and no key
+    assert browser.get("/health").json() == {"status": "ok"}
+    for action in ("stop", "resume", "export"):
+        assert browser.post(f"/page/do/{action}", data={"run": roots}, headers={"origin": HERE}).status_code == 404
+    assert queue.one(int(roots)).state == WAITING
+    assert browser.post("/page/do/stop", data={"run": anns}, headers={"origin": HERE}).status_code == 303
+    assert queue.one(int(anns)).state == CANCELLED
+    browser.post("/page/enter", data={"key": KEYS["eve"]}, headers={"origin": HERE})
+    assert "arithmetic" not in browser.get("/").text

@@ -1,0 +1,141 @@
+"""The desk over the engines themselves and the embedded model: what is told of a turn is what the model computes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import scatter
+from vllm_models import NEEDS_VLLM
+
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.packing import collate
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import LIVE
+from lowmem_grpo.types import Rollout, RolloutGroup, Turn
+
+GUESS: Any = {"role": "user", "content": "Guess a number from 1 to 32."}
+HIGHER: Any = {"role": "user", "content": "higher"}
+
+
+class Room:
+    """A model with its desk and chat; "saved" is the adapter as it was at the beginning."""
+
+    def __init__(self, engine: str, folder: Path) -> None:
+        options: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if engine == "vllm" else {}
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            "tiny-games", max_seq_length=256, fast_inference=engine, **options)
+        self.model = FastLanguageModel.get_peft_model(model, r=4)
+        scatter(self.model, 0.05)
+        self.model.save_lora(folder)
+        self.desk = Desk(self.model, tokenizer)
+        self.chat = Chat(self.desk, tokenizer, lambda: {"live": LIVE, "base": None, "saved@3": folder})
+        self.client = client_of(self.chat)
+
+    def ask(self, *messages: Any, model: str = "live", **fields: Any) -> Any:
+        return asyncio.run(self.client.chat.completions.create(model=model, messages=messages, max_tokens=9, **fields))
+
+    def turn(self, reply: Any) -> Turn:
+        found = self.chat.turn(reply.choices[0].turn)
+        assert found is not None
+        return found
+
+    def recomputed(self, turn: Turn, base: bool = False) -> list[float]:
+        """The trainer's log-probabilities of a turn."""
+        rollout = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason)
+        policy = Policy(self.model)
+        batch = collate([(RolloutGroup({}, turn.prompt_ids, [rollout]), rollout)])
+
+        def work() -> list[float]:
+            self.model.eval()
+            with torch.no_grad(), policy.base_model() if base else torch.no_grad():
+                found: list[float] = policy.logprobs(batch, 1.0)[0].tolist()
+            return found
+
+        return self.desk.run(work).result(60)
+
+
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
+def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    made = Room(request.param, tmp_path_factory.mktemp("adapter"))
+    yield made
+    made.desk.close()
+    made.model.close_engine()
+
+
+def close_to(turn: Turn, computed: list[float]) -> bool:
+    return bool(torch.allclose(torch.tensor(turn.logprobs), torch.tensor(computed), atol=1e-3))
+
+
+def test_the_turns_of_a_conversation_are_what_the_trainer_computes(room: Room) -> None:
+    first = room.ask(GUESS)
+    second = room.ask(GUESS, first.choices[0].message, HIGHER)
+    turns = [room.turn(first), room.turn(second)]
+    before = turns[0].prompt_ids + turns[0].completion_ids
+    assert turns[1].prompt_ids[:len(before)] == before
+    if room.desk.engine is not None and room.desk.engine.name == "transformers":
+        assert second.usage.prompt_tokens_details.cached_tokens == turns[1].cached_tokens >= len(before) - 1
+    assert all(close_to(turn, room.recomputed(turn)) for turn in turns)
+
+
+def test_a_seed_gives_the_same_tokens_again_in_other_company(room: Room) -> None:
+    async def many(count: int) -> list[list[int]]:
+        replies = await asyncio.gather(*(room.client.chat.completions.create(
+            model="live", messages=[GUESS], seed=number, max_tokens=9) for number in range(count)))
+        return [room.turn(reply).completion_ids for reply in replies]
+
+    assert asyncio.run(many(12))[3:6] == asyncio.run(many(6))[3:]
+    assert len({room.turn(room.ask(GUESS)).completion_ids[0] for _ in range(12)}) > 1
+
+
+def test_the_live_adapter_a_saved_one_and_the_base_model_take_turns(room: Room) -> None:
+    turns = {name: room.turn(room.ask(GUESS, model=name, seed=5)) for name in ("live", "base", "saved@3", "live")}
+    assert turns["saved@3"].completion_ids == turns["live"].completion_ids
+    assert {name: turn.policy_version for name, turn in turns.items()} == {"live": 0, "base": -1, "saved@3": 3}
+    assert close_to(turns["base"], room.recomputed(turns["base"], base=True))
+    assert not close_to(turns["base"], room.recomputed(turns["base"]))
+    assert close_to(turns["live"], room.recomputed(turns["saved@3"]))
+
+
+def test_conversations_with_two_models_by_turns_go_on_from_what_was_computed_with_each(room: Room) -> None:
+    said: dict[str, list[Any]] = {"live": [GUESS], "base": [GUESS]}
+    turns: list[tuple[str, Turn]] = []
+    for name in ["live", "base"] * 3:
+        reply = room.ask(*said[name], model=name)
+        said[name] += [reply.choices[0].message, HIGHER]
+        turns.append((name, room.turn(reply)))
+    assert all(close_to(turn, room.recomputed(turn, base=name == "base")) for name, turn in turns)
+    if room.desk.engine is not None and room.desk.engine.name == "transformers":
+        assert all(turn.cached_tokens > 0 for _, turn in turns[2:])
+
+
+def test_likely_tokens_are_the_models_own(room: Room) -> None:
+    for name in ("live", "base"):
+        reply = room.ask(GUESS, model=name, logprobs=True, top_logprobs=4)
+        told = reply.choices[0].logprobs.content
+        exact = room.recomputed(room.turn(reply), base=name == "base")
+        for one, logprob in zip(told, exact, strict=True):
+            assert len(one.top_logprobs) == 4
+            top = {other.token: other.logprob for other in one.top_logprobs}
+            assert list(top.values()) == sorted(top.values(), reverse=True)
+            assert one.token not in top or abs(top[one.token] - logprob) < 1e-3
+
+
+def test_turns_carry_the_policy_that_drew_them(room: Room) -> None:
+    first = room.ask(GUESS)
+
+    def train() -> None:
+        scatter(room.model, 0.3, seed=2)
+        room.desk.on_policy_update(1)
+
+    room.desk.run(train).result(60)
+    second = room.ask(GUESS, first.choices[0].message, HIGHER)
+    turns = [room.turn(first), room.turn(second)]
+    assert [turn.policy_version for turn in turns] == [0, 1]
+    assert close_to(turns[1], room.recomputed(turns[1])) and not close_to(turns[0], room.recomputed(turns[0]))
+    assert turns[1].cached_tokens == 0

@@ -1,0 +1,133 @@
+"""How long the owner of an engine waits for more calls: counted in waits, with a clock of our own. An engine must never
+take one conversation, or one set of weights, for another."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.server.openai.waiting import (
+    FIRST,
+    LIVE,
+    NO_ROUND,
+    Call,
+    DeskJob,
+    Keys,
+    OpenCall,
+    Round,
+    Sitting,
+    Waiting,
+)
+from lowmem_grpo.types import Rollout
+
+WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
+CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The only clock: it stands still unless a test moves it."""
+    found = [100.0]
+    monkeypatch.setattr("lowmem_grpo.server.openai.waiting.time", SimpleNamespace(monotonic=lambda: found[0]))
+    return found
+
+
+class Arrivals(threading.Condition):
+    """In each wait one of those who come later comes; with nobody left, the wait is over without anyone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: list[Callable[[], None]] = []
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        if self.later:
+            self.later.pop(0)()
+            return True
+        return False
+
+
+class Line:
+    """A line of calls of one flavour, of which one waits and `later` come one by one."""
+
+    def __init__(self, later: int) -> None:
+        self.waiting, self.arrivals = Waiting(), Arrivals()
+        self.waiting.changed = self.arrivals
+        self.arrivals.later = [self.call] * later
+        self.call()
+
+    def call(self) -> None:
+        self.waiting.add(CALL.flavour, OpenCall(CALL, 0, Future()))
+
+    def job(self) -> None:
+        self.waiting.add(None, DeskJob(lambda: None, False, Future()))
+
+    def taken(self, first: bool, last: Round, widest: Round) -> int:
+        return len(self.waiting.take_calls(CALL.flavour, None, True, first, last, widest))
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
+def test_calls_that_trickle_in_are_taken_together_where_many_came_before(first: bool, last: Round) -> None:
+    line = Line(later=7)
+    assert line.taken(first, last, WIDE) == 8
+    assert len(line.arrivals.waits) == 8, "one for each that came, and one in which none did"
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
+def test_a_call_that_comes_alone_where_many_came_before_waits_for_others_once(first: bool, last: Round) -> None:
+    line = Line(later=0)
+    assert line.taken(first, last, WIDE) == 1
+    assert len(line.arrivals.waits) == 1 and 0 < (line.arrivals.waits[0] or 0) <= FIRST
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_that_comes_alone_where_one_came_before_does_not_wait(first: bool) -> None:
+    line = Line(later=0)
+    assert line.taken(first, NO_ROUND, (1, 0.8)) == 1 and line.arrivals.waits == []
+
+
+def test_nobody_waits_for_calls_while_a_job_waits() -> None:
+    line = Line(later=5)
+    line.arrivals.later.insert(1, line.job)
+    assert line.taken(True, NO_ROUND, WIDE) == 2
+    assert len(line.arrivals.waits) == 2
+
+
+@pytest.mark.parametrize(("engine", "second"), [("transformers", 8), ("vllm", 1)])
+def test_those_who_were_just_served_are_decoded_together_again_where_decoding_goes_in_rounds(
+    engine: str, second: int, now: list[float]
+) -> None:
+    line, served_by = Line(later=0), SimpleNamespace(name=engine)
+    for _ in range(7):
+        line.call()
+    sitting: Any = Sitting(line.waiting, CALL.flavour, Keys())
+    sitting.meet(served_by)
+    first = sitting.take(busy=False)
+    now[0] += 0.8
+    for request in first:
+        sitting.give(request.key, Rollout([9], [0.0], "stop"))
+    line.arrivals.later = [line.call] * 8
+    assert (len(first), len(sitting.take(busy=False))) == (8, second)
+
+
+def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(key: int | None, adapter: Path | str | None = LIVE) -> Call:
+        return Call([1], SamplingParams(), adapter, key)
+
+    known, saved = Keys(), Path("saved")
+    asked = [(call(1), 0), (call(2), 0), (call(1, None), 0), (call(1, saved), 0), (call(1, saved), 1), (call(None), 0),
+             (call(None), 0)]
+    first = [known.number_of(*one) for one in asked]
+    assert len(set(first)) == len(asked)
+    again = [known.number_of(one, 0) for one, _ in asked]
+    assert again[:4] == first[:4] and not set(again[5:]) & set(first)
+    monkeypatch.setattr("lowmem_grpo.server.openai.waiting.MOST", 3)
+    for number in range(10, 16):
+        known.number_of(call(number), 0)
+    assert len(known.known) <= 5 and known.number_of(call(1), 0) not in first

@@ -1,0 +1,100 @@
+"""Keys: who holds which, and what is wrong in a key file, by its line."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from tables import every_row
+
+from lowmem_grpo.server.users import JOBS, LEAST, OWNER, Allowance, User, Users, new_key, read_users
+from lowmem_grpo.utils import GIB, MIB
+
+KEY = "k" * LEAST
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_key_finds_its_user_and_no_other() -> None:
+    users = Users("tml-mine", [(User("ann", (JOBS,)), KEY), (User("bob"), KEY + "b")])
+    assert [users("tml-mine"), users(KEY), users(KEY + "b")] == [User(OWNER), User("ann", (JOBS,)), User("bob")]
+    assert users("") is None and users(KEY[:-1]) is None and users("\xff") is None
+
+
+def test_rights_are_the_owners_and_those_that_were_given() -> None:
+    assert User(OWNER).may(JOBS) and User("ann", (JOBS,)).may(JOBS) and not User("bob").may(JOBS)
+    assert User(OWNER).is_owner and not User("ann", (JOBS,)).is_owner
+
+
+def test_the_server_keeps_no_key_only_its_hash() -> None:
+    assert KEY not in repr(vars(Users(new_key(), [(User("ann"), KEY)])))
+
+
+def test_a_key_file_is_read_with_its_comments(tmp_path: Path) -> None:
+    path = written(tmp_path, f"# people\n\nann {KEY} jobs  # may start jobs\nbob {KEY}2\n")
+    assert read_users(path) == [(User("ann", (JOBS,)), KEY), (User("bob"), KEY + "2")]
+
+
+def test_limits_after_a_key_change_the_usual_ones(tmp_path: Path) -> None:
+    path = written(tmp_path, f"ann {KEY} models=3 jobs\nbob {KEY}2\n")
+    [(ann, _), (bob, _)] = read_users(path, Allowance(requests=5))
+    assert ann == User("ann", (JOBS,), Allowance(requests=5, models=3)) and bob.allowance is None
+
+
+def test_a_hash_in_the_file_stands_for_a_key_and_is_none_itself(tmp_path: Path) -> None:
+    hash_of = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
+    users = Users(new_key(), read_users(written(tmp_path, f"ann {hash_of}\n")))
+    assert users(KEY) == User("ann") and users(hash_of) is None
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    (f"ann {KEY} storage=lots", "'storage=lots' is no limit"),
+    ("ann", "line 2: write NAME KEY"), ("ann short", "the key of ann has 5 characters"),
+    (f"owner {KEY}", "the name is 'owner'"), (f"a/b {KEY}", "the name is 'a/b'"),
+    (f"ann {KEY} root", "there is no right root; there is jobs"),
+])
+def test_a_wrong_line_is_named(line: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_users(written(tmp_path, f"\n{line}\n"))
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, f"ann {KEY}\n")
+    path.chmod(0o644)
+    with pytest.raises(OSError, match="chmod 600"):
+        read_users(path)
+
+
+@pytest.mark.parametrize("others", [
+    [(User("ann"), KEY), (User("bob"), KEY)], [(User("ann"), KEY), (User("ann"), KEY + "2")],
+])
+def test_a_name_or_key_that_stands_twice_is_refused(others: list[tuple[User, str]]) -> None:
+    with pytest.raises(ValueError, match="stands twice"):
+        Users(new_key(), others)
+
+
+def test_new_keys_differ_and_are_taken_by_clients_of_tinker() -> None:
+    first, second = new_key(), new_key()
+    assert first != second and first.startswith("tml-") and len(first) >= LEAST
+
+
+def test_words_change_what_they_name_and_nothing_else() -> None:
+    changed = Allowance().but(["requests=7", "bodies=3MiB", "storage=2GiB"])
+    assert changed == Allowance(requests=7, bodies=3 * MIB, storage=2 * GIB, models=Allowance().models)
+    assert changed.but(["bodies=123"]).bodies == 123 and Allowance().but([]) == Allowance()
+
+
+@every_row("word", ["requests", "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1",
+                                  "storage=1.5GiB", "RANGES=1", "=1"])
+def test_a_word_that_is_no_limit_is_named(word: str) -> None:
+    with pytest.raises(ValueError, match="is no limit; write requests=4096"):
+        Allowance().but([word])
+
+
+def test_an_allowance_of_nothing_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="models is 0; it must be a whole number, at least 1"):
+        Allowance().but(["models=0"])

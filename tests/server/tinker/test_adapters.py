@@ -1,0 +1,229 @@
+"""Several models on one base: their gradients against dense logits, and that none touches another's."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tables import every_row
+from torch import Tensor
+from trainer_runs import exact
+
+from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
+from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.server.tinker.adapters import Adam, Adapters, LoraSettings, one_each
+from lowmem_grpo.server.tinker.calls import CreateModel, OptimStep, read
+from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
+
+
+def adapters(tokens: int | None = None) -> Adapters:
+    policy = Policy(exact())
+    return Adapters(policy, Packer(policy.device, RunMemory().train), Limits(tokens))
+
+
+def created(made: Adapters, *models: str) -> Adapters:
+    """With B drawn at random too, so that every factor has a gradient."""
+    for number, model in enumerate(models):
+        made.create(model, LoraSettings(rank=3 + number, seed=number))
+        torch.manual_seed(number)
+        for one in made.held[model].parameters.values():
+            one.data = torch.randn_like(one, dtype=torch.float64) * 0.1
+    return made
+
+
+def data(seed: int = 0) -> list[Datum]:
+    """Three datums whose targets are not the next tokens, one of a single token."""
+    torch.manual_seed(seed)
+    return [Datum(torch.randint(3, 384, (length,)).tolist(), torch.randint(3, 384, (length,)),
+                  {"weights": torch.randn(length), "advantages": torch.randn(length),
+                   "logprobs": torch.randn(length) - 6, "sequence_ratio_mask": (torch.arange(length) > 2).float()})
+            for length in (7, 12, 1)]
+
+
+def asked(loss: str, given: list[Datum], forward_only: bool = False) -> Pass:
+    needs = LOSSES[loss].needs
+    cut = [replace(one, values={name: one.values[name] for name in needs}) for one in given]
+    return Pass(cut, loss, checked_settings(loss, {}), forward_only)
+
+
+def dense(made: Adapters, model: str, loss: str, given: list[Datum]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probabilities and gradients by whole logits, one datum at a time."""
+    with made.active(model) as held:
+        found, total = [], torch.zeros((), dtype=torch.float64)
+        for one in given:
+            logits = made.model(input_ids=torch.tensor([one.ids])).logits[0]
+            logprobs = logits.log_softmax(-1)[torch.arange(len(one.ids)), one.targets]
+            values = {name: value.double() for name, value in one.values.items()}
+            total = total + token_losses(loss, logprobs, values, checked_settings(loss, {}),
+                                         torch.zeros(len(one.ids), dtype=torch.long), 1).sum()
+            found.append(logprobs.detach())
+        slopes = torch.autograd.grad(total, list(held.parameters.values()))
+    return found, dict(zip(held.parameters, slopes, strict=True))
+
+
+def gradients(made: Adapters, model: str) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in made.held[model].parameters.items() if one.grad is not None}
+
+
+@pytest.mark.parametrize("tokens", [None, 8])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_log_probabilities_and_gradients_are_those_of_whole_logits(loss: str, tokens: int | None) -> None:
+    made = created(adapters(tokens), "a", "b")
+    logprobs, slopes = dense(made, "b", loss, data())
+    found, metrics = made.run("b", asked(loss, data()))
+    for one, expected in zip(found, logprobs, strict=True):
+        assert torch.allclose(one.double(), expected, rtol=1e-6)
+    got = gradients(made, "b")
+    assert got.keys() == slopes.keys()
+    for name, expected in slopes.items():
+        assert expected.norm() > 0
+        assert (got[name] - expected).norm() <= 1e-9 * expected.norm(), name
+    assert metrics["num_tokens:sum"] == 20
+
+
+def wide_data(seed: int = 0) -> list[Datum]:
+    """Four datums with several targets for a token, of several widths; the second has cells that are left out, the last
+    one target for each."""
+    torch.manual_seed(seed)
+    made = []
+    for length, width, kept in ((7, 3, 1.0), (12, 5, 0.4), (1, 2, 1.0)):
+        rows, columns = (torch.rand(length, width) < kept).nonzero(as_tuple=True)
+        cells = Cells(rows, columns, torch.randint(3, 384, rows.shape), torch.randn(len(rows)), length, width)
+        made.append(Datum(torch.randint(3, 384, (length,)).tolist(), torch.zeros(length, dtype=torch.long), {}, cells))
+    return [*made, replace(data(seed)[0], values={"weights": data(seed)[0].values["weights"]})]
+
+
+@pytest.mark.parametrize("tokens", [None, 8])
+@pytest.mark.parametrize("block", [4, 4096])
+def test_several_targets_have_the_log_probabilities_and_gradients_of_whole_logits(
+    tokens: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.models.policy.HEAD_ROWS", block)
+    made, given = created(adapters(tokens), "a", "b"), wide_data()
+    expected, total = [], torch.zeros((), dtype=torch.float64)
+    with made.active("b") as held:
+        for one in given:
+            all_of_them = made.model(input_ids=torch.tensor([one.ids])).logits[0].log_softmax(-1)
+            cells = one.cells or one_each(one)
+            logprobs = all_of_them[cells.rows, cells.tokens]
+            total = total - (cells.weights.double() * logprobs).sum()
+            matrix = torch.zeros(cells.length, cells.width).double()
+            matrix[cells.rows, cells.columns] = logprobs.detach()
+            expected.append(matrix if one.cells else matrix[:, 0])
+        slopes = dict(zip(held.parameters, torch.autograd.grad(total, list(held.parameters.values())), strict=True))
+    found, metrics = made.run("b", Pass(given, "cross_entropy", {}, False))
+    assert [one.shape for one in found] == [one.shape for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-6)
+    assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-9)
+    got = gradients(made, "b")
+    for name, slope in slopes.items():
+        assert slope.norm() > 0 and (got[name] - slope).norm() <= 1e-9 * slope.norm(), name
+    assert not gradients(made, "a")
+
+
+def test_gradients_of_calls_add_up_until_the_step() -> None:
+    made = created(adapters(), "a")
+    made.run("a", asked("cross_entropy", data()))
+    once = gradients(made, "a")
+    made.run("a", asked("cross_entropy", data()))
+    for name, twice in gradients(made, "a").items():
+        assert torch.allclose(twice, 2 * once[name], rtol=1e-12)
+    made.optim_step("a", Adam())
+    assert gradients(made, "a") == {}
+
+
+def test_a_forward_pass_leaves_no_gradient_and_tells_the_same_log_probabilities() -> None:
+    made = created(adapters(), "a")
+    found, told = made.run("a", asked("cross_entropy", data(), forward_only=True))
+    assert gradients(made, "a") == {}
+    again, metrics = made.run("a", asked("cross_entropy", data()))
+    assert all(torch.allclose(one, other, rtol=1e-6) for one, other in zip(found, again, strict=True))
+    assert told == pytest.approx(metrics, rel=1e-12)
+
+
+def states(made: Adapters, model: str) -> dict[str, Tensor]:
+    return made.state(model) | {f"grad of {name}": one for name, one in gradients(made, model).items()}
+
+
+def test_calls_for_one_model_leave_factors_gradients_and_moments_of_another_as_they_are() -> None:
+    made = created(adapters(), "a", "b")
+    made.run("a", asked("cross_entropy", data()))
+    made.optim_step("a", Adam())
+    made.run("a", asked("ppo", data(1)))
+    before = states(made, "a")
+    made.run("b", asked("ppo", data(2)))
+    made.optim_step("b", Adam(learning_rate=0.1))
+    made.create("c", LoraSettings(rank=8, seed=5))
+    made.delete("b")
+    after = states(made, "a")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def trained(made: Adapters, model: str, number: int) -> None:
+    made.run(model, asked("importance_sampling", data(number)))
+    made.optim_step(model, Adam(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5))
+
+
+def test_two_models_that_take_turns_learn_what_each_learns_without_the_other_bit_for_bit() -> None:
+    both, one = created(adapters(), "a", "b"), created(adapters(), "a")
+    for number in range(3):
+        trained(both, "a", number)
+        trained(both, "b", number + 10)
+        trained(one, "a", number)
+    found, expected = both.state("a"), one.state("a")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_restored_state_goes_on_bit_for_bit() -> None:
+    first, second = created(adapters(), "a"), created(adapters(), "a")
+    trained(first, "a", 0)
+    second.restore("a", first.state("a"))
+    trained(first, "a", 1)
+    trained(second, "a", 1)
+    found, expected = second.state("a"), first.state("a")
+    assert any("/exp_avg" in name for name in expected)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_step_is_that_of_adamw_with_the_settings_of_the_call() -> None:
+    made = created(adapters(), "a")
+    name, one = next(iter(made.held["a"].parameters.items()))
+    copy = torch.nn.Parameter(one.detach().clone())
+    kept: dict[str, Any] = {}
+    for rate in (0.1, 0.003):
+        made.run("a", asked("cross_entropy", data()))
+        copy.grad = gradients(made, "a")[name]
+        plain = torch.optim.AdamW([copy], lr=rate, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+        if kept:
+            plain.load_state_dict(kept | {"param_groups": plain.state_dict()["param_groups"]})
+        plain.step()
+        kept = plain.state_dict()
+        made.optim_step("a", Adam(rate, 0.8, 0.9, 1e-6, 0.2))
+        assert torch.equal(one, copy)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
+    made = created(adapters(), "a")
+    made.run("a", asked("cross_entropy", data()))
+    before = gradients(made, "a")
+    wild = [replace(one, values=one.values | {"logprobs": one.values["logprobs"] - 1000}) for one in data()]
+    with pytest.raises(ValueError, match="gradient is NaN or infinite"):
+        made.run("a", asked("importance_sampling", wild))
+    assert all(torch.equal(before[name], one) for name, one in gradients(made, "a").items())
+
+
+@every_row(("make", "told"), [
+    (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 0}}'), "lora_config.rank is 0"),
+    (lambda: LoraSettings(4, 0, False, False), "train_attn"),
+    (lambda: read(OptimStep, b'{"adam_params": {"beta2": 1.0}}'), "adam_params.beta2 is 1.0; it must be less than 1"),
+    (lambda: read(OptimStep, b'{"adam_params": {"learning_rate": NaN}}'), "learning_rate is nan"),
+    (lambda: read(OptimStep, b'{"adam_params": {"rho": 1}}'), "adam_params has 'rho', which is not offered; it takes"),
+    (lambda: created(adapters(), "a").optim_step("a", Adam()), "call forward_backward"),
+])
+def test_wrong_settings_are_refused_by_name(make: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()  # type: ignore[operator]

@@ -1,0 +1,139 @@
+"""A loop through the server is the same loop as in the process, bit for bit."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from scripted_chat import until
+from served import Serving, serving, tinker_client
+from torch import Tensor
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.waiting import Call
+from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
+from lowmem_grpo.server.tinker.datum import Datum, Pass
+from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
+
+tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+STEPS, COUNT, TOKENS, RATE, LOSS = 4, 4, 8, 0.01, "importance_sampling"
+Sampled = list[tuple[list[int], list[float]]]  # of a prompt: tokens and log-probabilities
+Row = tuple[list[int], list[int], list[float], list[float]]  # ids, targets, log-probabilities, advantages
+
+
+class Verbs(Protocol):
+    """What a loop is made of."""
+
+    def sample(self, prompt: list[int], seed: int) -> Sampled: ...
+
+    def train(self, data: Sequence[Row]) -> list[Any]: ...
+
+
+@contextmanager
+def begun_together(desk: Desk) -> Iterator[None]:
+    """The samples that are asked for inside are begun as soon as all of them wait: which of them are decoded together,
+    and so their last bits, depends on nothing else."""
+    gate = threading.Event()
+    desk.run(gate.wait)
+    try:
+        yield
+        until(lambda: sum(map(len, desk.waiting.lines.values())) == COUNT)
+    finally:
+        gate.set()
+
+
+class OverHttp:
+    """The verbs of the real client."""
+
+    def __init__(self, client: Any, desk: Desk) -> None:
+        self.desk = desk
+        self.training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+
+    def sample(self, prompt: list[int], seed: int) -> Sampled:
+        params = tinker.SamplingParams(max_tokens=TOKENS, seed=seed, temperature=1.0)
+        sampler = self.training.save_weights_and_get_sampling_client().result()
+        with begun_together(self.desk):
+            found = sampler.sample(
+                prompt=tinker.ModelInput.from_ints(prompt), num_samples=COUNT, sampling_params=params)
+        return [(list(one.tokens), list(one.logprobs)) for one in found.result().sequences]
+
+    def train(self, data: Sequence[Row]) -> list[Any]:
+        given = [tinker.Datum(model_input=tinker.ModelInput.from_ints(ids), loss_fn_inputs={
+            "target_tokens": targets, "logprobs": logprobs, "advantages": advantages})
+            for ids, targets, logprobs, advantages in data]
+        passed = self.training.forward_backward(given, LOSS)
+        stepped = self.training.optim_step(tinker.AdamParams(learning_rate=RATE))
+        found = passed.result()
+        return [found.metrics["loss:sum"], stepped.result().metrics["grad_norm"],
+                *(one["logprobs"].to_torch().tolist() for one in found.loss_fn_outputs)]
+
+
+class InProcess:
+    """The verbs that the server calls, in this process: no requests, no ledger, no client."""
+
+    def __init__(self, served: ServedModel, folder: Path) -> None:
+        self.desk, self.adapters, self.folder = served.desk, served.training.adapters, folder
+        self.desk.run(lambda: self.adapters.create("mine", LoraSettings(8, 1))).result()
+
+    def sample(self, prompt: list[int], seed: int) -> Sampled:
+        folder = self.folder / f"at-{seed}"
+        self.desk.run(lambda: self.adapters.snapshot("mine", folder)).result()
+        with begun_together(self.desk):
+            futures = [self.desk.submit(Call(prompt, SamplingParams(max_tokens=TOKENS, seed=seed + place), folder))
+                       for place in range(COUNT)]
+        return [(turn.completion_ids, turn.logprobs) for turn in (one.result() for one in futures)]
+
+    def train(self, data: Sequence[Row]) -> list[Any]:
+        asked = Pass([Datum(ids, torch.tensor(targets), {"logprobs": torch.tensor(logprobs),
+                                                         "advantages": torch.tensor(advantages)})
+                      for ids, targets, logprobs, advantages in data], LOSS, {}, False)
+        logprobs, metrics = self.desk.run(lambda: self.adapters.run("mine", asked)).result()
+        stepped = self.desk.run(lambda: self.adapters.optim_step("mine", Adam(RATE))).result()
+        return [metrics["loss:sum"], stepped["grad_norm"], *(one.tolist() for one in logprobs)]
+
+
+def loop(verbs: Verbs) -> list[Any]:
+    """A few steps of a small GRPO, and all that it saw on the way."""
+    seen = list[Any]()
+    for step in range(STEPS):
+        data = []
+        for number, prompt in enumerate(PROMPTS):
+            group = verbs.sample(prompt, 1000 * step + 100 * number)
+            rewards = torch.tensor([float(len(set(tokens))) for tokens, _ in group])
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            for (tokens, logprobs), advantage in zip(group, advantages.tolist(), strict=True):
+                ids, before = [*prompt, *tokens], [0.0] * (len(prompt) - 1)
+                data.append((ids[:-1], ids[1:], [*before, *logprobs], [*before, *[advantage] * len(tokens)]))
+            seen.append(group)
+        seen.append(verbs.train(data))
+    return seen
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Serving]:
+    with serving(tmp_path / "served") as made:
+        yield made
+
+
+def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served: Serving, tmp_path: Path) -> None:
+    with tinker_client(served) as client:
+        model = served.model
+        remote = OverHttp(client, model.desk)
+        over_http = loop(remote)
+        state = model.desk.run(lambda: model.training.adapters.state(remote.training.model_id)).result()
+    database = Database(tmp_path / "server.sqlite")
+    alone = serve_model("tiny", database, tmp_path / "models", load_in_4bit=False, max_seq_length=64)
+    local = InProcess(alone, tmp_path)
+    in_process = loop(local)
+    expected: dict[str, Tensor] = alone.desk.run(lambda: local.adapters.state("mine")).result()
+    alone.close()
+    database.close()
+    assert over_http == in_process
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    assert any(one.abs().sum() > 0 for name, one in expected.items() if "lora_B" in name)

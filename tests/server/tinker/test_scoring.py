@@ -1,0 +1,101 @@
+"""Log-probabilities of prompts, computed together: those of whole logits, of one pass, and of the right adapter."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tinker_server import Server
+from torch import Tensor
+
+from lowmem_grpo.server.openai.waiting import DeskClosedError
+from lowmem_grpo.server.tinker.scoring import NONE, PromptScoring, Scored
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("scoring"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def adapter(server: Server) -> Path:
+    """A folder of a trained model's weights."""
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, seed=1))
+    server.wait(server.optim_step(model, 2))
+    server.wait(server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}).json())
+    [path] = server.model.training.shelf.folder.iterdir()
+    return path
+
+
+def whole(server: Server, ids: list[int], adapter: Path | None) -> Tensor:
+    """Log-probabilities (P, V) by whole logits."""
+    def compute() -> Tensor:
+        desk = server.model.desk
+        batch = torch.tensor([ids])
+        with torch.no_grad(), desk.computing_with(adapter):
+            found: Tensor = desk.model.inner(input_ids=batch).logits[0].float().log_softmax(-1)
+        return found
+
+    return server.model.desk.run(compute).result()
+
+
+def test_many_prompts_are_scored_in_one_pass_for_each_adapter(
+    server: Server, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring, passes = PromptScoring(server.model.desk), []
+    plain = server.model.desk.policy.logprobs
+    monkeypatch.setattr(server.model.desk.policy, "logprobs", lambda *given: passes.append(1) or plain(*given))
+    torch.manual_seed(0)
+    prompts = [torch.randint(3, 300, (length,)).tolist() for length in (5, 17, 2, 9, 1, 30)]
+    with server.held_up():
+        asked = [(ids, place, scoring.ask(ids, place)) for ids in prompts for place in (None, adapter)]
+    found: list[tuple[list[int], Any, Scored]] = [(ids, place, one.result(60)) for ids, place, one in asked]
+    assert len(passes) == 2
+    for ids, place, scored in found:
+        expected = whole(server, ids, place)[torch.arange(len(ids) - 1), ids[1:]]
+        assert scored.logprobs[0].isnan() and torch.allclose(scored.logprobs[1:], expected, atol=2e-5)
+        assert scored.ids.shape == scored.values.shape == (len(ids), 0)
+
+
+def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as_asked(server: Server) -> None:
+    scoring, ids = PromptScoring(server.model.desk), [5, 6, 7, 8, 9]
+    with server.held_up():
+        asked = [scoring.ask(ids, None, top, last) for top, last in ((3, None), (0, None), (7, 2))]
+    three, none, seven = [one.result(60) for one in asked]
+    logprobs = whole(server, ids, None)
+    top, expected = logprobs.topk(7, -1), logprobs[torch.arange(4), ids[1:]]
+    assert torch.equal(three.ids[1:].long(), top.indices[:4, :3])
+    assert torch.allclose(three.values[1:], top.values[:4, :3], atol=2e-5)
+    assert three.ids[0].tolist() == [0] * 3 and three.values[0].tolist() == [NONE] * 3
+    assert none.ids.shape == (5, 0) and seven.logprobs[:3].isnan().all()
+    for found, first in ((three, 1), (none, 1), (seven, 3)):
+        assert torch.allclose(found.logprobs[first:], expected[first - 1:], atol=2e-5)
+    assert (seven.values[:3] == NONE).all() and torch.equal(seven.ids[3:].long(), top.indices[2:4])
+
+
+def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.tinker.scoring.AT_ONCE", 7)
+    scoring = PromptScoring(server.model.desk)
+    with server.held_up():
+        asked = [scoring.ask([5] * length, None) for length in (3, 4, 9, 2)]
+        assert [len(one.ids) for one in scoring.waiting] == [3, 4, 9, 2]
+    assert [len(one.result(60).logprobs) for one in asked] == [3, 4, 9, 2] and scoring.waiting == []
+
+
+def test_an_error_and_a_closed_desk_are_told_to_all_that_wait(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    scoring = PromptScoring(server.model.desk)
+    with server.held_up():
+        lost = [scoring.ask([5, 6], tmp_path / "nothing") for _ in range(2)]
+        good = scoring.ask([5, 6], None)
+    assert all(one.exception(60) is not None for one in lost)
+    assert good.result(60).logprobs[1].isfinite()
+    server.close()
+    with pytest.raises(DeskClosedError):
+        scoring.ask([5, 6], None).result(60)

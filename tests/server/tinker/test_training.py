@@ -1,0 +1,233 @@
+"""The queue of a model's requests over HTTP: order, promises, other users, and what a killed server leaves."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tinker_server import OTHER, Server, body
+from torch import Tensor
+
+from lowmem_grpo.server.tinker import wire
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.close()
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_requests_are_done_in_the_order_of_their_numbers_not_of_their_arrival(server: Server) -> None:
+    orders, states = ([1, 2, 3, 4], [4, 2, 3, 1]), []
+    for order in orders:
+        model, told = server.create(), {}
+        for seq in order:
+            told[seq] = (server.optim_step(model, seq) if seq in (2, 4)
+                         else server.forward_backward(model, seq, seed=seq))
+        answers = [server.wait(told[seq]) for seq in (1, 2, 3, 4)]
+        assert answers[0].headers["content-type"] == wire.PROTOBUF
+        assert answers[3].json()["metrics"]["grad_norm"] > 0
+        states.append(server.state(model))
+    assert same(*states)
+    assert any("/exp_avg" in name for name in states[0])
+
+
+def test_a_session_that_its_client_ended_takes_no_more_models_and_says_so(server: Server) -> None:
+    session = server.post("create_session", {"tags": []}).json()["session_id"]
+    ended = {"reason": {"type": "success"}, "detail": None}
+    assert server.post(f"sessions/{session}/finish", ended, OTHER).status_code == 404
+    assert server.post(f"sessions/{session}/finish", {"reason": {"type": "bored"}}).status_code == 422
+    assert server.post("session_heartbeat", {"session_id": session}).status_code == 200
+    for reason in ("success", "errored"):  # the first one stays
+        assert server.post(f"sessions/{session}/finish", {"reason": {"type": reason}}).status_code == 200
+    told = server.post("session_heartbeat", {"session_id": session})
+    assert told.status_code == 410 and "its client ended it (success)" in told.text
+    made = server.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny",
+                                        "lora_config": {"rank": 4}})
+    assert made.status_code == 410
+
+
+def test_a_repeated_number_gets_the_same_promise_and_is_done_once(server: Server) -> None:
+    model = server.create()
+    first = server.forward_backward(model, 1, seed=1)
+    again = server.forward_backward(model, 1, seed=1)
+    assert first == again
+    before = server.wait(first).content
+    server.forward_backward(model, 1, seed=1)
+    assert server.wait(first).content == before
+    step = server.optim_step(model, 2)
+    server.wait(step)
+    state = server.state(model)
+    server.wait(server.optim_step(model, 2))
+    assert same(server.state(model), state)
+
+
+def test_a_wrong_datum_fails_its_own_promise_and_the_next_request_is_done(server: Server) -> None:
+    model = server.create()
+    failed = server.wait(server.forward_backward(model, 1, seed=1, targets=5)).json()
+    assert failed["category"] == "user" and "data[0].loss_fn_inputs['target_tokens']" in failed["error"]
+    refused = server.wait(server.forward_backward(model, 2, seed=1, loss="stable_reinforce")).json()
+    assert "importance_sampling" in refused["error"]
+    none = server.wait(server.optim_step(model, 3)).json()
+    assert "call forward_backward before" in none["error"]
+    assert server.wait(server.forward_backward(model, 4, seed=1)).headers["content-type"] == wire.PROTOBUF
+
+
+def test_another_users_sessions_models_and_promises_are_unknown(server: Server) -> None:
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, seed=1))
+    for path, asked in (("get_info", {"model_id": model}), ("retrieve_future", {"request_id": f"{model}:1"}),
+                        ("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}),
+                        ("forward_backward", body(model, 2, 1)),
+                        ("session_heartbeat", {"session_id": model.partition(":")[0]}),
+                        ("create_model", {"session_id": model.partition(":")[0], "model_seq_id": 0})):
+        answer = server.post(path, asked, OTHER)
+        assert answer.status_code == 404 and "of yours" in answer.json()["error"]["message"], path
+    assert server.post("get_info", {"model_id": model}, "tml-" + "x" * 32).status_code == 401
+
+
+@pytest.mark.parametrize(("path", "given", "told"), [
+    ("forward_backward", b"\xff" * 9, "no ForwardBackwardRequest"), ("optim_step", b"[1", "no JSON"),
+    ("optim_step", b"[" * 100_000, "no JSON"), ("optim_step", b"[]", "it must be an object"),
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "big"}, "this server has 'tiny'"),
+    ("create_model", {"session_id": "S", "model_seq_id": "../x", "base_model": "tiny"}, "model_seq_id is '../x'"),
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny"}, "lora_config is missing"),
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny",
+                      "lora_config": {"rank": 0}}, "rank is 0"),
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny",
+                      "optimizer_config": {"type": "muon"}}, "only Adam"),
+    ("optim_step", {"model_id": "M", "seq_id": 0}, "seq_id is 0"),
+    ("optim_step", {"model_id": "M", "seq_id": 10**6}, "at most 4096"),
+])
+def test_bad_bodies_are_refused_at_once_with_the_field(server: Server, path: str, given: Any, told: str) -> None:
+    model = server.create()
+    if isinstance(given, dict):
+        given = {name: {"S": model.partition(":")[0], "M": model}.get(str(value), value)
+                 for name, value in given.items()}
+    answer = server.post(path, given)
+    assert answer.status_code == 422 and told in answer.json()["error"]["message"]
+
+
+def test_routes_that_are_not_there_are_refused_by_name(server: Server) -> None:
+    answer = server.post("copy_weights", {})
+    assert answer.status_code == 404 and "/api/v1/copy_weights" in answer.json()["error"]["message"]
+
+
+def test_a_server_that_starts_again_goes_on_with_steps_gradients_and_requests(tmp_path: Path) -> None:
+    first, second = Server(tmp_path / "one"), Server(tmp_path / "two")
+    models = [server.create() for server in (first, second)]
+    for server, model in zip((first, second), models, strict=True):
+        server.wait(server.forward_backward(model, 1, seed=1))
+        server.wait(server.optim_step(model, 2))
+        server.wait(server.forward_backward(model, 3, seed=3))
+    second.forward_backward(models[1], 5, seed=5)  # waits for 4, and for the next server
+    second.close()
+    second = Server(tmp_path / "two")
+    first.forward_backward(models[0], 5, seed=5)
+    for server, model in zip((first, second), models, strict=True):
+        server.wait(server.forward_backward(model, 4, seed=4))
+        server.wait(server.optim_step(model, 6))
+    assert same(first.state(models[0]), second.state(models[1]))
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("broken", ["write_state", "keep"])
+def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(tmp_path: Path, broken: str) -> None:
+    """The disk fails before or after the state is written; then the server is started anew."""
+    clean, server = Server(tmp_path / "clean"), Server(tmp_path / "broken")
+    models = [one.create() for one in (clean, server)]
+    for one, model in zip((clean, server), models, strict=True):
+        one.wait(one.forward_backward(model, 1, seed=1))
+    failing = server.model.training if broken == "write_state" else server.model.training.ledger
+
+    def fails(*given: Any) -> Any:
+        raise OSError("no space left")
+
+    setattr(failing, broken, fails)
+    server.optim_step(models[1], 2)
+    server.model.desk.run(lambda: None).result()
+    assert not any("/exp_avg" in name for name in server.state(models[1]))  # as the disk has it
+    server.close()
+    server = Server(tmp_path / "broken")
+    clean.wait(clean.optim_step(models[0], 2))
+    assert server.wait({"request_id": f"{models[1]}:2"}).json()["metrics"]["grad_norm"] > 0
+    assert same(clean.state(models[0]), server.state(models[1]))
+    assert len(list((tmp_path / "broken" / "models").glob("*.safetensors"))) == 1
+    clean.close()
+    server.close()
+
+
+def test_two_clients_that_take_turns_leave_each_others_models_alone(server: Server, tmp_path: Path) -> None:
+    seqs = itertools.count(1)
+    mine, theirs = server.create(), server.create(rank=7, key=OTHER)
+    for seq in (next(seqs), next(seqs)):
+        server.wait(server.forward_backward(mine, seq, seed=seq))
+        server.post("forward_backward", body(theirs, seq, seed=seq + 7), OTHER)
+    other = Server(tmp_path / "alone")
+    own = other.create()
+    for seq in (1, 2):
+        other.wait(other.forward_backward(own, seq, seed=seq))
+    server.wait(server.optim_step(mine, 3))
+    other.wait(other.optim_step(own, 3))
+    assert same(server.state(mine), other.state(own))
+    other.close()
+
+
+def test_a_pass_that_failed_adds_nothing_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    adapters = server.model.training.adapters
+    plain = adapters.run
+    monkeypatch.setattr(adapters, "run", lambda *given: (_ for _ in ()).throw(ValueError("no room")))
+    assert server.wait(server.forward_backward(model, 2, 2)).json()["error"] == "no room"
+    monkeypatch.setattr(adapters, "run", plain)
+    server.close()
+    following = Server(tmp_path)
+    found = following.wait(following.optim_step(model, 3)).json()["metrics"]["grad_norm"]
+    other = following.create(number=5)
+    following.wait(following.forward_backward(other, 1, 1))
+    assert following.wait(following.optim_step(other, 2)).json()["metrics"]["grad_norm"] == found
+    following.close()
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "007", "-1", "1.0", "", "\u0661"])
+def test_a_promise_of_no_plain_number_is_unknown(number: str, tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    reply = server.wait({"request_id": f"{model}:{number}"})
+    assert reply.status_code == 404 and "no such promise" in reply.text
+    assert server.model.training.told == {}
+    server.close()
+
+
+def test_a_gradient_whose_norm_overflows_is_dropped_and_the_moments_stay_finite(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    held = server.model.training.adapters.held[model]
+    for one in held.parameters.values():
+        if one.grad is not None:
+            one.grad.fill_(3e38)
+    assert "norm of the gradient is not finite" in server.wait(server.optim_step(model, 2)).json()["error"]
+    server.wait(server.forward_backward(model, 3, 1))
+    assert server.wait(server.optim_step(model, 4)).json()["metrics"]["grad_norm"] > 0
+    server.close()
+
+
+def test_a_number_that_was_used_for_another_request_is_refused_by_name(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    model = server.create()
+    first = server.forward_backward(model, 1, 1)
+    assert server.forward_backward(model, 1, 1) == first, "the same again has the same promise"
+    for reply in (server.forward_backward(model, 1, 2), server.optim_step(model, 1)):
+        assert "seq_id is 1, which" in reply["error"]["message"] and "two programs" in reply["error"]["message"]
+    server.close()

@@ -1,0 +1,33 @@
+"""What tests of preflight share: one model, and its tokenizer, which each test leaves as it was."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from trainer_runs import load
+
+from lowmem_grpo.trainer.preflight import prompts, subject
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine as many rows are looked at as on a quick one."""
+    for module in (prompts, subject):
+        monkeypatch.setattr(module, "SECONDS", 600.0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    """A model for trainers that only look; what they change of it, they change back."""
+    return load()
+
+
+@pytest.fixture
+def tokenizer(shared: Any) -> Iterator[Any]:
+    """Its tokenizer, as it was afterwards."""
+    found = shared.loaded.tokenizer
+    names = ("chat_template", "eos_token", "pad_token", "bos_token")
+    before = {name: getattr(found, name) for name in names}
+    yield found
+    for name, value in before.items():
+        setattr(found, name, value)

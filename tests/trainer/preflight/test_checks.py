@@ -1,0 +1,450 @@
+"""Each check finds its own mistake, and nothing in a healthy run."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preflight_runs import ROWS, TEXTS, WITH_SYSTEM, found, make, reads_answer
+from trainer_runs import digit_sum, load
+from transformers.utils import get_json_schema
+
+from lowmem_grpo import GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
+from lowmem_grpo.memory.cards import device
+from lowmem_grpo.rewards.ready import code
+from lowmem_grpo.rewards.ready.code import code_passes_tests
+from lowmem_grpo.runs.findings import SEVERITIES
+from lowmem_grpo.trainer.preflight import room
+from lowmem_grpo.trainer.preflight.checks import CHECKS
+from lowmem_grpo.trainer.preflight.subject import Subject, Turns
+from lowmem_grpo.trainer.run_memory import plan_run, settings_of
+from lowmem_grpo.utils import GIB
+
+HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+NO_HEADER = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+LIKE_MISTRAL = ("{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %}{{ m['content'] }}"
+                "<|im_end|>{% endif %}{% endfor %}")
+LIKE_GEMMA = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+              + NO_HEADER + HEADER)
+LIKE_QWEN3 = NO_HEADER.replace("\n{{", "\n{% if m['role'] == 'assistant' %}(thought)\n{% endif %}{{") + HEADER
+NO_RESULTS = NO_HEADER.replace("messages %}", "messages if m['role'] != 'tool' %}") + HEADER
+NO_OLD_THOUGHTS = NO_HEADER.replace("m['content'] }}", "m['content'] if loop.last else "
+                                    "m['content'].split('</think>')[-1].strip() }}") + HEADER
+USERS_ALONE = NO_HEADER.replace("messages %}", "messages if m['role'] != 'system' %}") + HEADER
+
+
+@pytest.mark.parametrize("dataset", [ROWS, TEXTS, WITH_SYSTEM], ids=["chat", "text", "with a system message"])
+def test_a_healthy_run_gets_no_warning(tmp_path: Path, shared: Any, dataset: Any) -> None:
+    rewards = [digit_sum, *([] if dataset is WITH_SYSTEM else [reads_answer])]
+    assert found(make(tmp_path, dataset, rewards, shared, dataset[:4], save_strategy="steps")) == []
+
+
+@pytest.mark.parametrize("template", [LIKE_MISTRAL, LIKE_GEMMA, LIKE_QWEN3],
+                         ids=["no head of an answer", "no system message", "thoughts before an answer"])
+def test_a_template_that_fits_its_prompts_gets_no_warning(
+    tmp_path: Path, shared: Any, tokenizer: Any, template: str
+) -> None:
+    tokenizer.chat_template = template
+    assert found(make(tmp_path, model=shared)) == []
+
+
+# What is wrong with a run
+
+Case = tuple[str, str, str, Callable[..., Any]]
+CASES: list[Case] = []  # name of the check, severity, what is said, what makes it so
+
+
+def case(check: str, severity: str, said: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that makes a trainer of which exactly one thing is wrong."""
+
+    def register(build: Callable[..., Any]) -> Callable[..., Any]:
+        CASES.append((check, severity, said, build))
+        return build
+
+    return register
+
+
+@case("rows", "error", r"the tokenizer has no chat template\. What to do: set tokenizer\.chat_template")
+def base_model(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = None
+    return make()
+
+
+@case("rows", "error", r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ")
+def no_system_message(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = LIKE_GEMMA
+    return make(WITH_SYSTEM)
+
+
+@case("rows", "error", r"^1 of 13 rows cannot be made into a prompt \(AttributeError: ")
+def broken_row(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*ROWS, 7])
+
+
+@case("skipped rows", "warning", r"^3 of 15 rows will be skipped: empty prompt \(2\), prompt is int, not text or chat")
+def some_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*ROWS, {"prompt": ""}, {"prompt": None}, {"prompt": 7}])
+
+
+@case("skipped rows", "error", r"^no row of the dataset can be used: empty prompt \(2\)")
+def all_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([{"prompt": ""}, {"prompt": None}])
+
+
+@case("prompt lengths", "warning", r"^1 of 13 rows will be skipped: longer than max_prompt_length \(60\), the longest "
+                                   r"has \d{3} tokens\. What to do: raise max_prompt_length")
+def one_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*TEXTS, {"prompt": "1 + 1 " * 40}], max_prompt_length=60)
+
+
+@case("prompt lengths", "error", r"^no row of the dataset can be used: longer than the 8 tokens that the context of "
+                                 r"128 leaves, the longest has \d\d tokens\. What to do: load")
+def all_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(max_completion_length=120)
+
+
+@case("few rows", "warning", r"^one generation needs 2 prompts and the dataset has 1, so ")
+def one_row(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(ROWS[:1])
+
+
+@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another row\. What to do: remove")
+def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*ROWS, *ROWS[:3]])
+
+
+@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another row\. What to do: remove")
+def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
+
+
+@case("generation prompt", "warning", r"leaves out '<\|im_start\|>assistant' at the end of a prompt")
+def no_header(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_HEADER
+    return make()
+
+
+@case("dropped messages", "warning", r"leaves out the text of 12 system messages in the 12 sampled prompts")
+def users_alone(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = USERS_ALONE
+    return make(WITH_SYSTEM)
+
+
+def fine_tuned(trainer: Any, rows: Any, **settings: Any) -> SFTTrainer:
+    """A trainer of these rows, of the model of another one."""
+    return SFTTrainer(trainer.model, rows, SFTConfig(output_dir=trainer.args.output_dir, max_steps=2, **settings))
+
+
+TALK = {"messages": [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}]}
+ENDS_OUTSIDE = NO_HEADER.replace("{{ m['content'] }}", "{% if m['role'] == 'assistant' %}{% generation %}"
+                                 "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}")
+
+
+@case("answers without an end", "error", r"^no answer of all 4 rows is trained with a token that ends a completion "
+                                         r"\('<\|im_end\|>'\), so a model does not learn to stop there\. What to do: ")
+def ends_outside(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = ENDS_OUTSIDE
+    return fine_tuned(make(), [TALK] * 4, assistant_only_loss=True)
+
+
+@case("answers without an end", "warning", r"^not every answer of all 4 rows is trained with a token that ends")
+def some_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")
+    return fine_tuned(make(), [{"messages": TALK["messages"] * 2}] * 4, assistant_only_loss=True)
+
+
+@case("answers without an end", "warning", r"^no answer of all 4 rows is trained with a token that ends a completion")
+def ids_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return fine_tuned(make(), [{"input_ids": [5, 6, 7]}] * 4)
+
+
+@case("no end token", "warning", r"^no token ends a completion: .*set tokenizer\.eos_token")
+def no_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    tokenizer.eos_token = None
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", None)
+    return trainer
+
+
+@case("another end token", "warning", r"an answer with '<\|im_end\|>', but only '<\|endoftext\|>' ends a completion")
+def another_end(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    tokenizer.eos_token = "<|endoftext|>"
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", None)
+    return trainer
+
+
+@case("unknown tokens", "error", r"^the end token 9999 is beyond the model's vocabulary of 384")
+def end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make(TEXTS)
+    tokenizer.eos_token = None
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", 9999)
+    return trainer
+
+
+@case("unknown tokens", "warning", r"^the end token 9999 is beyond")
+def one_end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", [2, 9999])
+    return trainer
+
+
+def with_new_tokens() -> Any:
+    model = load()
+    model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
+    return model
+
+
+@case("unknown tokens", "error", r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
+                                  r"384")
+def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=with_new_tokens())
+
+
+@case("unknown tokens", "error", r"^the padding token 4\d\d is beyond")
+def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
+    model = with_new_tokens()
+    model.loaded.tokenizer.pad_token = "<new 99>"
+    return make(model=model)
+
+
+def calculator(expression: str) -> str:
+    """Reckons.
+
+    Args:
+        expression: What to reckon.
+    """
+    return expression
+
+
+def of_turns(trainer: Any, tools: bool, replies: bool = False) -> Any:
+    trainer.turns = Turns([get_json_schema(calculator)] if tools else None, replies)
+    return trainer
+
+
+@case("turns", "error", r"^the chat template does not tell the policy about its tools \(calculator\)\. What to do: use "
+                        r"a model family whose template has tools \(Qwen2\.5, Qwen3, ")
+def no_schemas(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return of_turns(make(), tools=True)
+
+
+@case("turns", "error", r"^the chat template cannot render messages of the roles tool \(it leaves out .*Qwen2\.5")
+def no_results(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_RESULTS
+    return of_turns(make(), tools=True)
+
+
+@case("turns", "error", r"^tools are described to the policy by its chat template, and .*plain string has none\. What")
+def tools_with_a_plain_string(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return of_turns(make(TEXTS), tools=True)
+
+
+@case("turns", "error", r"^history='template' renders .* a plain string has none\. What to do: use history='append'")
+def plain_strings_anew(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return of_turns(make(TEXTS, history="template"), tools=False, replies=True)
+
+
+@case("rewritten history", "warning", r"^the chat template rewrites what was sampled before a user message after a thou"
+                                      r"ght; history='append' trains what was sampled")
+def thoughts_are_dropped(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_OLD_THOUGHTS
+    return of_turns(make(), tools=False, replies=True)
+
+
+@case("rewritten history", "warning", r"^the .* rewrites .* after a thought, and there history='template' begins a"
+                                      r"nother sequence; if each .*, an episode of 4 turns has 2\.5 times the tokens")
+def thoughts_are_dropped_at_a_cost(make: Any, tokenizer: Any, patch: Any) -> Any:
+    tokenizer.chat_template = NO_OLD_THOUGHTS
+    return of_turns(make(history="template", max_turns=4), tools=False, replies=True)
+
+
+@case("reserved columns", "error", r"^dataset columns \['trainer_state'\] have names of reward function arguments\. ")
+def reserved(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([row | {"trainer_state": 1} for row in ROWS])
+
+
+@case("missing columns", "error", r"^reads_answer: it requires answer, which no dataset column provides; the dataset's "
+                                  r"columns are prompt\. What to do: rename")
+def missing(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([{"prompt": row["prompt"]} for row in ROWS], reads_answer)
+
+
+@case("missing columns", "error", r"^reads_answer: .*; the evaluation dataset's columns are prompt\. What")
+def missing_in_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(ROWS, reads_answer, evaluation=[{"prompt": "1 + 1?"}])
+
+
+@case("empty columns", "warning", r"^reads_answer: it reads the column 'answer', which is None in all 12 rows")
+def empty(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make([row | {"answer": None} for row in ROWS], [reads_answer, digit_sum])
+
+
+@case("rows without a verdict", "error", r"^code_passes_tests: it can never judge 1 of 12 rows \(number 3\); row 3, "
+                                         r"column 'tests': tests are \[\]; allowed are .*correct these rows")
+def unjudged(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(code, "open_sandbox", lambda *given: None)
+    tests = [["assert add(1, 2) == 3"]] * 12
+    tests[3] = []
+    return make([row | {"tests": one} for row, one in zip(ROWS, tests, strict=True)], code_passes_tests().reward())
+
+
+@case("evaluation rows", "error", r"^no row of the evaluation dataset can be used; the first one: empty prompt")
+def no_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make(evaluation=[{"prompt": ""}])
+
+
+@case("output_dir", "error", r"^output_dir is '.*file/run', and .*file is a file\. What to do: choose another")
+def a_file(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    trainer.run_dir = trainer.run_dir.parent / "file" / "run"
+    trainer.run_dir.parent.write_text("")
+    return trainer
+
+
+@case("output_dir", "error", r"cannot be written to\. What to do: choose another output_dir, or change")
+def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(os, "access", lambda path, mode: False)
+    return make()
+
+
+def with_free(patch: Any, free: int) -> None:
+    patch.setattr(room, "free_bytes", lambda path: free)
+
+
+@case("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space")
+def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 100_000)
+    return make(save_strategy="steps")
+
+
+@case("disk", "error", r"0\.0 MiB free, but the adapter needs 0\.\d MiB\. What to do: free some space, or choose")
+def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 100)
+    return make(save_strategy="no")
+
+
+@case("disk", "warning", r"2\.0 MiB free; 5 checkpoints need \d\.\d MiB, and completions.jsonl up to ")
+def little_room(make: Any, tokenizer: Any, patch: Any) -> Any:
+    with_free(patch, 2**21)
+    return make(save_strategy="steps", save_steps=1, max_steps=9)
+
+
+def planned(trainer: Any, card: str, **settings: Any) -> Any:
+    plan = plan_run(replace(settings_of(trainer.model, trainer.args, "transformers", 128), **settings), trainer.model,
+                    device(card))
+    trainer.memory.advice.plan = plan
+    return trainer
+
+
+@case("host memory", "warning", r"^the host has (0\.50 GiB|512\.0 MiB) of free memory, and .* may take .*\. ")
+def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
+    patch.setattr(room, "available_host_bytes", lambda: GIB // 2)
+    return planned(make(), "16GiB", checkpointing="offload")
+
+
+@case("managed memory", "error", r"^optim='paged_adamw_8bit' needs managed memory, .* the driver here has none .*WSL.*"
+                                 r"\. What to do: optim=.adamw_8bit. keeps")
+def nothing_shared(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make(optim="paged_adamw_8bit")
+    patch.setattr(room, "has_managed_memory", lambda index: False)
+    patch.setattr(type(trainer.policy), "device", torch.device("cuda"))
+    return trainer
+
+
+def with_cache(trainer: Any, kind: str) -> Any:
+    """As if what samples had such a cache."""
+    trainer.sampler.engine.cache_dtype = kind
+    return trainer
+
+
+@case("cache in 8 bits", "warning", r"^the key-value cache is in 8 bits \(fp8\), so that samples differ from the "
+                                    r"trainer, and vllm_importance_sampling_correction=False")
+def eight_bits_and_no_correction(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return with_cache(make(vllm_importance_sampling_correction=False), "fp8")
+
+
+@case("cache in 8 bits", "warning", r"parity_steps=0 never measures how far its samples differ")
+def eight_bits_and_nobody_measures(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return with_cache(make(parity_steps=0), "fp8_e5m2")
+
+
+@case("plan", "warning", r"^the plan expects .* on the card, which is more than the 1\.0 MiB .*: .*The run goes on.*\. "
+                         r"What to do: try a lower max_completion_length")
+def over_plan(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return planned(make(), "1MiB")
+
+
+@case("bfloat16", "warning", r"^the run computes in bfloat16, which this card only emulates\. What to do: load")
+def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
+    trainer = make()
+    patch.setattr(room, "is_bfloat16_supported", lambda: False)
+    patch.setattr(type(trainer.policy), "device", torch.device("cuda"))
+    trainer.policy.autocast_dtype = torch.bfloat16
+    return trainer
+
+
+@case("scale", "note", r"^the run has 2 steps \(300 or more are usual\) and 12 rows \(500 or more are usual\)")
+def small(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return make()
+
+
+@pytest.mark.parametrize(("check", "severity", "said", "build"), CASES, ids=[entry[3].__name__ for entry in CASES])
+def test_each_mistake_is_reported_and_nothing_else(
+    tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, check: str, severity: str, said: str,
+    build: Callable[..., Any],
+) -> None:
+    def make_here(dataset: Any = ROWS, reward: Any = digit_sum, model: Any = shared, **settings: Any) -> GRPOTrainer:
+        return make(tmp_path, dataset, reward, model, **settings)
+
+    trainer = build(make_here, tokenizer, monkeypatch)
+    (line,) = found(trainer, "note") if severity == "note" else found(trainer)
+    assert re.search(said, line)
+    assert "\n" not in line
+    subject = Subject(trainer)
+    (look,) = [one.look for one in CHECKS if one.name == check]
+    assert [one.severity for one in look(subject)] == [severity]
+
+
+def test_every_check_is_tested_here_with_its_worst_severity() -> None:
+    worst = {one.name: min((severity for name, severity, _, _ in CASES if name == one.name), key=SEVERITIES.index)
+             for one in CHECKS}
+    assert worst == {one.name: one.severity for one in CHECKS}
+
+
+def test_stop_strings_and_stop_tokens_count_as_ends(
+    tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found_with(**stops: Any) -> list[str]:
+        params = SamplingParams(max_tokens=24, n=4, **stops)
+        return [line.partition(":")[0] for line in found(make(tmp_path, model=shared, vllm_sampling_params=params))]
+
+    assert found_with(ignore_eos=True, stop="<|im_end|>") == []
+    assert found_with(ignore_eos=True) == ["no token ends a completion"]
+    trainer = another_end(lambda: make(tmp_path, model=shared), tokenizer, monkeypatch)
+    assert len(found(trainer)) == 1
+    assert found_with(stop="<|im_end|>") == found_with(stop_token_ids=[2]) == []
+
+
+def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
+    tmp_path: Path, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, model=shared, save_strategy="no")
+    subject = Subject(trainer)
+    needed = room.checkpoint_bytes(subject)
+    subject.args = replace(trainer.args, save_strategy="steps")
+    whole = room.checkpoint_bytes(subject)
+    with_free(monkeypatch, whole - 1)
+    assert needed < whole and not [line for line in found(trainer, "error") if "adapter" in line]
+
+
+def test_the_page_is_generated_from_the_table_of_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    monkeypatch.syspath_prepend(str(docs))
+    page = import_module("make_preflight").page()
+    assert page == (docs / "preflight.md").read_text(encoding="utf-8"), "run python docs/make_preflight.py"

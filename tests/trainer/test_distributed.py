@@ -1,0 +1,229 @@
+"""What ranks do together: here each is a thread with a store on a loopback address."""
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from lowmem_grpo.config.launcher import Place
+from lowmem_grpo.trainer import distributed
+from lowmem_grpo.trainer.distributed import STEPS, Ranks, check_ranks_agree
+from lowmem_grpo.trainer.rendezvous import RankError
+
+
+def several(count: int) -> list[Ranks]:
+    store = HashStore()
+    with ThreadPoolExecutor(count) as pool:  # they wait for each other
+        return list(pool.map(lambda rank: Ranks(Place(rank, count, rank), store), range(count)))
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Ranks]]:
+    made = several(request.param)
+    yield made
+    for one in made:
+        one.pulse.close()
+
+
+def each(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks))
+
+
+def test_one_process_alone_does_everything_itself() -> None:
+    alone = Ranks()
+    assert alone.gather("x", 5) == [5] and alone.first("x", lambda: 7) == 7 and alone.leads
+    assert alone.mine([3, 1, 2], float) == [3, 1, 2] 
+    before = torch.get_rng_state()
+    alone.seed(1, 2)
+    assert torch.equal(before, torch.get_rng_state()), "one process goes on with its random states"
+
+
+def test_all_have_what_each_had_whatever_its_size(ranks: list[Ranks]) -> None:
+    for _ in range(3):
+        found = each(ranks, lambda one: one.gather("things", {"rank": one.rank, "long": "é" * 1000 * one.rank}))
+        assert all([thing["rank"] for thing in things] == list(range(len(ranks))) for things in found)
+        assert found[0][1]["long"] == "é" * 1000
+
+
+def test_what_the_first_one_makes_all_have_and_the_others_make_nothing(ranks: list[Ranks]) -> None:
+    made: list[int] = []
+
+    def make(rank: int) -> str:
+        made.append(rank)
+        return "made"
+
+    assert each(ranks, lambda one: one.first("it", lambda: make(one.rank))) == ["made"] * len(ranks)
+    assert made == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(
+    ranks: list[Ranks], dtype: torch.dtype
+) -> None:
+    def parameters(rank: int) -> list[nn.Parameter]:
+        torch.manual_seed(rank)
+        made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 5), (7,), (2, 2))]
+        made[0].grad = torch.randn(3, 5, dtype=dtype)
+        if rank == 1:
+            made[1].grad = torch.randn(7, dtype=dtype)
+        return made  # nobody has a gradient of the last one
+
+    held = [parameters(one.rank) for one in ranks]
+    expected = [sum(p.grad for p in ps if p.grad is not None) for ps in zip(*held, strict=True)]
+    for _ in range(2):  # the buffer is used again
+        for some, rank in zip(held, ranks, strict=True):
+            for parameter, fresh in zip(some, parameters(rank.rank), strict=True):
+                parameter.grad = fresh.grad
+        each(ranks, lambda one: one.sum_gradients(held[one.rank]))
+    for some in held:
+        torch.testing.assert_close(some[0].grad, expected[0], rtol=1e-6 if dtype == torch.float32 else 1e-15, atol=1e-6)
+        assert torch.equal(some[1].grad, expected[1]) and some[2].grad is None
+        assert torch.equal(some[0].grad, held[0][0].grad), "the same bits in every rank"
+
+
+def test_ranks_with_different_adapters_are_told_so(ranks: list[Ranks]) -> None:
+    def outcome(one: Ranks) -> str:
+        parameter = nn.Parameter(torch.zeros(3 + one.rank))
+        try:
+            one.sum_gradients([parameter])
+        except RankError as error:
+            return str(error)
+        return ""
+
+    assert all("different numbers of parameters" in told for told in each(ranks, outcome))
+
+
+def test_an_error_of_one_ends_what_the_others_wait_for(ranks: list[Ranks]) -> None:
+    def step(one: Ranks) -> str:
+        try:
+            with one.together():
+                if one.rank == 1:
+                    raise KeyError("a column")
+                one.gather("what was sampled", 1)
+        except (KeyError, RankError) as error:
+            return f"{type(error).__name__} {error}"
+        return ""
+
+    told = each(ranks, step)
+    assert told[1] == "KeyError 'a column'"
+    assert all("rank 1 has failed: KeyError: 'a column'" in one for one in told[:1] + told[2:])
+
+
+def test_what_cannot_be_sent_is_an_error_of_the_rank_that_has_it() -> None:
+    one, other = several(2)
+
+    def send(rank: Ranks) -> Any:
+        try:
+            with rank.together():
+                return rank.gather("it", (lambda: 1) if rank.rank else 2)
+        except (AttributeError, TypeError, pickle.PicklingError, RankError) as error:
+            return type(error)
+
+    told = each([one, other], send)
+    assert told[0] is RankError and told[1] is not RankError
+
+
+def test_random_states_follow_from_seed_step_and_rank_only() -> None:
+    drawn = {}
+    one = Ranks()
+    one.count = 2
+    for one.rank, step in ((0, 0), (1, 0), (0, 1), (1, 0)):
+        rank = one.rank
+        one.seed(11, step)
+        value = torch.rand(1).item()
+        assert drawn.setdefault((rank, step), value) == value
+    assert len(set(drawn.values())) == 3
+
+
+def test_ranks_know_how_many_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = ["a", "b", "a"]
+    monkeypatch.setattr("platform.node", machines.pop)
+    assert sorted(one.here for one in several(3)) == [1, 2, 2] and Ranks().here == 1
+
+
+def test_each_rank_has_metrics_of_its_own(ranks: list[Ranks]) -> None:
+    told = each(ranks, lambda one: one.metrics(10.0 + one.rank, {"train_s": 1.0 * one.rank}))
+    assert all(metrics == told[0] for metrics in told)
+    for rank in range(len(ranks)):
+        assert told[0][f"ranks/{rank}/train_s"] == rank
+        assert told[0][f"ranks/{rank}/busy_s"] + told[0][f"ranks/{rank}/waiting_s"] == pytest.approx(10.0 + rank)
+    assert Ranks().metrics(1.0, {"train_s": 1.0}) == {}
+
+
+def test_a_rank_that_is_slow_step_after_step_is_said_once_by_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    alone = Ranks()
+    with caplog.at_level(logging.WARNING, "lowmem_grpo.trainer.distributed"):
+        for _ in range(STEPS - 1):
+            alone.warn_of_slow([1.0, 2.1, 1.0])
+        alone.warn_of_slow([1.0, 1.1, 1.0])  # not in a row
+        assert caplog.messages == []
+        for _ in range(3 * STEPS):
+            alone.warn_of_slow([1.0, 2.1, 1.0])
+    (said,) = caplog.messages
+    assert said.startswith("rank 1 takes 2.1 times as long as the others")
+
+
+def test_gradients_are_summed_over_cards_where_each_rank_has_one_of_its_own(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OverCards(ProcessGroupGloo):
+        """In place of NCCL's group, which is made of the same."""
+
+        Options = object
+
+        def __init__(self, store: Any, rank: int, count: int, options: Any) -> None:
+            super().__init__(store, rank, count, timedelta(seconds=60))
+
+    cards = iter(range(len(ranks)))
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", OverCards, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(distributed, "card_of", lambda device: f"GPU-{next(cards)}")
+
+    def summed(one: Ranks) -> Tensor:
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.full((3,), 1.0 + one.rank)
+        one.sum_gradients([parameter])
+        assert type(one.card_group) is OverCards
+        return parameter.grad
+
+    expected = torch.full((3,), float(sum(range(1, len(ranks) + 1))))
+    assert all(torch.equal(found, expected) for found in each(ranks, summed))
+
+
+@pytest.mark.parametrize("second", [1, 0])
+def test_two_ranks_with_places_of_their_own_on_one_card_are_refused(
+    second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"what the ranks are": [{}, {}], "their cards": [("GPU-a", 0, 8), ("GPU-a", second, 8)]}
+    monkeypatch.setattr(distributed, "described", lambda trainer: {})
+    monkeypatch.setattr(distributed, "facts", lambda model, device: {"card_bytes": None})
+    trainer = SimpleNamespace(model=None, policy=SimpleNamespace(device=torch.device("cpu")), ranks=SimpleNamespace(
+        count=2, place=Place(0, 2), gather=lambda what, own: told[what]))
+    with pytest.raises(ValueError, match=r"the ranks 0 and 1 are on one card \(GPU-a\)") if second else nullcontext():
+        check_ranks_agree(trainer)
+
+
+@pytest.mark.parametrize(("gib", "said"), [
+    ((16, 24), "(16.00 GiB, 24.00 GiB): each plans its own memory"), ((24, 24), ""),
+])
+def test_ranks_with_cards_of_different_size_are_told_once_what_that_costs(
+    gib: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {"what the ranks are": [{}, {}], "their cards": [("a", 0, gib[0] << 30), ("b", 1, gib[1] << 30)]}
+    monkeypatch.setattr(distributed, "described", lambda trainer: {})
+    monkeypatch.setattr(distributed, "facts", lambda model, device: {"card_bytes": None})
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    for rank in range(2):
+        check_ranks_agree(SimpleNamespace(model=None, policy=policy, ranks=SimpleNamespace(
+            count=2, place=Place(rank, 2, rank), gather=lambda what, own: told[what])))
+    assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
