@@ -24,7 +24,7 @@ from typing import Any
 import click
 
 from bench.common import child
-from lowmem_grpo.server.home import Address, read_address
+from lowmem_grpo.server.server_dir import Address, read_address
 
 # torch as it is here: another build would bring gigabytes of CUDA packages where there is no card
 PACKAGES = ("tinker==0.38.0", "tinker-cookbook==0.5.8", "sympy", "pylatexenc", "math-verify")

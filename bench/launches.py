@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.common import options
 from bench.memory.counted_storages import owner
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.engines.vllm.lent_layers import Product
+from lowmem_grpo.engines.vllm.shared_linear import Product
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.fp8 import FP8Weight

@@ -16,7 +16,7 @@ from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.offload.embedding import embed_on_host, movable
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
-from lowmem_grpo.trainer.sums import Sums
+from lowmem_grpo.trainer.step_accumulator import StepAccumulator
 from lowmem_grpo.utils import GIB
 
 CARD = "cuda"
@@ -55,7 +55,7 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
         torch.cuda.reset_peak_memory_stats()
         with offload or nullcontext():
             totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
-            learner.accumulate(iter([batch]), totals, Sums(policy.device))
+            learner.accumulate(iter([batch]), totals, StepAccumulator(policy.device))
         activations = torch.cuda.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

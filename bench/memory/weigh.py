@@ -32,7 +32,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.optim import make_optimizer
-from lowmem_grpo.trainer.sums import Sums
+from lowmem_grpo.trainer.step_accumulator import StepAccumulator
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 
@@ -84,7 +84,7 @@ def weigh(
             offload.read_ahead(features.head_groups == 1)
             with offload:
                 totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
-                learner.accumulate(iter([replace(batch, **tensors)]), totals, Sums(policy.device))
+                learner.accumulate(iter([replace(batch, **tensors)]), totals, StepAccumulator(policy.device))
             learner.flags.tables.clear()  # of the guard against NaN, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.model_options import ModelOptions
-from lowmem_grpo.agents.rewards import OPEN, DeskJudge
+from lowmem_grpo.agents.rewards import OPEN, EngineJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
@@ -26,8 +26,8 @@ from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.server.openai.chat import Chat
 from lowmem_grpo.server.openai.client import client_of
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import LIVE
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.trainer.trajectories import PER_STEP, TrajectoryTrainer
 
@@ -47,7 +47,7 @@ class LocalRun:
         self.training = False
         self.closed = False
         self.endpoints: list[AgentEndpoint] = []
-        self.judges: dict[str, DeskJudge] = {}
+        self.judges: dict[str, EngineJudge] = {}
 
     # Begin and end
 
@@ -56,7 +56,7 @@ class LocalRun:
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)
-            self.desk = Desk(adapted, seed=self.own_seed())
+            self.desk = EngineWorker(adapted, seed=self.own_seed())
             try:
                 await self.at_desk(partial(self.start_run, adapted), sleep=False)
             except BaseException:
@@ -143,11 +143,11 @@ class LocalRun:
         self.endpoints.append(endpoint)
         return endpoint
 
-    def judge(self, **options: Any) -> DeskJudge:
+    def judge(self, **options: Any) -> EngineJudge:
         """The base model as a judge; the same one for the same options."""
         key = repr(sorted(options.items()))
         if key not in self.judges:
-            self.judges[key] = DeskJudge(self.desk, self.desk.model, **options)
+            self.judges[key] = EngineJudge(self.desk, self.desk.model, **options)
         return self.judges[key]
 
     # Training

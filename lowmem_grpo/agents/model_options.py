@@ -11,7 +11,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
 from lowmem_grpo.config.unsupported import Table, any_value, off, refuse
 from lowmem_grpo.loader import FastLanguageModel, check_options
-from lowmem_grpo.models.named import find
+from lowmem_grpo.models.model_names import find
 
 CONTEXT = 8192  # tokens, where nobody says how long conversations are and the model can do as much
 DEFAULTS: dict[str, Any] = {  # for GRPOConfig, where they differ from its own

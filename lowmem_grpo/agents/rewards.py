@@ -23,7 +23,7 @@ from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Ratings
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
-from lowmem_grpo.server.openai.waiting import Call
+from lowmem_grpo.server.openai.request_queue import Call
 from lowmem_grpo.utils import TEXT, require
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
     return UrlJudge(address, named, key, options=options or None, **settings)
 
 
-class DeskJudge(SelfJudge):
+class EngineJudge(SelfJudge):
     """The base model, asked through the desk that owns the engine: between turns of rollouts, without adapter."""
 
     after_sampling = False

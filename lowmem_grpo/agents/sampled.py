@@ -13,7 +13,7 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.from_turns import group_of
 from lowmem_grpo.server.errors import ChatError
-from lowmem_grpo.server.openai.histories import Histories
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.messages import plain
 from lowmem_grpo.types import Message, RolloutGroup, Turn
 
@@ -31,7 +31,7 @@ class UnexplainedError(ValueError):
 class Sampled:
     """The groups of one step."""
 
-    held: Histories
+    held: ConversationCache
     models: Collection[str] = ()  # names under which the policy was asked
     found: set[str] = field(default_factory=set)  # turns that were found by what they say
     lost: list[str] = field(default_factory=list)  # why trajectories were left out

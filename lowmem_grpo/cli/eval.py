@@ -206,7 +206,7 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
         dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
         rows = rows_of(dataset, chosen["limit"])
         return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS, None
-    from lowmem_grpo.recipes.exam import find_exam
+    from lowmem_grpo.recipes.eval_task import find_exam
 
     exam = find_exam(chosen["recipe"])
     if chosen["dataset"] and not exam.takes_source:

@@ -11,7 +11,7 @@ import click
 from lowmem_grpo.runs.views.terminal import plain_errors
 
 if TYPE_CHECKING:
-    from lowmem_grpo.server.home import ServerClient
+    from lowmem_grpo.server.server_dir import ServerClient
 
 EVERY = 1.0  # seconds between looks at a log
 SERVER = click.option(
@@ -107,6 +107,6 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
 
 
 def remote(server: Path) -> "ServerClient":
-    from lowmem_grpo.server.home import ServerClient, read_address
+    from lowmem_grpo.server.server_dir import ServerClient, read_address
 
     return ServerClient(read_address(server))

@@ -15,7 +15,7 @@ from lowmem_grpo.config.strategies import LATE, MEND
 from lowmem_grpo.data.kinds import check_columns, columns_of, is_file_name, refuse_unreadable
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
-from lowmem_grpo.models.named import find
+from lowmem_grpo.models.model_names import find
 from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
 from lowmem_grpo.runs.files import place_fault
 from lowmem_grpo.runs.records import RunRecords

@@ -60,7 +60,7 @@ def plan(
         from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import RunSettings
         from lowmem_grpo.memory.time_plan import PROMPTS, Workload, plan_time
-        from lowmem_grpo.models.named import config_of
+        from lowmem_grpo.models.model_names import config_of
 
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         settings["engine"] = settings["engine"] or engine_of(card)

@@ -12,7 +12,7 @@ import click
 
 from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.recipes.exam import find_exam
+from lowmem_grpo.recipes.eval_task import find_exam
 from lowmem_grpo.recipes.presets import Preset, choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records

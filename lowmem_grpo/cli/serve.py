@@ -8,7 +8,7 @@ from socket import socket
 import click
 
 from lowmem_grpo.config.launcher import one_process
-from lowmem_grpo.models.named import find, public_name
+from lowmem_grpo.models.model_names import find, public_name
 from lowmem_grpo.runs.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
@@ -48,7 +48,7 @@ def serve(
     with plain_errors():
         one_process("the server")
         check_loading(load_in_4bit, load_in_fp8, engine, model)
-        from lowmem_grpo.server.home import Address, Home
+        from lowmem_grpo.server.server_dir import Address, ServerDir
 
         try:
             from lowmem_grpo.models.card_check import driver_version
@@ -70,7 +70,7 @@ def serve(
         if not is_loopback(host) and not others:
             raise ValueError(f"--host {host} is reached from other machines; give --key-file FILE, in which each user "
                              "has a key, and put a proxy with TLS before the server")
-        home = Home(folder)
+        home = ServerDir(folder)
         with ended_by_signals(), home.owned() as database:
             listening = open_socket(host, port)
             address = Address(address_of(host, listening), home.key())

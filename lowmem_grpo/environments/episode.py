@@ -11,7 +11,7 @@ from typing import Any
 
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.environments.observations import AskBase
-from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.environments.tools.results import FinalResult, ToolError
@@ -46,7 +46,7 @@ class Episode:
     bounds: EpisodeBounds
     renderer: Renderer | PlainRenderer
     toolbox: Any  # None: there are no tools
-    seat: Seat | None  # None: there is no environment
+    seat: EnvHandle | None  # None: there is no environment
     seeds: Callable[[int], int]  # by turn
     within: Callable[[Answer], Answer] = lambda answer: answer  # cuts what a step of the environment says
     opening: list[Message] = field(default_factory=list)  # before the first turn
@@ -98,7 +98,7 @@ class Episode:
         self.unread += not read
         return self.within(answer) if self.turns else answer
 
-    def bound(self, job: WorkerJob) -> Seat:
+    def bound(self, job: WorkerJob) -> EnvHandle:
         assert self.seat is not None
         self.seat.run = job.call
         return self.seat

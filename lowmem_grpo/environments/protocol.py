@@ -49,7 +49,7 @@ class Answer:
     asks: AskBase | None = None  # what the base model has to say first; then all else is empty
 
 
-class Seat:
+class EnvHandle:
     """An environment for one episode. Calls may take long or raise EnvironmentFailedError, so they are for workers."""
 
     def __init__(self, made: Any, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:

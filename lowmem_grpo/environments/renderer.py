@@ -1,7 +1,7 @@
 """How messages become the tokens of the first prompt, and those between two turns of the policy: with the chat template
 (`Renderer`), or for prompts that are plain strings (`PlainRenderer`).
 
-A `Seam` is where sampled tokens end and the bridge to the next turn begins, found in a conversation that is made up.
+A `TurnBoundary` is where sampled tokens end and the bridge to the next turn begins, found in a conversation that is made up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from lowmem_grpo.environments.template import (
     ANCHOR,
     FAMILIES,
     ChatTemplate,
-    Marks,
     RendererError,
+    SpecialTokens,
     StandIns,
     checked,
     refusal,
@@ -30,7 +30,7 @@ Shape = tuple[tuple[str, bool, bool], ...]  # for each message: role, whether it
 
 
 @dataclass(frozen=True)
-class Seam:
+class TurnBoundary:
     """The text after an answer that was made up: `cut`, then the mark `end`, then all that comes after it."""
 
     form: int  # which of `answers` the template can render
@@ -47,7 +47,7 @@ class Seam:
         return text[len(self.cut):] if ended or self.called else text
 
 
-def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> Seam:
+def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBoundary:
     """Return the seam before messages of such roles and number. RendererError where the template leaves one out."""
     stand_ins = StandIns(template.marks, messages)
     words = [stand_ins.defused(message) for message in messages]
@@ -80,7 +80,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
     return [[question, message] for message in (*turns, {"role": "assistant", "content": ANCHOR})]
 
 
-def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> Seam:
+def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
     """Return the seam of a conversation that the template renders; `said` is what follows the anchor."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
@@ -95,7 +95,7 @@ def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Messag
     numbers = frozenset(number for number, text in template.marks.every.items() if text and text in ends)
     rest = said[len(cut):]
     marks = tuple(template.marks.among(template.marks.encode(text)) for text in (rest if called else said, rest))
-    return Seam(form, called, cut, end, numbers, (marks[0], marks[1]))
+    return TurnBoundary(form, called, cut, end, numbers, (marks[0], marks[1]))
 
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
@@ -128,7 +128,7 @@ class Renderer:
         """`tools` are OpenAI schemas. RendererError without a chat template."""
         self.template = ChatTemplate(tokenizer, tools, template_kwargs)
         self.marks = self.template.marks
-        self.seams: dict[Shape, Seam] = {}
+        self.seams: dict[Shape, TurnBoundary] = {}
 
     def first(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
         """Return the prompt of the first turn, (P,). All messages are trusted, or as many of the first as are said."""
@@ -183,7 +183,7 @@ class Renderer:
         raise RendererError("the chat template writes other special tokens around the text of a message than around "
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
-    def seam(self, messages: Sequence[Message]) -> Seam:
+    def seam(self, messages: Sequence[Message]) -> TurnBoundary:
         """Return where the sampled tokens end before such messages, looked for once."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
@@ -197,7 +197,7 @@ class PlainRenderer:
     The first prompt is encoded as in single-turn runs. An end token that was sampled stays where it is."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.marks = tokenizer, Marks(tokenizer)
+        self.tokenizer, self.marks = tokenizer, SpecialTokens(tokenizer)
 
     def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
         """Return the prompt of the first turn, (P,): a text, or the texts of messages."""

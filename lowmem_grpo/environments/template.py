@@ -1,6 +1,6 @@
 """`ChatTemplate`: the text that a tokenizer's chat template makes of messages, and an error where it refuses them.
 
-`Marks` are tokens that begin or end turns, thoughts and calls, and foreign text must not become one. Text of tools and
+`SpecialTokens` are tokens that begin or end turns, thoughts and calls, and foreign text must not become one. Text of tools and
 environments may hold the letters of `<|im_end|>`. Before the chat template renders it, each such place is replaced by a
 word that no template changes; in the rendered text the letters come back, cut in two pieces that are encoded apart, so
 that no piece spells a mark. Text without marks is encoded together with what stands around it, as a server encodes it.
@@ -25,7 +25,7 @@ THOUGHTS = {"reasoning_content": "reasoning_content", "thinking": "<|channel|>an
 FAMILIES = "Qwen2.5, Qwen3, Llama 3.1 to 3.3, LFM2 or Gemma 4"
 
 
-class Marks:
+class SpecialTokens:
     """Special tokens, and the other added tokens that the chat template itself writes, as Qwen's `<tool_response>`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
@@ -56,7 +56,7 @@ def pattern(texts: Iterable[str]) -> re.Pattern[str]:
 class StandIns:
     """Words that stand for foreign text while a template renders the messages around it."""
 
-    def __init__(self, marks: Marks, messages: Any, whole: bool = False) -> None:
+    def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
         """`whole`: words stand for all that was said, which is then encoded letter by letter."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
@@ -118,7 +118,7 @@ class ChatTemplate:
             raise RendererError("the tokenizer has no chat template, which a conversation of turns needs",
                                 f"set tokenizer.chat_template, or load {family}")
         self.source = tokenizer.get_chat_template(self.kwargs.get("chat_template"), self.kwargs.get("tools"))
-        self.marks = Marks(tokenizer, self.source)
+        self.marks = SpecialTokens(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
         """Return the messages as text, up to where the policy goes on, or to their end; RendererError if refused."""

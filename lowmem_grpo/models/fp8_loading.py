@@ -25,7 +25,7 @@ from lowmem_grpo.kernels.fp8 import E4M3, fp8_quantize, scales_shape
 from lowmem_grpo.memory.layer_forms import FP8_BLOCK
 from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
-from lowmem_grpo.models.text_part import text_name
+from lowmem_grpo.models.text_backbone import text_name
 
 NAME = "lowmem_grpo_fp8"  # the quantizer's
 BLOCK = (128, 128)  # for load_in_fp8="block"

@@ -28,7 +28,7 @@ from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_loading import keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.stored_form import stored_form
-from lowmem_grpo.models.text_part import read_model, text_names, text_part
+from lowmem_grpo.models.text_backbone import read_model, text_names, text_part
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")

@@ -200,8 +200,8 @@ def follow_routes(model: Any) -> tuple[int, ...]:
             layers.append(int(parent.rpartition(".")[2]))
             if block.choice is None:
                 layer, block.choice = model.get_submodule(parent), live
-                layer.register_forward_pre_hook(Handing(block).before, with_kwargs=True)
-                layer.register_forward_hook(Handing(block).after, always_call=True)
+                layer.register_forward_pre_hook(RouteHooks(block).before, with_kwargs=True)
+                layer.register_forward_hook(RouteHooks(block).after, always_call=True)
     return tuple(layers)
 
 
@@ -210,7 +210,7 @@ def live(layer: int, ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Handing:
+class RouteHooks:
     """Hooks of a decoder layer: its experts know the routes of a pass while it runs, and only then."""
 
     block: RoutedBlock

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare

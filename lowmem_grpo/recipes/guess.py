@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.environments.rows import seeded_rows
-from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.games.guess import PLAYERS, Guess
 from lowmem_grpo.recipes.games.playing import baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach

@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.games.inbox import UNKNOWN, WRONG, Inbox, earned
 from lowmem_grpo.recipes.games.inbox_players import baselines
 from lowmem_grpo.recipes.games.playing import won

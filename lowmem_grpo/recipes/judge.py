@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.judging import JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare

@@ -19,7 +19,7 @@ from datasets import Dataset
 from lowmem_grpo.data.files import cell_text, read_rows
 from lowmem_grpo.data.kinds import listed
 from lowmem_grpo.data.layouts import chat_in
-from lowmem_grpo.recipes.exam import Exam
+from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.options import RecipeOptions
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import stream
 from lowmem_grpo.data.prompts import check_dataset
-from lowmem_grpo.rewards.calling.of_groups import call, score_rows
+from lowmem_grpo.rewards.calling.reward_batch import call, score_rows
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers

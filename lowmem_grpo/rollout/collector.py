@@ -10,7 +10,7 @@ from lowmem_grpo.config.strategies import StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
@@ -100,7 +100,7 @@ class Collector:
             self.logs.append(self.score(groups, calls))
         return groups
 
-    def score(self, groups: list[RolloutGroup], calls: EarlyScoring) -> dict[str, float]:
+    def score(self, groups: list[RolloutGroup], calls: RewardBatch) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
         scores = calls.settle(groups)
         if self.scoring.needs_baselines:

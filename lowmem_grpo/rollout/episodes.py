@@ -18,16 +18,16 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup, Request
 from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.environments.env_spec import EnvSpecs, messages_of
 from lowmem_grpo.environments.episode import Episode, EpisodeBounds
-from lowmem_grpo.environments.kit import Kits, messages_of
 from lowmem_grpo.environments.observations import AskBase
-from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Seat
+from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import WorkerJob, Workers
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
-from lowmem_grpo.rollout.other_side import OtherSide
-from lowmem_grpo.rollout.outages import Failure, Outages, say_too_long
+from lowmem_grpo.rollout.base_model_player import BaseModelPlayer
+from lowmem_grpo.rollout.failed_episodes import Failure, Outages, say_too_long
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 class Episodes:
     """Plays the episodes of a run."""
 
-    def __init__(self, kits: Kits, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, kits: EnvSpecs, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
         """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
         self.kits, self.bounds, self.stopping = kits, bounds, stopping
         self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
@@ -91,7 +91,7 @@ class EpisodeBatch:
         self.tries: Counter[int] = Counter()
         self.live: dict[int, Episode] = {}
         self.ready: list[Request] = []
-        self.other = OtherSide(self.heard, self.collect_all)
+        self.other = BaseModelPlayer(self.heard, self.collect_all)
         self.ended: dict[int, Episode] = {}
         self.results: dict[int, list[Rollout]] = {}
         self.failures: list[Failure] = []
@@ -151,7 +151,7 @@ class EpisodeBatch:
         kits = self.owner.kits
         if kits.factories is not None:
             made = kits.factories.make(episode.row)
-            episode.seat = Seat(made, job.call)
+            episode.seat = EnvHandle(made, job.call)
             episode.toolbox = kits.toolbox_for(episode.row, made)
             episode.row = kits.factories.columns_for(episode.row)
         return episode.reset(job)

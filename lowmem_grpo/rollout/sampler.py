@@ -13,7 +13,7 @@ from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -36,7 +36,7 @@ class Player(Protocol):
 class Overlap(Protocol):
     """Work on prompts that are complete, while others are sampled."""
 
-    def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None: ...  # `calls` score the groups
+    def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None: ...  # `calls` score the groups
 
     def on_group(self, index: int, rollouts: list[Rollout]) -> None: ...  # all those of a prompt
 

@@ -13,7 +13,7 @@ from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.losses.credit import assign_credit
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
@@ -43,9 +43,9 @@ class Scoring:
         """Whether each prompt needs the reward of a greedy completion."""
         return self.settings.advantage_estimator == "remax"
 
-    def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> EarlyScoring:
+    def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> RewardBatch:
         """The calls of the functions on a batch: made before the batch is sampled, settled when it is."""
-        return EarlyScoring(self.scorer, prompts, self.state, self.clock)
+        return RewardBatch(self.scorer, prompts, self.state, self.clock)
 
     def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged. A reward

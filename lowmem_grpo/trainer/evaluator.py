@@ -8,7 +8,7 @@ from typing import Any
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream, rows_of
 from lowmem_grpo.runs.summary import speed
-from lowmem_grpo.trainer.familiar import Familiar
+from lowmem_grpo.trainer.trl_api import TrlApi
 
 LONGEST = 100_000  # rows of a stream to evaluate on
 OF_ALL = ("num_tokens", *speed("", 1.0, 1, 1))
@@ -16,7 +16,7 @@ OF_LOSS = ("loss", "policy_loss", "kl", "entropy", "clip_ratio", "cispo_clip_rat
            "mean_token_accuracy")  # what TRL's evaluations have too, among what the learner measures
 
 
-class Evaluator(Familiar):
+class Evaluator(TrlApi):
     """Evaluations under transformers' names: `eval_loss`, of several datasets `eval_NAME_loss`."""
 
     eval_sets: Any = None  # what is evaluated on, in each trainer's own form; a dict of several by name

@@ -23,7 +23,7 @@ from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.routes import say_unrouted
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.collector import Collector, SharedCollector
@@ -34,12 +34,12 @@ from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.clock import mean_of
+from lowmem_grpo.trainer.episode_setup import EpisodeSetup
 from lowmem_grpo.trainer.evaluator import OF_LOSS
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in
-from lowmem_grpo.trainer.players import Players
 from lowmem_grpo.trainer.preflight.how_long import PlannedTime
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -70,7 +70,7 @@ class GRPOTrainer(Trainer):
         are refused, or options of the settings."""
         check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
-        players = self.players = Players(config, tools, environment_factory, rollout_func, parse)
+        players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
         overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
         self.scorer = RewardScorer(*players.paid(reward_funcs, reward_processing_classes), config.reward_limit,
                                    config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
@@ -176,11 +176,11 @@ class GRPOTrainer(Trainer):
         """Take the model's engine again, where another model may have sampled since."""
         self.sampler.renew()
 
-    def begin_scoring(self, prompts: list[Prompt]) -> EarlyScoring:
+    def begin_scoring(self, prompts: list[Prompt]) -> RewardBatch:
         """Return the scorer of these prompts' groups while others are sampled: give its `on_group` to `sample`."""
         return self.scoring.start_batch(prompts)
 
-    def score(self, groups: list[RolloutGroup], scoring: EarlyScoring | None = None) -> dict[str, float]:
+    def score(self, groups: list[RolloutGroup], scoring: RewardBatch | None = None) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
         return self.collector.score(groups, scoring or self.scoring.start_batch(groups))
 

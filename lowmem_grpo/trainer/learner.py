@@ -25,7 +25,7 @@ from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.trainer.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.trainer.rewind import Gradients, OptimizerCopy, RandomStates
-from lowmem_grpo.trainer.sums import PartialGradient, Sums
+from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulator
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
@@ -165,7 +165,7 @@ class Learner:
                 self.prepare_again()
                 random.capture()
 
-        def work(batches: Iterator[MicroBatch]) -> Sums:
+        def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
             return self.accumulate(batches, totals, None if begun is None else begun.sums)
 
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
@@ -178,10 +178,10 @@ class Learner:
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
-    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: Sums | None = None) -> Sums:
+    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None) -> StepAccumulator:
         """Add the gradient of each micro-batch to what was begun; returns what they add up to."""
         self.policy.model.train()
-        sums = Sums(self.policy.device) if begun is None else begun.copied()
+        sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # those of other passes are not this step's
         self.flags = sums.flags
@@ -189,7 +189,7 @@ class Learner:
             self.add(batch, totals, sums)
         return sums
 
-    def add(self, batch: MicroBatch, totals: StepTotals, sums: Sums) -> None:
+    def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator) -> None:
         """Add the gradient of one micro-batch, which is on the device, and what it adds to the sums."""
         out = self.loss(batch, totals, sums.flags)
         self.scaler.scale(out.loss).backward()
@@ -229,8 +229,8 @@ class Learner:
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
             totals = self.totals(groups, None)
 
-            def work(batches: Iterator[MicroBatch]) -> Sums:
-                sums = Sums(self.policy.device)
+            def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
+                sums = StepAccumulator(self.policy.device)
                 for batch in batches:
                     sums.add(batch, self.objective_loss(batch, totals, *self.at_head(batch)))
                 return sums
@@ -243,11 +243,11 @@ class Learner:
             self.objective.restore(before)
             self.prepare_again = None
 
-    def of_all_ranks(self, sums: Sums, rollouts: list[Rollout]) -> Sums:
+    def of_all_ranks(self, sums: StepAccumulator, rollouts: list[Rollout]) -> StepAccumulator:
         """Return the sums over the micro-batches of all ranks, on all these rollouts."""
         if self.ranks.count == 1:
             return sums
-        return Sums.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)
+        return StepAccumulator.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)
 
     def optim_step(self) -> dict[str, float]:
         """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;

@@ -35,10 +35,10 @@ from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
 from lowmem_grpo.runs.summary import TrainOutput
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.sinks import make_sinks
-from lowmem_grpo.trainer.brought_model import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree, check_settings, ranks
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.lifecycle import Lifecycle
+from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.trainer.nonfinite import Guard, NonFiniteError
 from lowmem_grpo.trainer.optim import own_or_made
 from lowmem_grpo.trainer.preflight.checks import before_training, preflight

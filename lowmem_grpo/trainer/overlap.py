@@ -21,11 +21,11 @@ from lowmem_grpo.memory.oom import free
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.trainer.learner import Learner
-from lowmem_grpo.trainer.sums import PartialGradient, Sums, facts_of
+from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulator, facts_of
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class OverlappedTraining:
         self.jobs: list[tuple[MicroBatch, Future[None]]] = []  # given to the worker
         self.dropped = self.said_full = False  # what was begun in this step; that memory has no room
 
-    def start_step(self, prompts: list[Prompt], calls: EarlyScoring) -> None:
+    def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None:
         """Take note that the sampling of these prompts begins; `calls` score them."""
         self.drop()
         self.prompts, self.calls, self.waiting = prompts, calls, dict[int, RolloutGroup]()
@@ -125,7 +125,7 @@ class OverlappedTraining:
         objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # those of other passes are not this step's
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
-        return PartialGradient(StepTotals(sequences, tokens, tokens), Sums(self.policy.device), objective.conditions)
+        return PartialGradient(StepTotals(sequences, tokens, tokens), StepAccumulator(self.policy.device), objective.conditions)
 
     def train_some(self) -> None:
         """Train one micro-batch here, or give all to the worker."""

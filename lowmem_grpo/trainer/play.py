@@ -13,9 +13,9 @@ from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge_episodes, parts, seeded
 from lowmem_grpo.rollout.metrics import episode_metrics
-from lowmem_grpo.rollout.watched import Person, Tell, Watched
+from lowmem_grpo.rollout.traced import HumanEngine, Tell, Watched
 from lowmem_grpo.runs.accuracy import Answers
-from lowmem_grpo.trainer.players import Players
+from lowmem_grpo.trainer.episode_setup import EpisodeSetup
 from lowmem_grpo.types import Rollout, RolloutGroup, ToolCall, Turn
 
 TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a call of a tool as a person types it
@@ -57,7 +57,7 @@ class Play:
     ) -> tuple[Rollout, bool | None]:
         """Return one episode, told turn by turn, and whether it was a success; with `ask` a person plays it."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
-        engine = Watched(Person(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
+        engine = Watched(HumanEngine(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
             else Watched(model.engine(), tell, "model")
         prompt = Prompt(row, [], "")
         with adapter_for(model.inner, as_request(adapter)):
@@ -71,7 +71,7 @@ class Play:
         """Return a player with the model's engine; `parse` as in `GRPOTrainer`."""
         config = GRPOConfig(**{**self.settings, **settings, "max_completion_length": params.max_tokens})
         context = model.loaded.max_seq_length
-        players = Players(config, list(self.tools), self.environment, None, parse)
+        players = EpisodeSetup(config, list(self.tools), self.environment, None, parse)
         players.encoder(PromptEncoder(model.loaded.tokenizer, context, config.chat_template_kwargs))
         return players.player(None, context)
 

@@ -33,8 +33,8 @@ from lowmem_grpo.engines.rounds import in_rounds
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.from_turns import rollout_of
 from lowmem_grpo.server.openai.chat import Chat
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import LIVE
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.types import Rollout, Turn
 
 STATM = Path("/proc/self/statm")
@@ -146,7 +146,7 @@ def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -
     bare, tokenizer = FastLanguageModel.from_pretrained("tiny-games", max_seq_length=1024, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False)
     record = Recorded(Echo(tokenizer) if engine == "echo" else model.engine(Policy(model.inner), tokenizer))
-    desk = Desk(model, tokenizer, engine=record)  # type: ignore[arg-type]
+    desk = EngineWorker(model, tokenizer, engine=record)  # type: ignore[arg-type]
     chat = Chat(desk, tokenizer, lambda: {"agent": LIVE}, max_turn_tokens=tokens if engine == "model" else None)
     found, client = Flood(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
     with AgentEndpoint(chat, owned=[desk.close]) as endpoint, ThreadPoolExecutor(clients) as pool:

@@ -15,7 +15,7 @@ SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in
                      (("system", "Be brief."), ("user", "2 + 3?"), ("user", "And 4 + 4?")))
 
 
-class Shelf:
+class CheckpointStore:
     """Holds turns by name."""
 
     def __init__(self, **turns: Turn) -> None:
@@ -33,7 +33,7 @@ def turn(prompt: list[int], *drawn: int, text: str, **more: Any) -> Turn:
     return Turn(prompt, list(drawn), [-0.5] * len(drawn), "stop", text, **more)
 
 
-SHELF = Shelf(
+SHELF = CheckpointStore(
     five=turn([1, 2], 10, 11, text="5"), eight=turn([1, 2, 10, 11, 3], 12, text="8"),
     other=turn([1, 2], 13, text="five"), base=turn([7], 9, text="base", policy_version=-1),
     again=turn([1, 2, 10, 11, 4], 14, text="nine"),

@@ -17,7 +17,7 @@ from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.files import read_dataset
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.arithmetic import make_dataset
-from lowmem_grpo.recipes.exam import Exam, find_exam
+from lowmem_grpo.recipes.eval_task import Exam, find_exam
 from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
 from lowmem_grpo.rewards import RewardError, Verifier

@@ -13,7 +13,7 @@ from vllm_models import CONTEXT, GREEDY, NEEDS_VLLM, SAME, distance, engine_on, 
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 

@@ -14,7 +14,7 @@ from vllm_models import engine_on, ids_of
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.installed import installed
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.memory.oom import MemoryAdvice, MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tables import every_row
 
-from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, Factories, Seat, tools_of
+from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError, Factories, tools_of
 
 
 def here(function: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ class Game:
         self.closed += 1
 
 
-class Desk:
+class EngineWorker:
     """TRL's kind."""
 
     def reset(self, question: str) -> str:
@@ -54,7 +54,7 @@ class Desk:
 
 def test_a_game_gets_its_row_and_answers_in_order() -> None:
     game = Game(("warmer", 0.25, False), ("right", 1, True))
-    seat = Seat(game, here)
+    seat = EnvHandle(game, here)
     assert seat.reset({"size": 4, "colour": "red"}) == Answer([{"role": "user", "content": "Begin."}], state="2")
     assert game.asked == {"size": 4, "colour": "red"}
     assert seat.step("3") == Answer([{"role": "user", "content": "warmer"}], 0.25, False, "1")
@@ -70,7 +70,7 @@ def test_a_game_gets_its_row_and_answers_in_order() -> None:
     ([{"role": "user", "content": "Begin."}], ({"role": "user", "content": "x"}, 0, 1)),
 ])
 def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
-    seat = Seat(Game(given, first=first), here)
+    seat = EnvHandle(Game(given, first=first), here)
     assert seat.reset({}).messages == ([] if first is None else [{"role": "user", "content": "Begin."}])
     assert seat.step("x").done
 
@@ -84,22 +84,22 @@ def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
 ])
 def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given: Any, said: str) -> None:
     with pytest.raises(EnvironmentFailedError, match=said):
-        Seat(Game(given), here).step("x")
+        EnvHandle(Game(given), here).step("x")
 
 
 def test_the_public_methods_of_trls_kind_are_its_tools() -> None:
-    desk = Desk()
+    desk = EngineWorker()
     assert [tool.__name__ for tool in tools_of(desk)] == ["look"]
-    seat = Seat(desk, here)
+    seat = EnvHandle(desk, here)
     assert seat.reset({"question": "Where?", "other": 1}).messages == [{"role": "user", "content": " Where?"}]
     assert seat.pay() == 0.5 and not seat.steps
 
 
 def test_a_column_of_the_row_picks_among_several_and_is_not_passed_on() -> None:
-    found = Factories({"desk": Desk, "game": Game})
+    found = Factories({"desk": EngineWorker, "game": Game})
     row = {"environment": "desk", "question": "x"}
-    assert isinstance(found.make(row), Desk) and found.columns_for(row) == {"question": "x"}
-    assert found.paying == [Desk, Game]
+    assert isinstance(found.make(row), EngineWorker) and found.columns_for(row) == {"question": "x"}
+    assert found.paying == [EngineWorker, Game]
     with pytest.raises(ValueError, match="'door', which is not among the environments; environment_factory has desk"):
         found.make({"environment": "door"})
 

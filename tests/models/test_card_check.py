@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.models import card_check
 from lowmem_grpo.models.card_check import has_managed_memory, larger_card, missing_compiler, no_card, use_card
-from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.model_names import resolve
 
 CARD = torch.cuda.is_available()
 
@@ -150,7 +150,7 @@ def test_the_loader_refuses_a_card_before_it_reads_weights(monkeypatch: pytest.M
 
 def test_a_brought_models_card_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("lowmem_grpo.trainer.brought_model.use_card", seen.append)
+    monkeypatch.setattr("lowmem_grpo.trainer.model_setup.use_card", seen.append)
     model = AutoModelForCausalLM.from_pretrained(resolve("tiny"))
     GRPOTrainer(model=model, reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
                 args=GRPOConfig(output_dir=str(tmp_path), max_steps=1, report_to=[]), peft_config=LoraConfig(r=4),

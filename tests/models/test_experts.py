@@ -17,7 +17,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.models.experts import RoutedBlock, expert_stacks, routed_blocks
 from lowmem_grpo.models.pretrained import Pretrained
-from lowmem_grpo.trainer.brought_model import Brought
+from lowmem_grpo.trainer.model_setup import Brought
 
 MOE = "qwen3_moe"
 EXPERTS = SHAPES[MOE]["num_experts"]

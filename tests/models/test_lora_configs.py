@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.lora_layers import OneNode
-from lowmem_grpo.trainer.brought_model import Brought
+from lowmem_grpo.trainer.model_setup import Brought
 
 IDS = torch.tensor([[5, 9, 11, 200, 31, 7, 8, 90, 14, 301]])
 SEED = GRPOConfig().seed

@@ -14,7 +14,7 @@ from bench.tiny_models.games_model import TOOLS, calculator_talk, guess_talk, ti
 from bench.tiny_models.talks import encode_talk
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.environments.rows import HELD_OUT
-from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.model_names import resolve
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
 from lowmem_grpo.recipes.games.calculator import Sum, calculate
 from lowmem_grpo.recipes.games.tictactoe import TicTacToe

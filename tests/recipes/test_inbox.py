@@ -13,7 +13,7 @@ from bench.tiny_models import inbox_model
 from bench.tiny_models.inbox_model import PHRASES, TOOLS, clerk_talk
 from bench.tiny_models.talks import encode_talk
 from lowmem_grpo.cli.main import main
-from lowmem_grpo.models.named import resolve
+from lowmem_grpo.models.model_names import resolve
 from lowmem_grpo.recipes.games.inbox import Inbox
 from lowmem_grpo.recipes.inbox import make_dataset
 from lowmem_grpo.recipes.problems import mail_database

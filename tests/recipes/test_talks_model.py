@@ -19,8 +19,8 @@ from bench.tiny_models.talks_model import (
     demonstrations,
 )
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.environments.template import Marks
-from lowmem_grpo.models.named import resolve
+from lowmem_grpo.environments.template import SpecialTokens
+from lowmem_grpo.models.model_names import resolve
 from lowmem_grpo.recipes.games.game2048 import MOVES, Game2048, move_in
 from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no
 
@@ -34,7 +34,7 @@ def test_what_a_turn_is_about_is_one_token(tokenizer: PreTrainedTokenizerFast) -
     for word in (*MOVES, *NUMBERS, "yes", "no", *PHRASES):
         assert len(tokenizer.encode(word)) == 1 and tokenizer.decode(tokenizer.encode(word)) == word
     assert tokenizer.tokenize(question_of(12)) == ["Is it above ", "12", "?"]
-    marks = Marks(tokenizer, str(tokenizer.chat_template)).every.values()
+    marks = SpecialTokens(tokenizer, str(tokenizer.chat_template)).every.values()
     assert set(marks) == {"<|im_start|>", "<|im_end|>", "<|endoftext|>", *TOOL_MARKS}  # words may come from a game
 
 

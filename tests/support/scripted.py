@@ -11,8 +11,8 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.engines.base import Conversation, OnGroup
 from lowmem_grpo.engines.rounds import in_rounds
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import Factories
 from lowmem_grpo.environments.workers import WorkerJob
 from lowmem_grpo.rewards.judge.judge import Judge, Round, unanswered
@@ -62,7 +62,7 @@ def played(
     """The episodes of rows, `n` of each, by what a script says."""
     tokenizer = tokenizer_of(template)
     factories = None if factory is None else Factories(factory)
-    kits = Kits(tokenizer, tools, factories, max_tool_tokens, {})
+    kits = EnvSpecs(tokenizer, tools, factories, max_tool_tokens, {})
     encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), kits)
     prompts = [encoder.encode(row) for row in rows]
     assert all(isinstance(prompt, Prompt) for prompt in prompts), prompts

@@ -15,7 +15,7 @@ import openai
 
 from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.pending import Record, unrecorded
-from lowmem_grpo.server.openai.waiting import LIVE
+from lowmem_grpo.server.openai.request_queue import LIVE
 
 Says = Callable[[list[dict[str, Any]]], Awaitable[str]]
 

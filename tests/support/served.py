@@ -15,15 +15,15 @@ from scripted import TEMPLATE, ScriptedEngine
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
-from lowmem_grpo.agents.rewards import DeskJudge
+from lowmem_grpo.agents.rewards import EngineJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import Limits
 from lowmem_grpo.server.openai.chat import Chat
 from lowmem_grpo.server.openai.client import client_of
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import LIVE, Call
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import LIVE, Call
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
@@ -129,21 +129,21 @@ class Noted:
 
 
 def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: int = 4096, seed: int = 0,
-                  **more: Any) -> Desk:
+                  **more: Any) -> EngineWorker:
     """A desk; `desk.engine` is a DeskEngine. Close it."""
     engine: Any = DeskEngine(says, **more)
     weight = torch.empty(len(engine.tokenizer), 0)
     model = SimpleNamespace(loaded=SimpleNamespace(tokenizer=engine.tokenizer, max_seq_length=context), inner=None)
     policy: Any = SimpleNamespace(head=SimpleNamespace(weight=weight))
-    return Desk(model, policy=policy, engine=engine, seed=seed)
+    return EngineWorker(model, policy=policy, engine=engine, seed=seed)
 
 
-def chat_over(desk: Desk, **more: Any) -> Chat:
+def chat_over(desk: EngineWorker, **more: Any) -> Chat:
     """Its chat; the live model is called "agent"."""
     return Chat(desk, desk.tokenizer, lambda: {"agent": LIVE}, **more)
 
 
-def call_of(desk: Desk, text: str, temperature: float = 1.0, **more: Any) -> Call:
+def call_of(desk: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:
     """A call with this prompt."""
     ids = desk.tokenizer(text, add_special_tokens=False).input_ids
     return Call(ids, SamplingParams(max_tokens=64, temperature=temperature), **more)
@@ -200,8 +200,8 @@ class ScriptedBackend:
     def serve(self, **options: Any) -> AgentEndpoint:
         return AgentEndpoint(self.chat, **options)
 
-    def judge(self, **options: Any) -> DeskJudge:
-        return DeskJudge(self.desk, self.desk.model, **options)
+    def judge(self, **options: Any) -> EngineJudge:
+        return EngineJudge(self.desk, self.desk.model, **options)
 
     async def close(self) -> None:
         self.desk.close()

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS, borrowed_linear
-from lowmem_grpo.engines.vllm.loan import Loan
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS, borrowed_linear
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.models.fp8_loading import to_quantize
@@ -241,9 +241,9 @@ def fuse(model: Any, layer: str) -> None:
         fuse_plain(modules)
 
 
-def borrow(model: Any, adapter: str | None = None) -> Loan:
+def borrow(model: Any, adapter: str | None = None) -> WeightSharing:
     """What an engine would borrow of the first layer."""
-    loan = Loan(model.get_base_model(), CPU, adapter)
+    loan = WeightSharing(model.get_base_model(), CPU, adapter)
     for name in MODULES:
         loan.linear(name, PARTS)
     loan.embedding("model.embed_tokens", head=False)
@@ -253,7 +253,7 @@ def borrow(model: Any, adapter: str | None = None) -> Loan:
     return loan
 
 
-def sampled(loan: Loan, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
+def sampled(loan: WeightSharing, layer: str, x: Tensor, base_model: bool = False) -> Tensor:
     """What the next call of an engine computes with."""
     loan.use_policy(base_model)
     return ours(layer, x)

@@ -21,10 +21,10 @@ from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
-from lowmem_grpo.engines.vllm.lent_layers import check_family
-from lowmem_grpo.engines.vllm.loan import Loan, active_adapter
 from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, random_states_kept
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
+from lowmem_grpo.engines.vllm.shared_linear import check_family
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing, active_adapter
 from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
@@ -134,7 +134,7 @@ class VLLMEngine:
         PROCESS.clean = not self.on_card  # until it has started: a start that fails leaves the pool as it is
         room = vllm_pool.room_for(self.sampling_weights, self.eager)
         with torch.inference_mode(False):
-            self.loan = Loan(self.policy.base, self.policy.device, self.adapter, room)
+            self.loan = WeightSharing(self.policy.base, self.policy.device, self.adapter, room)
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.loan):
             vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:

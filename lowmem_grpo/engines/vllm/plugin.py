@@ -26,14 +26,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from lowmem_grpo.engines.vllm.lent_layers import (
+from lowmem_grpo.engines.vllm.shared_linear import (
     OTHER_ENGINE,
     BorrowedExperts,
     BorrowedLinear,
     BorrowError,
     borrowed_linear,
 )
-from lowmem_grpo.engines.vllm.loan import Loan
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cache_dtype import IN_16_BITS
 
@@ -44,11 +44,11 @@ __all__ = [
 NAME = "lowmem_grpo"  # the quantization method and the load format
 EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's layer of experts; older versions have another
 ROUTES = "enable_return_routed_experts"
-LENT: list[Loan] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name
+LENT: list[WeightSharing] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name
 
 
 @contextmanager
-def lending(loan: Loan) -> Iterator[None]:
+def lending(loan: WeightSharing) -> Iterator[None]:
     LENT.append(loan)
     try:
         yield
@@ -56,7 +56,7 @@ def lending(loan: Loan) -> Iterator[None]:
         LENT.remove(loan)
 
 
-def current() -> Loan:
+def current() -> WeightSharing:
     """The loan that the engine now starting uses; BorrowError outside an engine of ours."""
     if not LENT:
         raise BorrowError("vLLM asked for borrowed weights outside an engine of ours")

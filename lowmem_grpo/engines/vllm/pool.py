@@ -30,7 +30,7 @@ from lowmem_grpo.engines.step_buffers import forget_all_graphs
 from lowmem_grpo.engines.vllm import sampling_weights as wide
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed
-from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)

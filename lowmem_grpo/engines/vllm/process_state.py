@@ -20,7 +20,7 @@ import torch
 
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
-from lowmem_grpo.engines.vllm.loan import Loan
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def check_alone() -> None:
         raise EngineUnavailableError("a vLLM engine lives in this process already; close() it first")
 
 
-def end(llm: Any, loan: Loan) -> None:
+def end(llm: Any, loan: WeightSharing) -> None:
     """Shut vLLM down and return the trainer's tensors; also when an engine is deleted without `close`. A sleeping cache
     is unmapped already, and the pool fails if it unmaps it again, so we wake it first where memory has room."""
     loan.close()

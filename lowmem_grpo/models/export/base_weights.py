@@ -33,7 +33,7 @@ from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.fp8_loading import BLOCK, OF_ACTIVATIONS, scale_of
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.stored_form import block_of, quantization_of
-from lowmem_grpo.models.text_part import text_name
+from lowmem_grpo.models.text_backbone import text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -16,7 +16,7 @@ from lowmem_grpo.rewards.calling.contract import (
     own_limit,
     unwrap,
 )
-from lowmem_grpo.rewards.calling.of_groups import call
+from lowmem_grpo.rewards.calling.reward_batch import call
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import VerifiedReward

@@ -15,8 +15,8 @@ from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.errors import ChatError
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.histories import Histories, Opening
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache, PromptState
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.messages import message_of, turn_named
 from lowmem_grpo.server.openai.pending import Choice, Completer, PendingCompletions, TokenTexts
 from lowmem_grpo.server.openai.request import ChatRequest, TextRequest
@@ -31,7 +31,7 @@ class Chat(Completer):
     there ("length")."""
 
     def __init__(
-        self, desk: Desk, tokenizer: PreTrainedTokenizerBase, names: Names, *, histories: Histories | None = None,
+        self, desk: EngineWorker, tokenizer: PreTrainedTokenizerBase, names: Names, *, histories: ConversationCache | None = None,
         max_turn_tokens: int | None = None, template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None,
     ) -> None:
@@ -42,7 +42,7 @@ class Chat(Completer):
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens is {max_turn_tokens}; it must be 1 or above, or None")
         self.desk, self.names, self.max_turn_tokens = desk, names, max_turn_tokens
-        self.histories = histories or Histories(tokenizer, template_kwargs=template_kwargs, parse=parse)
+        self.histories = histories or ConversationCache(tokenizer, template_kwargs=template_kwargs, parse=parse)
         self.texts = TokenTexts(copy.deepcopy(tokenizer))
 
     def models(self) -> list[str]:
@@ -85,7 +85,7 @@ class PendingChat(PendingCompletions):
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
     asked: ChatRequest
 
-    def __init__(self, chat: Chat, asked: ChatRequest, opening: Opening, adapter: Path | str | None) -> None:
+    def __init__(self, chat: Chat, asked: ChatRequest, opening: PromptState, adapter: Path | str | None) -> None:
         self.histories, self.opening, self.kept = chat.histories, opening, False
         super().__init__(chat.desk, chat.texts, asked, [opening.ids], adapter, chat.max_turn_tokens,
                          lambda place: opening.key if place == 0 else chat.histories.next_key())

@@ -19,9 +19,9 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.server.errors import ChatError
-from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request import CompletionRequest
-from lowmem_grpo.server.openai.waiting import Call, DeskClosedError
+from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.types import Turn
 
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # as byte-level vocabularies write them
@@ -74,7 +74,7 @@ class PendingCompletions:
     prefix, whole, piece = "", "", ""  # what the reply's id begins with; the types of a reply and of a chunk
 
     def __init__(
-        self, desk: Desk, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
+        self, desk: EngineWorker, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
         adapter: Path | str | None, most: int | None, key: Callable[[int], int | None] = lambda place: None,
     ) -> None:
         """`most` bounds every completion; `key` returns that of a conversation. ChatError without room to answer."""
@@ -94,7 +94,7 @@ class PendingCompletions:
             likeliest = None
             if count:
                 likeliest = await asyncio.wrap_future(self.desk.likeliest(call, turn, count))
-        except DeskClosedError as error:
+        except WorkerClosedError as error:
             raise ChatError(503, str(error)) from error
         except ValueError as error:  # such as a temperature that vLLM would change
             raise ChatError(400, str(error)) from error

@@ -15,8 +15,8 @@ from lowmem_grpo.server.bodies import json_of
 from lowmem_grpo.server.errors import CLOSED, NO_RETRY, ChatError, Limits
 from lowmem_grpo.server.openai.chat import Chat, TextCompletions, model_entry
 from lowmem_grpo.server.openai.pending import DONE, Choice, event
+from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.openai.sessions import OpenSessions
-from lowmem_grpo.server.openai.waiting import LIVE
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it

@@ -13,7 +13,7 @@ from lowmem_grpo.server.bodies import Body, Natural, Positive, shown, words_of
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.server.tinker.datum import as_bytes, from_bytes
-from lowmem_grpo.server.tinker.ledger import JSON, ModelReply
+from lowmem_grpo.server.tinker.request_store import JSON, ModelReply
 
 B = TypeVar("B", bound=Body)
 Tokens = Annotated[list[Natural], Field(fail_fast=True)]

@@ -3,9 +3,9 @@
 from datetime import UTC, datetime
 
 from lowmem_grpo.server.tinker.calls import KeepFor, ListPage, read
-from lowmem_grpo.server.tinker.ledger import StoredModel, UnknownError
+from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, Saved
+from lowmem_grpo.server.tinker.request_store import StoredModel, UnknownError
 from lowmem_grpo.server.tinker.route_utils import Answers, ApiRequest, Json, Served
-from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING, Saved
 from lowmem_grpo.server.tinker.training import Training
 from lowmem_grpo.server.tinker.usage import UNLOAD
 

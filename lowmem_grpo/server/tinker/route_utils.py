@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from lowmem_grpo.server.bodies import json_of
 from lowmem_grpo.server.errors import ChatError
-from lowmem_grpo.server.tinker.ledger import FinishedError, UnknownError
+from lowmem_grpo.server.tinker.request_store import FinishedError, UnknownError
 from lowmem_grpo.server.tinker.usage import BusyError
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse
 from lowmem_grpo.server.bodies import json_of
 from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.tinker import calls, wire
-from lowmem_grpo.server.tinker.ledger import JSON, PASS, ModelReply, ModelRequest, UnknownError
+from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING
 from lowmem_grpo.server.tinker.list_routes import ListRoutes
+from lowmem_grpo.server.tinker.request_store import JSON, PASS, ModelReply, ModelRequest, UnknownError
 from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
 from lowmem_grpo.server.tinker.sampling import SampleService
-from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING
 from lowmem_grpo.server.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
 from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
 

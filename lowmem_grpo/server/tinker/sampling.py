@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import Call, DeskClosedError
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.calls import SampleRequest
 from lowmem_grpo.server.tinker.datum import ModelBounds, as_bytes, check_ids
-from lowmem_grpo.server.tinker.ledger import ModelReply, UnknownError
+from lowmem_grpo.server.tinker.request_store import ModelReply, UnknownError
 from lowmem_grpo.server.tinker.scoring import PromptScoring, Scored
 from lowmem_grpo.server.tinker.usage import Usage
 from lowmem_grpo.types import Turn
@@ -72,7 +72,7 @@ def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
 
 def failed(error: BaseException, adapter: Path | None) -> ModelReply:
     """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
-    if isinstance(error, DeskClosedError):
+    if isinstance(error, WorkerClosedError):
         return ModelReply.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
         if isinstance(error, ValueError):
@@ -90,7 +90,7 @@ def int32(ids: list[int]) -> bytes:
 class SampleService:
     """Answers samples by the desk, which decodes calls from one snapshot together."""
 
-    def __init__(self, desk: Desk, bounds: ModelBounds, usage: Usage) -> None:
+    def __init__(self, desk: EngineWorker, bounds: ModelBounds, usage: Usage) -> None:
         self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, PromptScoring(desk)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first

@@ -14,7 +14,7 @@ from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.packing import unpack
-from lowmem_grpo.server.openai.desk import Desk
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.tinker.adapters import group_of
 from lowmem_grpo.types import MicroBatch
 
@@ -56,7 +56,7 @@ class WaitingPrompt:
 class PromptScoring:
     """Any thread may ask it; the desk's computes."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: EngineWorker) -> None:
         self.desk, self.lock, self.waiting = desk, threading.Lock(), list[WaitingPrompt]()
         self.packer = Packer(desk.policy.device, desk.memory.train)
 

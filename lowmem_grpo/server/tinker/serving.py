@@ -14,23 +14,23 @@ from fastapi import APIRouter
 
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.cutting import Limits as Cut
-from lowmem_grpo.models.named import public_name
+from lowmem_grpo.models.model_names import public_name
 from lowmem_grpo.models.packer import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import ChatError, Limits
 from lowmem_grpo.server.openai.chat import Chat
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.histories import Histories
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.routes import Completions, openai_router
 from lowmem_grpo.server.openai.sessions import OpenSessions
 from lowmem_grpo.server.tinker.adapters import Adapters
+from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore
 from lowmem_grpo.server.tinker.datum import ModelBounds
-from lowmem_grpo.server.tinker.ledger import Ledger, UnknownError
+from lowmem_grpo.server.tinker.request_store import RequestStore, UnknownError
 from lowmem_grpo.server.tinker.route_utils import Served, client_errors
 from lowmem_grpo.server.tinker.routes import tinker_router
 from lowmem_grpo.server.tinker.sampling import SampleService
-from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING, Shelf
 from lowmem_grpo.server.tinker.training import Training
 from lowmem_grpo.server.tinker.usage import Usage
 from lowmem_grpo.server.users import Allowances, User
@@ -44,7 +44,7 @@ class SavedModels(Mapping[str, Path | str | None]):
     """The models of a user by name: the base model, and RUN@NAME, or tinker://RUN/sampler_weights/NAME, of what was
     saved to sample with. The shelf is read at each call."""
 
-    def __init__(self, base: str, shelf: Shelf, owner: str) -> None:
+    def __init__(self, base: str, shelf: CheckpointStore, owner: str) -> None:
         self.base, self.shelf, self.owner = base, shelf, owner
 
     def __getitem__(self, name: str) -> Path | None:
@@ -75,7 +75,7 @@ class SavedModels(Mapping[str, Path | str | None]):
 class Chats:
     """A Chat for each user, over one desk: nothing that one of them said is known to another."""
 
-    def __init__(self, desk: Desk, shelf: Shelf, base: str) -> None:
+    def __init__(self, desk: EngineWorker, shelf: CheckpointStore, base: str) -> None:
         self.desk, self.shelf, self.base = desk, shelf, base
         self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
         self.made: dict[str, Chat] = {}
@@ -85,7 +85,7 @@ class Chats:
             if user.name not in self.made:
                 tokenizer = self.desk.tokenizer
                 self.made[user.name] = Chat(self.desk, tokenizer, lambda: SavedModels(self.base, self.shelf, user.name),
-                                            histories=Histories(tokenizer, keys=self.keys))
+                                            histories=ConversationCache(tokenizer, keys=self.keys))
             return self.made[user.name]
 
 
@@ -101,7 +101,7 @@ def path_of(name: str, kind: str) -> str:
 class ServedModel:
     """A model with all that answers for it."""
 
-    desk: Desk
+    desk: EngineWorker
     training: Training
     router: APIRouter
     completions: Completions
@@ -123,12 +123,12 @@ def serve_model(
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # holds the place of an adapter while no client's computes
     policy = Policy(lora.inner)
-    desk = Desk(lora, policy=policy)
+    desk = EngineWorker(lora, policy=policy)
     cut = Cut(MICRO_BATCH)
     adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
     config = policy.base.config
     bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
-    training = Training(desk, adapters, Ledger(database), folder, bounds, allowances)
+    training = Training(desk, adapters, RequestStore(database), folder, bounds, allowances)
     served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
     router = tinker_router(training, SampleService(desk, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)

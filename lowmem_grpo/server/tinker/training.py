@@ -16,14 +16,22 @@ from safetensors.torch import load_file, save_file
 
 from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.runs.files import flush, remove
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import DeskClosedError
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import WorkerClosedError
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import Adapters, DroppedError, LoraSettings
 from lowmem_grpo.server.tinker.calls import LoadWeights, OptimStep, SaveWeights, read
+from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore, Saved, path_of, size_of
 from lowmem_grpo.server.tinker.datum import ModelBounds, output_of, pass_of
-from lowmem_grpo.server.tinker.ledger import PASS, REFUSED, Ledger, ModelReply, ModelRequest, StoredModel, UnknownError
-from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of, size_of
+from lowmem_grpo.server.tinker.request_store import (
+    PASS,
+    REFUSED,
+    ModelReply,
+    ModelRequest,
+    RequestStore,
+    StoredModel,
+    UnknownError,
+)
 from lowmem_grpo.server.tinker.usage import Gaps, Runs, Usage
 from lowmem_grpo.server.users import Allowances
 
@@ -39,7 +47,7 @@ class Training:
     """One queue for each model, ordered by `seq_id`; models take turns request by request."""
 
     def __init__(
-        self, desk: Desk, adapters: Adapters, ledger: Ledger, folder: Path, bounds: ModelBounds,
+        self, desk: EngineWorker, adapters: Adapters, ledger: RequestStore, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
         """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
@@ -51,7 +59,7 @@ class Training:
         self.gaps = Gaps()
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
-        self.shelf = Shelf(ledger.database, folder / "saved")
+        self.shelf = CheckpointStore(ledger.database, folder / "saved")
         self.usage = Usage(allowances, ledger, self.shelf, folder)
         self.runs = Runs(ledger.database, ledger)
         for model in ledger.models():
@@ -127,7 +135,7 @@ class Training:
         error = done.exception()
         if error is None:
             self.clerk.submit(self.pump, asked.model)  # the desk's own thread asks nothing of it
-        elif not isinstance(error, DeskClosedError):
+        elif not isinstance(error, WorkerClosedError):
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":

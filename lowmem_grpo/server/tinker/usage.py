@@ -6,8 +6,16 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from lowmem_grpo.server.database import Database
-from lowmem_grpo.server.tinker.ledger import PASS, REFUSED, Ledger, ModelReply, ModelRequest, StoredModel, UnknownError
-from lowmem_grpo.server.tinker.shelf import Shelf, size_of
+from lowmem_grpo.server.tinker.checkpoint_store import CheckpointStore, size_of
+from lowmem_grpo.server.tinker.request_store import (
+    PASS,
+    REFUSED,
+    ModelReply,
+    ModelRequest,
+    RequestStore,
+    StoredModel,
+    UnknownError,
+)
 from lowmem_grpo.server.users import Allowance, Allowances
 from lowmem_grpo.utils import size_text
 
@@ -26,7 +34,7 @@ class BusyError(Exception):
 class Usage:
     """Any thread may use it."""
 
-    def __init__(self, allowances: Allowances | None, ledger: Ledger, shelf: Shelf, folder: Path) -> None:
+    def __init__(self, allowances: Allowances | None, ledger: RequestStore, shelf: CheckpointStore, folder: Path) -> None:
         """`folder` has the models' states, and the snapshots that samplers name."""
         self.ledger, self.shelf, self.folder = ledger, shelf, folder
         self.allowances = defaultdict(Allowance) if allowances is None else allowances
@@ -92,7 +100,7 @@ def too_many(requests: int, most: int) -> str:
 class Runs:
     """Any thread may use it."""
 
-    def __init__(self, database: Database, ledger: Ledger) -> None:
+    def __init__(self, database: Database, ledger: RequestStore) -> None:
         database.add([TABLE])
         self.database, self.ledger = database, ledger
         self.began, self.beats = time.time(), dict[str, float]()  # by session: its last sign of life

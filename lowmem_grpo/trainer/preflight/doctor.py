@@ -7,12 +7,12 @@ from lowmem_grpo.memory.families import trained
 from lowmem_grpo.models.card_check import missing_compiler
 from lowmem_grpo.rewards.sandbox.check import SandboxTrials
 from lowmem_grpo.trainer.preflight import machine
-from lowmem_grpo.trainer.preflight.machine import Checkup, Look, attempt
+from lowmem_grpo.trainer.preflight.machine import Checkup, MachineProbe, attempt
 
 
-def examine(look: Look | None = None) -> Checkup:
+def examine(look: MachineProbe | None = None) -> Checkup:
     """Look at everything."""
-    look, checkup = look or Look(), Checkup()
+    look, checkup = look or MachineProbe(), Checkup()
     trials = SandboxTrials(lambda: look.load("lowmem_grpo.rewards.sandbox.isolation"))
     machine.look_at_versions(look, checkup)
     broken = machine.look_at_imports(look, checkup)
@@ -29,7 +29,7 @@ def examine(look: Look | None = None) -> Checkup:
     return checkup
 
 
-def look_at_engine(look: Look, checkup: Checkup) -> None:
+def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
     """Note which engine samples."""
     if not checkup.can_train:
         checkup.used["engine"] = "none: see the findings below"
@@ -53,7 +53,7 @@ def look_at_engine(look: Look, checkup: Checkup) -> None:
                     "mend that, because transformers samples several times slower")
 
 
-def has_pool(look: Look) -> bool:
+def has_pool(look: MachineProbe) -> bool:
     """Return whether the installed vLLM has what its sleep mode needs. vLLM is not imported."""
     files, _ = attempt(look.files, "vllm")
     return any(str(file).startswith("vllm/cumem_allocator") for file in files or [])
@@ -85,7 +85,7 @@ def run_kernel(torch: Any) -> None:
     torch.cuda.synchronize()
 
 
-def look_at_weights(look: Look, torch: Any, broken: set[str], checkup: Checkup) -> None:
+def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: Checkup) -> None:
     """Note whether weights can be held in 4 bit: a few are quantized."""
     if torch is None or "bitsandbytes" in broken:
         checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_fp8=True (needs none)"
@@ -101,7 +101,7 @@ def look_at_weights(look: Look, torch: Any, broken: set[str], checkup: Checkup) 
         checkup.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_fp8=True")
 
 
-def look_at_training(look: Look, checkup: Checkup) -> None:
+def look_at_training(look: MachineProbe, checkup: Checkup) -> None:
     """Note whether the package's own loader and trainer can be imported."""
     for name in ("lowmem_grpo.loader", "lowmem_grpo.trainer.grpo"):
         _, why = attempt(look.load, name) if checkup.can_train else (None, None)

@@ -56,7 +56,7 @@ class Checkup:
 
 
 @dataclass(frozen=True)
-class Look:
+class MachineProbe:
     """Functions that look at the machine. Tests pass other functions."""
 
     version: Callable[[str], str] = importlib.metadata.version
@@ -73,7 +73,7 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def look_at_versions(look: Look, checkup: Checkup) -> None:
+def look_at_versions(look: MachineProbe, checkup: Checkup) -> None:
     """Note every library with its version, and those that the package's own requirements exclude."""
     checkup.versions["python"] = platform.python_version()
     wanted = requirements()
@@ -113,7 +113,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
     return name in wanted and bool(attempt(outside)[0])
 
 
-def look_at_imports(look: Look, checkup: Checkup) -> set[str]:
+def look_at_imports(look: MachineProbe, checkup: Checkup) -> set[str]:
     """Return the libraries that cannot be used. Those that need torch are only tried if torch works."""
     broken: set[str] = set()
     for name in TRIED:
@@ -156,7 +156,7 @@ def card_facts(torch: Any) -> dict[str, Any]:
             "free_bytes": free, "capability": f"{major}.{minor}", "bf16": major >= 8}
 
 
-def look_at_host(look: Look, checkup: Checkup) -> None:
+def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
     """Note available memory, and room on the disks of this folder and of downloaded models."""
     memory, _ = attempt(lambda: look.load("lowmem_grpo.memory.offload.host_room").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import CONTEXT, KV_BYTES, move_adapter
 
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.models.policy import Policy
 
 

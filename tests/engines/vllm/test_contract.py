@@ -13,9 +13,9 @@ from vllm_models import NEEDS_VLLM
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.engines.vllm.installed import import_plugin
-from lowmem_grpo.engines.vllm.lent_layers import BorrowError
 from lowmem_grpo.engines.vllm.requests import CallSampling
 from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.memory.cache_dtype import CACHE_DTYPES
 
 pytestmark = NEEDS_VLLM

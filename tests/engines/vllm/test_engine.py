@@ -26,7 +26,7 @@ from vllm_models import (
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
-from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM

@@ -28,8 +28,8 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.installed import import_plugin
-from lowmem_grpo.engines.vllm.lent_layers import BorrowedExperts, BorrowError, check_family
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns
+from lowmem_grpo.engines.vllm.shared_linear import BorrowedExperts, BorrowError, check_family
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM

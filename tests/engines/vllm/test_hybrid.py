@@ -9,8 +9,8 @@ import torch
 from vllm_models import CONTEXT, LONG, NEEDS_VLLM, differences, engine_on, move_adapter, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm import lent_layers
-from lowmem_grpo.engines.vllm.lent_layers import BorrowError, check_family
+from lowmem_grpo.engines.vllm import shared_linear as lent_layers
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError, check_family
 
 pytestmark = NEEDS_VLLM
 PROMPTS = [[5, 6, 7, 8], [9] * 40, list(range(20, 120)), LONG]

@@ -31,7 +31,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowedLinear, BorrowError
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 

@@ -21,7 +21,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.decoding import truncate
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM

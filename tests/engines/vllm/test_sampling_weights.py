@@ -28,13 +28,14 @@ from vllm_models import (
 )
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm import loan, sampling_weights
 from lowmem_grpo.engines.vllm import pool as vllm_pool
+from lowmem_grpo.engines.vllm import sampling_weights
+from lowmem_grpo.engines.vllm import weight_sharing as loan
 from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowError, Product
-from lowmem_grpo.engines.vllm.loan import Loan
 from lowmem_grpo.engines.vllm.pool import SleepingRoom
 from lowmem_grpo.engines.vllm.sampling_weights import choose, new_buffer, wide_bytes
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowError, Product
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
@@ -58,9 +59,9 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     return policy
 
 
-def borrow(policy: Policy, room: Any) -> Loan:
+def borrow(policy: Policy, room: Any) -> WeightSharing:
     """What an engine would borrow of the first layer."""
-    borrowing = Loan(policy.base, CPU, room=room)
+    borrowing = WeightSharing(policy.base, CPU, room=room)
     for name in MODULES:
         borrowing.linear(name, PARTS)
     borrowing.widen()
@@ -268,7 +269,7 @@ def test_on_the_cpu_it_is_done_where_it_is_asked_for_only(policy: Policy) -> Non
 
 
 def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
-    borrowing = Loan(policy.base, CPU, room=new_buffer)
+    borrowing = WeightSharing(policy.base, CPU, room=new_buffer)
     for prefix in {name.rpartition(".")[0].rpartition(".")[0] for name, _ in policy.base.named_modules()
                    if name.endswith("q_proj")}:
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):

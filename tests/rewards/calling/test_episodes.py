@@ -10,7 +10,7 @@ from episodes import CALL, episode, game, tool_use, turn
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.rewards import RewardError, RewardScorer, number_equal, repetition_penalty, soft_overlong_penalty
 from lowmem_grpo.rewards.calling.contract import MissingColumnError
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, EpisodeMessages, call
+from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages, RewardBatch, call
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -34,7 +34,7 @@ def scored(*functions: Any, rollouts: list[Rollout] | None = None, row: dict[str
     scorer = RewardScorer(list(functions), while_sampling=early, episodes=True)
     if not early:
         return call(scorer, [group], TrainerState()).rewards
-    with EarlyScoring(scorer, [group], TrainerState()) as scoring:
+    with RewardBatch(scorer, [group], TrainerState()) as scoring:
         return scoring.settle([group]).rewards
 
 

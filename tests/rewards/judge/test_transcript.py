@@ -7,7 +7,7 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.calling.of_groups import EpisodeMessages
+from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages
 from lowmem_grpo.rewards.judge.forms import NOTHING, RESULT_CHARS, compared, transcript_of
 
 SYSTEM = {"role": "system", "content": "Find the mail."}

@@ -14,7 +14,7 @@ from tables import every_row
 
 from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.chat import Chat
-from lowmem_grpo.server.openai.histories import Histories
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 
 HELLO: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -250,7 +250,7 @@ def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> 
 
 def test_memory_is_flat_over_a_thousand_calls() -> None:
     desk = scripted_desk(lambda prompt: "Good day.")
-    chat = chat_over(desk, histories=Histories(desk.tokenizer, max_turns=50, max_tokens=5000))
+    chat = chat_over(desk, histories=ConversationCache(desk.tokenizer, max_turns=50, max_tokens=5000))
 
     async def calls(numbers: range) -> int:
         for start in numbers[::50]:

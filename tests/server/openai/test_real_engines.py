@@ -15,8 +15,8 @@ from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.openai.chat import Chat
 from lowmem_grpo.server.openai.client import client_of
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import LIVE
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 GUESS: Any = {"role": "user", "content": "Guess a number from 1 to 32."}
@@ -33,7 +33,7 @@ class Room:
         self.model = FastLanguageModel.get_peft_model(model, r=4)
         scatter(self.model, 0.05)
         self.model.save_lora(folder)
-        self.desk = Desk(self.model, tokenizer)
+        self.desk = EngineWorker(self.model, tokenizer)
         self.chat = Chat(self.desk, tokenizer, lambda: {"live": LIVE, "base": None, "saved@3": folder})
         self.client = client_of(self.chat)
 

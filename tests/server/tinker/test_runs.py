@@ -11,7 +11,7 @@ import pytest
 from tinker_server import API, OTHER, OWNER, Server, body
 from transformers import AutoTokenizer
 
-from lowmem_grpo.models.named import public_name
+from lowmem_grpo.models.model_names import public_name
 from lowmem_grpo.server.tinker import usage as runs
 from lowmem_grpo.server.users import Allowance
 
@@ -146,7 +146,7 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1.7e9]
-    monkeypatch.setattr("lowmem_grpo.server.tinker.shelf.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("lowmem_grpo.server.tinker.checkpoint_store.time", SimpleNamespace(time=lambda: now[0]))
     model = trained(server)
     for seq, name in ((3, "a"), (4, "b")):
         server.wait(server.post("save_weights", {"model_id": model, "seq_id": seq, "path": name}).json())

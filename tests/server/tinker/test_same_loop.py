@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.server.database import Database
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import Call
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import Call
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.server.tinker.datum import Datum, Pass
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
@@ -36,7 +36,7 @@ class Verbs(Protocol):
 
 
 @contextmanager
-def begun_together(desk: Desk) -> Iterator[None]:
+def begun_together(desk: EngineWorker) -> Iterator[None]:
     """The samples that are asked for inside are begun as soon as all of them wait: which of them are decoded together,
     and so their last bits, depends on nothing else."""
     gate = threading.Event()
@@ -51,7 +51,7 @@ def begun_together(desk: Desk) -> Iterator[None]:
 class OverHttp:
     """The verbs of the real client."""
 
-    def __init__(self, client: Any, desk: Desk) -> None:
+    def __init__(self, client: Any, desk: EngineWorker) -> None:
         self.desk = desk
         self.training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from tinker_server import OTHER, Server
 
-from lowmem_grpo.models.named import public_name
+from lowmem_grpo.models.model_names import public_name
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import LoraSettings
-from lowmem_grpo.server.tinker.ledger import UnknownError
-from lowmem_grpo.server.tinker.shelf import SAMPLING, TRAINING, Saved, Shelf, path_of
+from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore, Saved, path_of
+from lowmem_grpo.server.tinker.request_store import UnknownError
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_weights_of_another_rank_are_refused_and_the_model_stays_as_it_was(serve
 
 
 def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
-    shelf = Shelf(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
+    shelf = CheckpointStore(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
     settings = LoraSettings(4, 1)
     for name, expires in (("old", 1.0), ("new", None)):
         place = shelf.place("run:train:0", TRAINING, name, 1)
@@ -188,6 +188,6 @@ def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
     assert [one.path for one in shelf.all("me")] == ["tinker://run:train:0/weights/new"]
     with pytest.raises(UnknownError):
         shelf.find("tinker://run:train:0/weights/old", "me")
-    again = Shelf(shelf.database, shelf.folder)
+    again = CheckpointStore(shelf.database, shelf.folder)
     assert [path.name for path in again.folder.iterdir()] == ["run_train_0.weights.1.new.safetensors"]
     assert again.place("run:train:0", SAMPLING, "n", 2).name == "run_train_0.sampler_weights.2.n"

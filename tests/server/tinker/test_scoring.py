@@ -9,7 +9,7 @@ import torch
 from tinker_server import Server
 from torch import Tensor
 
-from lowmem_grpo.server.openai.waiting import DeskClosedError
+from lowmem_grpo.server.openai.request_queue import WorkerClosedError
 from lowmem_grpo.server.tinker.scoring import NONE, PromptScoring, Scored
 
 
@@ -97,5 +97,5 @@ def test_an_error_and_a_closed_desk_are_told_to_all_that_wait(tmp_path: Path) ->
     assert all(one.exception(60) is not None for one in lost)
     assert good.result(60).logprobs[1].isfinite()
     server.close()
-    with pytest.raises(DeskClosedError):
+    with pytest.raises(WorkerClosedError):
         scoring.ask([5, 6], None).result(60)

@@ -19,7 +19,7 @@ from lowmem_grpo.memory.cards import device
 from lowmem_grpo.rewards.ready import code
 from lowmem_grpo.rewards.ready.code import code_passes_tests
 from lowmem_grpo.runs.findings import SEVERITIES
-from lowmem_grpo.trainer.preflight import room
+from lowmem_grpo.trainer.preflight import resources as room
 from lowmem_grpo.trainer.preflight.checks import CHECKS
 from lowmem_grpo.trainer.preflight.subject import Subject, Turns
 from lowmem_grpo.trainer.run_memory import plan_run, settings_of

@@ -20,7 +20,7 @@ from lowmem_grpo.cli.doctor import report
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.trainer.preflight import doctor, machine
 from lowmem_grpo.trainer.preflight.doctor import examine
-from lowmem_grpo.trainer.preflight.machine import NEEDED, TRIED, Checkup, Look
+from lowmem_grpo.trainer.preflight.machine import NEEDED, TRIED, Checkup, MachineProbe
 
 BLOCK = """
     import importlib.abc, importlib.metadata, sys
@@ -61,7 +61,7 @@ def fake_torch(cuda: Any) -> Any:
     return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
 
 
-def fake_look(**libraries: Any) -> Look:
+def fake_look(**libraries: Any) -> MachineProbe:
     """This machine, but for the libraries that are given: a value, or the error that loading them raises."""
     def load(name: str) -> Any:
         found = libraries.get(name.replace(".", "_"))
@@ -69,7 +69,7 @@ def fake_look(**libraries: Any) -> Look:
             raise found
         return import_module(name) if found is None else found
 
-    return Look(load=load)
+    return MachineProbe(load=load)
 
 
 def without(*names: str) -> Callable[[str], str]:
@@ -88,7 +88,7 @@ def light(name: str) -> Any:
 
 
 def test_without_an_installed_package_it_says_which_version_is_used_all_the_same() -> None:
-    found = examine(Look(version=without("lowmem-grpo"), load=light))
+    found = examine(MachineProbe(version=without("lowmem-grpo"), load=light))
     assert found.versions["lowmem-grpo"] == f"{__version__} (not installed: used from its folder)"
 
 
@@ -116,7 +116,7 @@ def test_json_holds_the_same_and_nothing_else() -> None:
 
 @every_row("name", NEEDED)
 def test_each_needed_library_may_be_missing(name: str) -> None:
-    found = examine(Look(without(name), light))
+    found = examine(MachineProbe(without(name), light))
     assert not found.can_train
     assert found.versions[name] == "missing"
     said = f"{name} is missing, and training needs it. What to do: pip install '{name}"
@@ -225,7 +225,7 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     def advice(major: int, files: list[str]) -> str:
         choice = SimpleNamespace(choose_engine=lambda *_: EngineChoice("vllm", "it is here"))
         found = Checkup(card={"name": "NVIDIA Test", "capability": f"{major}.5"})
-        doctor.look_at_engine(Look(load=lambda name: choice, files=lambda name: files), found)
+        doctor.look_at_engine(MachineProbe(load=lambda name: choice, files=lambda name: files), found)
         return "\n".join(found.advice)
 
     assert "compute capability 7.5. What to do: sample with the transformers engine" in advice(7, [])
@@ -234,5 +234,5 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
         monkeypatch.setattr(host_room.platform, "uname", lambda release=release: SimpleNamespace(release=release))
         found = Checkup()
-        machine.look_at_host(Look(), found)
+        machine.look_at_host(MachineProbe(), found)
         assert any("this is WSL" in line for line in found.advice) == wsl

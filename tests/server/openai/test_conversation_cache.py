@@ -10,7 +10,7 @@ from tables import every_row
 from template_tokenizers import NAMES, tokenizer_of
 
 from lowmem_grpo.environments.template import RendererError
-from lowmem_grpo.server.openai.histories import Histories
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.messages import plain
 from lowmem_grpo.types import Message, Turn
 
@@ -27,7 +27,7 @@ def said(text: str, **more: Any) -> Message:
 
 
 def sampled(
-    histories: Histories, messages: list[Any], text: str = "7", ids: tuple[int, ...] = (5, 6), **more: Any,
+    histories: ConversationCache, messages: list[Any], text: str = "7", ids: tuple[int, ...] = (5, 6), **more: Any,
 ) -> str:
     """A turn that was drawn for a request; its name."""
     opening = histories.open_prompt(plain(messages), **more)
@@ -49,7 +49,7 @@ class Branch:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if family(name) not in NO_TEXT])
 def test_random_trees_of_conversations_go_on_from_exactly_the_ids_that_were_drawn(name: str) -> None:
-    rng, histories = random.Random(name), Histories(tokenizer_of(name), parse="hermes")
+    rng, histories = random.Random(name), ConversationCache(tokenizer_of(name), parse="hermes")
     branches = [Branch(talk, list(talk.opening)) for talk in (Talk(name, number) for number in range(4))]
     joined = 0
     for number in range(60):
@@ -89,7 +89,7 @@ def test_random_trees_of_conversations_go_on_from_exactly_the_ids_that_were_draw
 
 
 def test_two_rests_of_one_turn_make_a_tree() -> None:
-    histories = Histories(tokenizer_of("qwen2_5"))
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
     first = sampled(histories, [USER])
     one = sampled(histories, [USER, said("7"), HIGHER], "8")
     other = sampled(histories, [USER, said("7"), {"role": "user", "content": "Lower."}], "6")
@@ -109,7 +109,7 @@ def test_two_rests_of_one_turn_make_a_tree() -> None:
     ({"refusal": None, "annotations": [], "turn": "turn-of-another"}, True),
 ])
 def test_an_answer_that_was_edited_begins_a_new_history(change: dict[str, Any], joins: bool) -> None:
-    histories = Histories(tokenizer_of("qwen2_5"))
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
     first = sampled(histories, [USER])
     second = sampled(histories, [USER, said("7") | change, HIGHER])
     assert histories.parent(second) == (first if joins else None)
@@ -117,7 +117,7 @@ def test_an_answer_that_was_edited_begins_a_new_history(change: dict[str, Any], 
 
 @every_row("edit", ["opening", "earlier answer", "tools", "model", "kwargs", "answer put in"])
 def test_whatever_else_differs_begins_a_new_history(edit: str) -> None:
-    histories = Histories(tokenizer_of("qwen2_5"))
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
     sampled(histories, [USER])
     sampled(histories, [USER, said("7"), HIGHER], "8")
     asked, first, second = (USER, said("7"), said("8"))
@@ -132,7 +132,7 @@ def test_whatever_else_differs_begins_a_new_history(edit: str) -> None:
 
 
 def test_calls_match_by_name_and_arguments_whatever_their_ids_order_of_keys_and_results() -> None:
-    histories = Histories(tokenizer_of("qwen2_5"))
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
 
     def called(*ids: str, arguments: tuple[str, str] = ('{"a": 1, "b": 2}', '{"name": "x"}')) -> Message:
         return {"role": "assistant", "content": None, "tool_calls": [
@@ -154,11 +154,11 @@ def test_calls_match_by_name_and_arguments_whatever_their_ids_order_of_keys_and_
 
 
 def test_of_two_rollouts_that_said_the_same_each_goes_on_from_its_own() -> None:
-    histories = Histories(tokenizer_of("qwen2_5"))
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
     names = {one: sampled(histories, [USER], ids=(5, number), session=one) for number, one in enumerate("abc")}
     for one in "bca":
         assert histories.parent(sampled(histories, [USER, said("7"), HIGHER], session=one)) == names[one]
-    other = Histories(tokenizer_of("qwen2_5"))
+    other = ConversationCache(tokenizer_of("qwen2_5"))
     two = [sampled(other, [USER], ids=(5, number)) for number in range(2)]
     at_once = [other.open_prompt(plain([USER, said("7"), HIGHER])) for _ in range(2)]
     assert {one.parent.name for one in at_once if one.parent} == set(two)
@@ -167,7 +167,7 @@ def test_of_two_rollouts_that_said_the_same_each_goes_on_from_its_own() -> None:
 
 
 def test_a_request_that_was_given_up_leaves_its_turn_free_for_another() -> None:
-    histories = Histories(tokenizer_of("qwen2_5"))
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
     names = [sampled(histories, [USER], ids=(5, number)) for number in range(2)]
     gone = histories.open_prompt(plain([USER, said("7"), HIGHER]))
     histories.close_prompt(gone, kept=False)
@@ -179,7 +179,7 @@ def test_a_request_that_was_given_up_leaves_its_turn_free_for_another() -> None:
 @every_row("name", ["qwen2_5", "llama3_1", "tiny"])
 @every_row("later", [False, True])
 def test_foreign_text_becomes_no_mark_and_the_systems_own_text_may(name: str, later: bool) -> None:
-    histories, tokenizer = Histories(tokenizer_of(name)), tokenizer_of(name)
+    histories, tokenizer = ConversationCache(tokenizer_of(name)), tokenizer_of(name)
     mark = tokenizer.eos_token
     number = tokenizer.convert_tokens_to_ids(mark)
     system = {"role": "system", "content": f"Rules {mark}"}
@@ -202,20 +202,20 @@ def test_the_template_renders_anew_where_that_is_the_history() -> None:
     thought = "<think>\n\n</think>\n\n7"
     ids = tuple(tokenizer_of("qwen3")(f"{thought}<|im_end|>").input_ids)
     for history, joins in (("template", False), ("append", True)):
-        histories = Histories(tokenizer_of("qwen3"), history=history)
+        histories = ConversationCache(tokenizer_of("qwen3"), history=history)
         sampled(histories, [USER], thought, ids)
         assert (histories.open_prompt(plain([USER, said(thought), HIGHER])).parent is not None) is joins
-    plain_model = Histories(tokenizer_of("qwen2_5"), history="template")
+    plain_model = ConversationCache(tokenizer_of("qwen2_5"), history="template")
     tokens = tuple(tokenizer_of("qwen2_5")("7<|im_end|>", add_special_tokens=False).input_ids)
     name = sampled(plain_model, [USER], ids=tokens)
     joined = plain_model.open_prompt(plain([USER, said("7"), HIGHER]))
     assert joined.parent is not None and joined.parent.name == name
     with pytest.raises(ValueError, match="append, template"):
-        Histories(tokenizer_of("qwen2_5"), history="rewrite")
+        ConversationCache(tokenizer_of("qwen2_5"), history="rewrite")
 
 
 def test_the_oldest_conversations_go_first_and_those_in_use_stay_whole() -> None:
-    histories = Histories(tokenizer_of("qwen2_5"), max_turns=10)
+    histories = ConversationCache(tokenizer_of("qwen2_5"), max_turns=10)
     conversations: list[list[str]] = []
     for number in range(8):
         opening = {"role": "user", "content": f"Guess {number}."}
@@ -229,7 +229,7 @@ def test_the_oldest_conversations_go_first_and_those_in_use_stay_whole() -> None
 
 
 def test_a_turn_that_was_let_go_while_it_was_continued_comes_back_with_what_follows() -> None:
-    histories = Histories(tokenizer_of("qwen2_5"), max_turns=2)
+    histories = ConversationCache(tokenizer_of("qwen2_5"), max_turns=2)
     first = sampled(histories, [USER])
     opening = histories.open_prompt(plain([USER, said("7"), HIGHER]))
     for number in range(4):
@@ -242,7 +242,7 @@ def test_a_turn_that_was_let_go_while_it_was_continued_comes_back_with_what_foll
 
 
 def test_a_conversation_that_is_too_long_to_be_held_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    histories = Histories(tokenizer_of("qwen2_5"), max_tokens=20)
+    histories = ConversationCache(tokenizer_of("qwen2_5"), max_tokens=20)
     name = sampled(histories, [USER])
     assert histories.turn(name) is None and histories.tokens == 0
     assert "hold more: max_tokens" in caplog.text

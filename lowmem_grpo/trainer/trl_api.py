@@ -104,7 +104,7 @@ class Processes:
         raise NotHereError(f"trainer.accelerator has no {name!r} here: accelerate is not used for training; {ONE}")
 
 
-class Familiar:
+class TrlApi:
     """Names of TRL's and transformers' trainers; `evaluate` is in evaluator.py."""
 
     model: FastPeftModel

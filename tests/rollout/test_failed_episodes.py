@@ -11,8 +11,8 @@ from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.environments.env_spec import EnvSpecs
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.kit import Kits
 from lowmem_grpo.environments.protocol import EnvironmentFailedError, Factories
 from lowmem_grpo.rollout.episodes import Episodes
 
@@ -34,7 +34,7 @@ class Broken:
 
 def batches(stopping: Callable[[], bool] = lambda: False) -> Callable[[], list[str]]:
     """A function that plays two episodes more, and returns how they ended."""
-    episodes = Episodes(Kits(tokenizer_of(TEMPLATE), [], Factories(Broken), 1024, {}), EpisodeBounds(**FREE), stopping)
+    episodes = Episodes(EnvSpecs(tokenizer_of(TEMPLATE), [], Factories(Broken), 1024, {}), EpisodeBounds(**FREE), stopping)
     engine: Any = ScriptedEngine(lambda prompt: "a")
 
     def play() -> list[str]:

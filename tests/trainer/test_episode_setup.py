@@ -12,7 +12,7 @@ from trainer_runs import ROWS, SMALL, adapter, load, make, same
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.environments.rows import seeded_rows
-from lowmem_grpo.trainer.players import Players
+from lowmem_grpo.trainer.episode_setup import EpisodeSetup
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 
 PLAY: dict[str, Any] = {"max_completion_length": 96, "max_turn_tokens": 8, "max_turns": 3, "report_to": "none"}
@@ -35,7 +35,7 @@ class Digits:
         Digits.closed += 1
 
 
-class Desk:
+class EngineWorker:
     """TRL's kind: one tool, and a reward that the environment owns."""
 
     def reset(self, **row: Any) -> None:
@@ -102,11 +102,11 @@ def test_trls_class_runs_unchanged_beside_a_reward_function(tmp_path: Path) -> N
 
     model = load(max_seq_length=512)
     model.loaded.tokenizer.chat_template = TOOLS
-    trainer = trainer_of(tmp_path, model, [count], ROWS, factory=Desk)
+    trainer = trainer_of(tmp_path, model, [count], ROWS, factory=EngineWorker)
     trainer.train()
-    assert all(isinstance(one, Desk) for one in seen) and len(seen) == 16
+    assert all(isinstance(one, EngineWorker) for one in seen) and len(seen) == 16
     [first, *_] = lines(tmp_path, "completions.jsonl")
-    assert set(first["rewards"]) == {"count", "Desk"} and first["rewards"]["Desk"] >= 0.5
+    assert set(first["rewards"]) == {"count", "EngineWorker"} and first["rewards"]["EngineWorker"] >= 0.5
 
 
 class Task:
@@ -183,7 +183,7 @@ def test_a_row_that_names_no_environment_is_refused_before_step_one(tmp_path: Pa
 
 def test_a_template_without_tools_is_refused_before_step_one_with_a_family_that_has_them(tmp_path: Path) -> None:
     with pytest.raises((PreflightError, ValueError), match="Qwen"):
-        trainer_of(tmp_path, factory=Desk, rows=ROWS).train()
+        trainer_of(tmp_path, factory=EngineWorker, rows=ROWS).train()
 
 
 def test_single_turns_know_nothing_of_episodes(tmp_path: Path) -> None:
@@ -229,5 +229,5 @@ def test_a_trainer_shows_the_tools_that_the_policy_may_call_as_trl_does() -> Non
     def add(a: int, b: int) -> int:
         return a + b
 
-    players = Players(GRPOConfig(), [add], Desk, None)
+    players = EpisodeSetup(GRPOConfig(), [add], EngineWorker, None)
     assert [tool.__name__ for tool in players.functions] == ["add", "look"]  # get_reward and reset are no tools

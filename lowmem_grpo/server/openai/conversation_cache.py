@@ -1,4 +1,4 @@
-"""`Histories`: the turns that were sampled, by name, and the conversations that can go on from them.
+"""`ConversationCache`: the turns that were sampled, by name, and the conversations that can go on from them.
 
 The truth of a conversation is the tokens that the engine saw and drew. A request brings messages: where they go on from
 a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again."""
@@ -73,7 +73,7 @@ class Dialects:
 
 
 @dataclass(eq=False)
-class HeldTurn:
+class CachedTurn:
     """A turn, with only what is new beside the turn that it continues."""
 
     name: str
@@ -81,7 +81,7 @@ class HeldTurn:
     key: int  # the conversation's, for the engine
     session: str
     digest: bytes  # covers all messages, this turn's among them
-    parent: "HeldTurn | None"
+    parent: "CachedTurn | None"
     context: array  # (B,) tokens of the prompt behind the parent's
     completion: array  # (C,)
     logprobs: array  # (C,) float64
@@ -92,9 +92,9 @@ class HeldTurn:
     def tokens(self) -> int:
         return len(self.context) + len(self.completion)
 
-    def line(self) -> "Iterator[HeldTurn]":
+    def line(self) -> "Iterator[CachedTurn]":
         """This turn, the one that it continues, and so on."""
-        held: HeldTurn | None = self
+        held: CachedTurn | None = self
         while held is not None:
             yield held
             held = held.parent
@@ -111,7 +111,7 @@ class HeldTurn:
 
 
 @dataclass(eq=False)
-class Opening:
+class PromptState:
     """A request as tokens, before its turns are drawn."""
 
     ids: list[int]  # (P,)
@@ -119,11 +119,11 @@ class Opening:
     session: str
     digest: bytes
     dialect: Dialect
-    parent: HeldTurn | None  # whose tokens begin these
-    open: bool = field(default=True, repr=False)  # until `Histories.close_prompt`
+    parent: CachedTurn | None  # whose tokens begin these
+    open: bool = field(default=True, repr=False)  # until `ConversationCache.close_prompt`
 
 
-class Histories:
+class ConversationCache:
     """Held turns, in threads: at most so many turns and tokens, of which those unused for the longest time go first."""
 
     def __init__(
@@ -141,15 +141,15 @@ class Histories:
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
         self.mark = secrets.token_hex(3)  # so that names of another process are not found here
-        self.held: OrderedDict[str, HeldTurn] = OrderedDict()  # used longest ago first; a turn before its parent
-        self.ends: dict[bytes, list[HeldTurn]] = {}  # by digest
+        self.held: OrderedDict[str, CachedTurn] = OrderedDict()  # used longest ago first; a turn before its parent
+        self.ends: dict[bytes, list[CachedTurn]] = {}  # by digest
         self.tokens = 0
         self.said: set[str] = set()  # what one warning is enough for
 
     def open_prompt(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
-    ) -> Opening:
+    ) -> PromptState:
         """The prompt of messages in plain form (see messages.py); `close_prompt` must follow.
 
         It goes on from the held turn of this `model` that the last answer is, where it is one. Of several with the same
@@ -163,21 +163,21 @@ class Histories:
             key = next(self.keys) if fresh or parent is None else parent.key
             if parent is not None:
                 parent.continued += 1
-            return Opening(ids, key, session, said[-1], dialect, parent)
+            return PromptState(ids, key, session, said[-1], dialect, parent)
 
-    def close_prompt(self, opening: Opening, kept: bool) -> None:
+    def close_prompt(self, opening: PromptState, kept: bool) -> None:
         """All turns of an opening are kept, or there are none."""
         with self.lock:
             if opening.open and not kept and opening.parent is not None:
                 opening.parent.continued -= 1
             opening.open = False
 
-    def keep(self, opening: Opening, turn: Turn, message: Message, key: int | None = None) -> str:
+    def keep(self, opening: PromptState, turn: Turn, message: Message, key: int | None = None) -> str:
         """Hold a turn that was drawn for an opening; `message` is the answer in plain form. Returns the turn's name."""
         with self.lock:
             number = next(self.numbers)
             before = 0 if opening.parent is None else len(opening.parent.ids())
-            held = HeldTurn(
+            held = CachedTurn(
                 f"turn-{self.mark}-{number}", number, opening.key if key is None else key, opening.session,
                 longer(opening.digest, message), opening.parent, array("i", turn.prompt_ids[before:]),
                 array("i", turn.completion_ids), array("d", turn.logprobs),
@@ -187,7 +187,7 @@ class Histories:
             self.shrink(held)
             return held.name
 
-    def read(self, opening: Opening, turn: Turn) -> Reading:
+    def read(self, opening: PromptState, turn: Turn) -> Reading:
         with self.lock:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
@@ -230,7 +230,7 @@ class Histories:
 
     def prompt(
         self, dialect: Dialect, messages: Sequence[Message], said: list[bytes], session: str, turn: str
-    ) -> tuple[HeldTurn | None, list[int]]:
+    ) -> tuple[CachedTurn | None, list[int]]:
         """The turn that messages go on from, and their tokens."""
         last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
         candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
@@ -260,7 +260,7 @@ class Histories:
 
     # What is held
 
-    def use(self, held: HeldTurn) -> None:
+    def use(self, held: CachedTurn) -> None:
         """This turn and those that it continues were used now, in this order: so none goes before one that needs it."""
         for turn in held.line():
             if turn.name not in self.held:
@@ -269,7 +269,7 @@ class Histories:
                 self.tokens += turn.tokens
             self.held.move_to_end(turn.name)
 
-    def shrink(self, newest: HeldTurn) -> None:
+    def shrink(self, newest: CachedTurn) -> None:
         """Let go of what was unused for the longest time, until the rest fits."""
         while self.held and (len(self.held) > self.max_turns or self.tokens > self.max_tokens):
             name, gone = self.held.popitem(last=False)

@@ -1,4 +1,4 @@
-"""`Ledger`: what clients asked of their models and what they were answered, in the server's database.
+"""`RequestStore`: what clients asked of their models and what they were answered, in the server's database.
 
 Every request is kept before its promise is given, every answer before it is told: a kill of the server loses neither. A
 model's state is written with each optimizer step, and named in the same transaction as the step's answer: a step whose
@@ -115,7 +115,7 @@ class StoredModel:
         return cls(**with_settings(row))
 
 
-class Ledger:
+class RequestStore:
     """Any thread may use it; what a method did outlives a kill when it returns."""
 
     def __init__(self, database: Database) -> None:

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.server.home import ADDRESS, Address, Home, read_address
+from lowmem_grpo.server.server_dir import ADDRESS, Address, ServerDir, read_address
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
 
 
 def test_one_server_at_a_time_has_a_folder(tmp_path: Path) -> None:
-    with Home(tmp_path).owned(), pytest.raises(OSError, match="another server has"), Home(tmp_path).owned():
+    with ServerDir(tmp_path).owned(), pytest.raises(OSError, match="another server has"), ServerDir(tmp_path).owned():
         pass
-    with Home(tmp_path).owned() as database:
+    with ServerDir(tmp_path).owned() as database:
         assert database.rows("SELECT 1 AS one") == [{"one": 1}]
 
 
 def test_the_address_is_for_its_owner_only_and_the_key_stays(tmp_path: Path) -> None:
-    home = Home(tmp_path / "server")
+    home = ServerDir(tmp_path / "server")
     with home.owned():
         address = Address("http://127.0.0.1:1", home.key())
         path = home.announce(address)
         assert home.announce(address) == path
     assert path.stat().st_mode & 0o077 == 0 and (tmp_path / "server").stat().st_mode & 0o077 == 0
     assert read_address(path) == read_address(tmp_path / "server") == address
-    assert Home(tmp_path / "server").key() == address.key
+    assert ServerDir(tmp_path / "server").key() == address.key
 
 
 def test_an_unknown_server_is_told_with_what_to_do(tmp_path: Path) -> None:
@@ -39,4 +39,4 @@ def test_a_damaged_file_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / ADDRESS).write_text(text)
     with pytest.raises(OSError, match="does not say where a server is"):
         read_address(tmp_path)
-    assert Home(tmp_path).key().startswith("tml-")
+    assert ServerDir(tmp_path).key().startswith("tml-")

@@ -1,4 +1,4 @@
-"""`Waiting`: what the owner of an engine is asked for, in fair lines; `Sitting`: the calls that are in the engine."""
+"""`RequestQueue`: what the owner of an engine is asked for, in fair lines; `EngineSession`: the calls that are in the engine."""
 
 import itertools
 import logging
@@ -45,7 +45,7 @@ class Call:
                 tuple(params.stop_strings), tuple(params.stop_token_ids or ()), params.ignore_eos)
 
 
-class DeskClosedError(RuntimeError):
+class WorkerClosedError(RuntimeError):
     """The desk was closed, so that nothing is sampled or run any more."""
 
 
@@ -59,7 +59,7 @@ class OpenCall:
 
 
 @dataclass(eq=False)
-class DeskJob:
+class WorkerTask:
     """A function that is to run in the owner's thread."""
 
     function: Callable[[], Any]
@@ -67,7 +67,7 @@ class DeskJob:
     future: "Future[Any]"
 
 
-class Waiting:
+class RequestQueue:
     """One line for each flavour of calls, and one for jobs (None). The line that was served last comes last."""
 
     def __init__(self) -> None:
@@ -75,16 +75,16 @@ class Waiting:
         self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # none is empty; the next one to be served first
         self.closed = False
 
-    def add(self, line: tuple[object, ...] | None, item: OpenCall | DeskJob) -> None:
+    def add(self, line: tuple[object, ...] | None, item: OpenCall | WorkerTask) -> None:
         """Let somebody wait. DeskClosedError after `close`."""
         with self.changed:
             if self.closed:
-                raise DeskClosedError("the desk is closed: nothing is sampled or run any more; make a new Desk, or "
+                raise WorkerClosedError("the desk is closed: nothing is sampled or run any more; make a new Desk, or "
                                       "close it later")
             self.lines.setdefault(line, deque()).append(item)
             self.changed.notify_all()
 
-    def next(self) -> DeskJob | Call | None:
+    def next(self) -> WorkerTask | Call | None:
         """A job to run, or one of the calls of the flavour to serve, as soon as there is one; None after `close`."""
         with self.changed:
             self.changed.wait_for(lambda: self.lines or self.closed)
@@ -95,7 +95,7 @@ class Waiting:
                 call: Call = self.lines[line][0].call
                 return call
             jobs = self.lines.pop(None)
-            job: DeskJob = jobs.popleft()
+            job: WorkerTask = jobs.popleft()
             if jobs:
                 self.lines[None] = jobs  # behind the others
             return job
@@ -140,7 +140,7 @@ class Waiting:
         with self.changed:
             return list(self.lines.pop(flavour, ()))
 
-    def close(self) -> list[OpenCall | DeskJob]:
+    def close(self) -> list[OpenCall | WorkerTask]:
         """Let nobody in any more; returns who waited."""
         with self.changed:
             self.closed = True
@@ -171,12 +171,12 @@ class Keys:
         return number
 
 
-class Sitting:
+class EngineSession:
     """A `Conversation` of an engine. It ends where anything else waits, once the calls in the engine are finished."""
 
     goes_on = True  # in a later sitting
 
-    def __init__(self, waiting: Waiting, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND) -> None:
+    def __init__(self, waiting: RequestQueue, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND) -> None:
         """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
         self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls

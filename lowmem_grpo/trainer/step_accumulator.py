@@ -13,7 +13,7 @@ from lowmem_grpo.trainer.nonfinite import Flags
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
-class Sums:
+class StepAccumulator:
     """The loss so far, its metrics, what was not finite, and the number of micro-batches."""
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Sums:
         self.reducer.keep(out.samples)
         self.count += 1
 
-    def copied(self) -> "Sums":
+    def copied(self) -> "StepAccumulator":
         """The same sums, to which more can be added without a change of these. Tensors are never changed in place."""
         copied = copy.copy(self)
         copied.totals, copied.flags, copied.reducer = dict(self.totals), Flags(), Reducer()
@@ -48,7 +48,7 @@ class Sums:
                 "bad": [(places[id(rollout)], what) for rollout, what in self.flags.read()]}
 
     @classmethod
-    def together(cls, sent: list[dict[str, Any]], rollouts: list[Rollout]) -> "Sums":
+    def together(cls, sent: list[dict[str, Any]], rollouts: list[Rollout]) -> "StepAccumulator":
         """The sums of all ranks, which are the same in each of them."""
         made = cls(torch.device("cpu"))
         for part in sent:
@@ -70,7 +70,7 @@ class PartialGradient:
     `totals`, some of which were guessed, because nobody knows how many tokens a step has before all are sampled."""
 
     totals: StepTotals
-    sums: Sums
+    sums: StepAccumulator
     conditions: tuple[Any, ...]  # the objective's own
     groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` them, by the id of their first rollout
 

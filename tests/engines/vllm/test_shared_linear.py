@@ -34,8 +34,8 @@ from vllm_models import (
     theirs,
 )
 
-from lowmem_grpo.engines.vllm.lent_layers import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
-from lowmem_grpo.engines.vllm.loan import Loan, loras_of
+from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowedLinear, BorrowError, Product, borrowed_linear
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing, loras_of
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_layers_left")
@@ -128,7 +128,7 @@ def test_lora_on_some_projections_of_a_gated_delta_net_is_right() -> None:
     base = random_model("Qwen3_5").requires_grad_(False)
     config = peft.LoraConfig(r=4, target_modules=["in_proj_qkv", "in_proj_a", "out_proj"], rank_pattern={"out_proj": 2})
     model = scatter(peft.get_peft_model(base, config))
-    loan, start = Loan(base, CPU), "model.layers.0.linear_attn."
+    loan, start = WeightSharing(base, CPU), "model.layers.0.linear_attn."
     parts = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"], "in_proj_ba": ["in_proj_b", "in_proj_a"]}
     for name, modules in (parts | {"out_proj": ["out_proj"]}).items():
         loan.linear(start + name, parts)
@@ -297,7 +297,7 @@ def test_a_freed_address_that_is_used_again_does_not_pass_for_the_old_tensor(tin
 
 def test_an_adapter_put_on_a_bare_model_later_is_noticed() -> None:
     base = load_model("tiny")
-    bare = Loan(base, CPU)
+    bare = WeightSharing(base, CPU)
     bare.linear(QKV, PARTS)
     bare.check()
     with_adapter(base)
@@ -316,7 +316,7 @@ def test_weights_of_another_format_are_refused_by_name(replace: Callable[[Any], 
     model = load_model("tiny").requires_grad_(False)
     replace(model.get_submodule(OUT))
     with pytest.raises(BorrowError, match=f"o_proj has weights of torch.{message}"):
-        Loan(model, CPU).linear(OUT, PARTS)
+        WeightSharing(model, CPU).linear(OUT, PARTS)
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -325,7 +325,7 @@ def test_weights_of_another_format_are_refused_by_name(replace: Callable[[Any], 
 ])
 def test_what_is_no_linear_layer_of_the_trainer_is_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(BorrowError, match=message):
-        Loan(load_model("tiny"), CPU).linear(name, PARTS)
+        WeightSharing(load_model("tiny"), CPU).linear(name, PARTS)
 
 
 @pytest.mark.parametrize(("name", "like"), [
@@ -334,7 +334,7 @@ def test_what_is_no_linear_layer_of_the_trainer_is_refused_by_name(name: str, me
 ])
 def test_a_parameter_without_counterpart_is_refused_by_name(name: str, like: Tensor) -> None:
     with pytest.raises(BorrowError, match=f"the engine's parameter {name} .* has no counterpart"):
-        Loan(load_model("tiny"), CPU).parameter(name, like)
+        WeightSharing(load_model("tiny"), CPU).parameter(name, like)
 
 
 def test_weights_of_the_trainer_that_the_engine_has_no_place_for_are_named(tiny: peft.PeftModel) -> None:

@@ -10,12 +10,12 @@ from template_tokenizers import tokenizer_of
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments import AskBase
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.kit import EpisodeEncoder, Kits
 from lowmem_grpo.environments.protocol import EnvironmentFailedError, Factories
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.metrics import episode_metrics
-from lowmem_grpo.rollout.watched import Person, Watched
+from lowmem_grpo.rollout.traced import HumanEngine, Watched
 from lowmem_grpo.types import Rollout
 
 ROW = {"prompt": [{"role": "user", "content": ""}]}
@@ -63,7 +63,7 @@ class Asks:
 
 def played(factory: Any, engine: Any, rows: int = 1, n: int = 2, **bounds: Any) -> list[list[Rollout]]:
     tokenizer = tokenizer_of(TEMPLATE)
-    kits = Kits(tokenizer, [], Factories(factory), 1024, {})
+    kits = EnvSpecs(tokenizer, [], Factories(factory), 1024, {})
     encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), kits)
     prompts = [prompt for _ in range(rows) if isinstance(prompt := encoder.encode(ROW), Prompt)]
     params = SamplingParams(n=n, seed=1, max_tokens=4096)
@@ -121,7 +121,7 @@ class Sometimes(Asks):
 def test_episodes_that_ask_and_episodes_that_do_not_all_come_to_their_end(name: str, factory: Any) -> None:
     tokenizer, engine = tokenizer_of(TEMPLATE), Echo(name)
     engine.slots = 4  # type: ignore[attr-defined]
-    kits = Kits(tokenizer, [], Factories(factory), 1024, {})
+    kits = EnvSpecs(tokenizer, [], Factories(factory), 1024, {})
     prompts = [Prompt(ROW | {"environment": kind}, [], "") for kind in "abababab"]
     groups = Episodes(kits, EpisodeBounds(**FREE)).play(engine, prompts, SamplingParams(n=3, seed=1, max_tokens=4096))  # type: ignore[arg-type]
     assert [one.ending for group in groups for one in group] == ["done"] * 24
@@ -204,7 +204,7 @@ def test_an_engine_that_cannot_sample_the_base_model_is_refused_by_name() -> Non
 def test_an_episode_that_is_watched_or_played_by_a_person_can_ask_the_base_model(person: bool) -> None:
     engine, told = Echo(), list[tuple[str, str]]()
     replies = iter(["turn one", "turn two"])
-    watched = Watched(Person(engine.tokenizer, lambda: next(replies)), lambda *said: told.append(said), "you",
+    watched = Watched(HumanEngine(engine.tokenizer, lambda: next(replies)), lambda *said: told.append(said), "you",
                       lambda: engine) if person else Watched(engine, lambda *said: told.append(said), "model")
     [[one]] = played(Asks, watched, n=1)
     said = [turn.text for turn in one.turns]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.engines.vllm import lent_adapter as adapters
-from lowmem_grpo.engines.vllm.lent_adapter import AdapterCopy, Loras, lora_of
-from lowmem_grpo.engines.vllm.lent_layers import (
+from lowmem_grpo.engines.vllm import shared_lora as adapters
+from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights, few_rows
+from lowmem_grpo.engines.vllm.shared_linear import (
     ADVICE,
     OTHER_ENGINE,
     BorrowedExperts,
@@ -18,7 +18,7 @@ from lowmem_grpo.engines.vllm.lent_layers import (
     BorrowError,
     same_tensors,
 )
-from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights, few_rows
+from lowmem_grpo.engines.vllm.shared_lora import AdapterCopy, Loras, lora_of
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.families import FUSED_GATE_UP, family_of
 from lowmem_grpo.memory.oom import is_out_of_memory
@@ -27,7 +27,7 @@ from lowmem_grpo.models.experts import RoutedBlock
 logger = logging.getLogger(__name__)
 
 
-class Loan:
+class WeightSharing:
     """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
 
     `base` has peft's layers in place. `adapter` None takes the active one. `room`: where dequantized weights lie while

@@ -28,7 +28,7 @@ class Address:
     key: str
 
 
-class Home:
+class ServerDir:
     """One server at a time has it."""
 
     def __init__(self, folder: Path) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.server.openai.waiting import (
+from lowmem_grpo.server.openai.request_queue import (
     FIRST,
     LIVE,
     NO_ROUND,
     Call,
-    DeskJob,
+    EngineSession,
     Keys,
     OpenCall,
+    RequestQueue,
     Round,
-    Sitting,
-    Waiting,
+    WorkerTask,
 )
 from lowmem_grpo.types import Rollout
 
@@ -33,7 +33,7 @@ CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The only clock: it stands still unless a test moves it."""
     found = [100.0]
-    monkeypatch.setattr("lowmem_grpo.server.openai.waiting.time", SimpleNamespace(monotonic=lambda: found[0]))
+    monkeypatch.setattr("lowmem_grpo.server.openai.request_queue.time", SimpleNamespace(monotonic=lambda: found[0]))
     return found
 
 
@@ -57,7 +57,7 @@ class Line:
     """A line of calls of one flavour, of which one waits and `later` come one by one."""
 
     def __init__(self, later: int) -> None:
-        self.waiting, self.arrivals = Waiting(), Arrivals()
+        self.waiting, self.arrivals = RequestQueue(), Arrivals()
         self.waiting.changed = self.arrivals
         self.arrivals.later = [self.call] * later
         self.call()
@@ -66,7 +66,7 @@ class Line:
         self.waiting.add(CALL.flavour, OpenCall(CALL, 0, Future()))
 
     def job(self) -> None:
-        self.waiting.add(None, DeskJob(lambda: None, False, Future()))
+        self.waiting.add(None, WorkerTask(lambda: None, False, Future()))
 
     def taken(self, first: bool, last: Round, widest: Round) -> int:
         return len(self.waiting.take_calls(CALL.flavour, None, True, first, last, widest))
@@ -106,7 +106,7 @@ def test_those_who_were_just_served_are_decoded_together_again_where_decoding_go
     line, served_by = Line(later=0), SimpleNamespace(name=engine)
     for _ in range(7):
         line.call()
-    sitting: Any = Sitting(line.waiting, CALL.flavour, Keys())
+    sitting: Any = EngineSession(line.waiting, CALL.flavour, Keys())
     sitting.meet(served_by)
     first = sitting.take(busy=False)
     now[0] += 0.8
@@ -127,7 +127,7 @@ def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(m
     assert len(set(first)) == len(asked)
     again = [known.number_of(one, 0) for one, _ in asked]
     assert again[:4] == first[:4] and not set(again[5:]) & set(first)
-    monkeypatch.setattr("lowmem_grpo.server.openai.waiting.MOST", 3)
+    monkeypatch.setattr("lowmem_grpo.server.openai.request_queue.MOST", 3)
     for number in range(10, 16):
         known.number_of(call(number), 0)
     assert len(known.known) <= 5 and known.number_of(call(1), 0) not in first

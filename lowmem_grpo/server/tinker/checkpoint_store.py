@@ -1,4 +1,4 @@
-"""`Shelf`: weights that clients saved under a name, to train on from and to sample with."""
+"""`CheckpointStore`: weights that clients saved under a name, to train on from and to sample with."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from lowmem_grpo.runs.files import remove
 from lowmem_grpo.server.database import Database, Row
 from lowmem_grpo.server.tinker.adapters import LoraSettings
-from lowmem_grpo.server.tinker.ledger import UnknownError, with_settings
+from lowmem_grpo.server.tinker.request_store import UnknownError, with_settings
 
 TABLE = """CREATE TABLE IF NOT EXISTS tinker_saved (
     path TEXT PRIMARY KEY, owner TEXT NOT NULL, model TEXT NOT NULL, settings TEXT NOT NULL, file TEXT NOT NULL,
@@ -49,7 +49,7 @@ def path_of(model: str, kind: str, name: str) -> str:
     return f"tinker://{model}/{kind}/{name}"
 
 
-class Shelf:
+class CheckpointStore:
     """Any thread may use it. What is on the shelf is in the database; a file without a row is what a kill left."""
 
     def __init__(self, database: Database, folder: Path) -> None:

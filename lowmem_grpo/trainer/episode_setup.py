@@ -6,8 +6,8 @@ from typing import Any
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import DataError, PromptEncoder
 from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, WithPrompts
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.kit import EpisodeEncoder, Kits, WithPrompts
 from lowmem_grpo.environments.protocol import Factories, short, tools_of
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.environments.rows import seeded_rows
@@ -15,13 +15,13 @@ from lowmem_grpo.rewards.reward_model import with_models
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.rollout.sampler import Player
-from lowmem_grpo.trainer.brought_model import loading_options
+from lowmem_grpo.trainer.model_setup import loading_options
 from lowmem_grpo.trainer.preflight.subject import Turns
 
 Function = Callable[..., Any]
 
 
-class Players:
+class EpisodeSetup:
     """Checks these parameters before anything is loaded, and makes of them what the trainer samples with."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Players:
         self.tools, self.parse = tool_list(tools), parse
         self.factories = None if environment_factory is None else Factories(environment_factory)
         self.rollout_func = rollout_func
-        self.kits: Kits | None = None
+        self.kits: EnvSpecs | None = None
         if rollout_func is not None and not callable(rollout_func):
             raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
         if rollout_func is not None and (self.tools or self.factories):
@@ -91,7 +91,7 @@ class Players:
         """Return the encoder of rows to prompts; a chat template without the tools that are given is refused."""
         if not self.plays:
             return inner
-        self.kits = Kits(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
+        self.kits = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
                          self.config.chat_template_kwargs or {}, self.parse)
         return EpisodeEncoder(inner, self.kits)
 

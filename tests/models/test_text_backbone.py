@@ -21,7 +21,7 @@ from lowmem_grpo.memory.families import TEXT_NAMES, WHOLE_KINDS, check_images
 from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.text_part import text_name
+from lowmem_grpo.models.text_backbone import text_name
 from lowmem_grpo.types import RolloutGroup
 
 QWEN_VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 64,

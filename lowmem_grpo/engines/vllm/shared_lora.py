@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.engines.vllm.lent_layers import ADVICE, BorrowError
+from lowmem_grpo.engines.vllm.shared_linear import ADVICE, BorrowError
 from lowmem_grpo.kernels.lora import LoRA
 
 Loras = Mapping[str, Sequence[LoRA | None]]  # for each layer of an engine, one for each module behind it

@@ -22,7 +22,7 @@ from vllm_models import (
     theirs,
 )
 
-from lowmem_grpo.engines.vllm.lent_layers import BorrowError
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_layers_left")

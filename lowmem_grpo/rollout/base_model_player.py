@@ -1,4 +1,4 @@
-"""`OtherSide`: what environments ask the base model, decoded by the engine that samples the policy. It has one set of
+"""`BaseModelPlayer`: what environments ask the base model, decoded by the engine that samples the policy. It has one set of
 weights at a time, so all that was asked is decoded together, once half of the episodes in play wait for it."""
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from lowmem_grpo.types import Rollout
 Heard = Callable[[int, AskBase, str], None]  # (key of the episode, what was asked, the reply)
 
 
-class OtherSide:
+class BaseModelPlayer:
     """The requests of a batch's episodes to the base model, as an engine sees them: a `Conversation`."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:

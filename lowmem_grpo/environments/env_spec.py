@@ -17,7 +17,7 @@ from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message
 
 
-class Kit:
+class EnvSpec:
     """For all rows of one environment."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Kit:
         return self.renderers[plain]
 
 
-class Kits:
+class EnvSpecs:
     """The kits of a run, one for each environment."""
 
     def __init__(
@@ -52,14 +52,14 @@ class Kits:
         samples = {"": None} if factories is None else factories.samples
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 
-    def make(self, made: Any) -> Kit:
+    def make(self, made: Any) -> EnvSpec:
         """Return the kit of an environment like this one; None where there is no environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
         toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
             if functions else None
-        return Kit(self.tokenizer, toolbox, self.template_kwargs)
+        return EnvSpec(self.tokenizer, toolbox, self.template_kwargs)
 
-    def kit_for(self, row: Mapping[str, Any]) -> Kit:
+    def kit_for(self, row: Mapping[str, Any]) -> EnvSpec:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
@@ -90,7 +90,7 @@ class Kits:
 class EpisodeEncoder(PromptEncoder):
     """Prompts of rows whose episodes have tools or an environment, before its first observation."""
 
-    def __init__(self, inner: PromptEncoder, kits: Kits) -> None:
+    def __init__(self, inner: PromptEncoder, kits: EnvSpecs) -> None:
         super().__init__(inner.tokenizer, inner.max_prompt_length, inner.template_kwargs)
         self.kits = kits
         if inner.truncate:

@@ -10,24 +10,24 @@ import pytest
 from scripted_chat import until
 from served import call_of, scripted_desk
 
-from lowmem_grpo.server.openai.desk import Desk
-from lowmem_grpo.server.openai.waiting import DeskClosedError
+from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request_queue import WorkerClosedError
 from lowmem_grpo.types import Turn
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def desk() -> Iterator[EngineWorker]:
     made = scripted_desk(lambda prompt: f"heard {prompt}")
     yield made
     engine(made).gate.set()
     made.close()
 
 
-def engine(desk: Desk) -> Any:
+def engine(desk: EngineWorker) -> Any:
     return desk.engine
 
 
-def held_up(desk: Desk) -> "Future[Turn]":
+def held_up(desk: EngineWorker) -> "Future[Turn]":
     """A call that is in the engine until its gate is set."""
     engine(desk).gate.clear()
     engine(desk).began.clear()
@@ -36,7 +36,7 @@ def held_up(desk: Desk) -> "Future[Turn]":
     return future
 
 
-def test_each_of_many_threads_gets_its_own_turns(desk: Desk) -> None:
+def test_each_of_many_threads_gets_its_own_turns(desk: EngineWorker) -> None:
     def client(number: int) -> list[str]:
         return [desk.submit(call_of(desk, f"{number}-{turn}", number % 3)).result(60).text for turn in range(5)]
 
@@ -57,7 +57,7 @@ def test_one_caller_of_another_flavour_waits_for_about_one_turn_of_64() -> None:
     desk.close()
 
 
-def test_how_many_came_together_is_remembered_over_a_job(desk: Desk) -> None:
+def test_how_many_came_together_is_remembered_over_a_job(desk: EngineWorker) -> None:
     gate = threading.Event()
     desk.run(gate.wait)
     futures = [desk.submit(call_of(desk, "again")) for _ in range(8)]
@@ -67,7 +67,7 @@ def test_how_many_came_together_is_remembered_over_a_job(desk: Desk) -> None:
     assert engine(desk).rounds == [(1.0, 8)] and [count for count, _ in desk.rounds] == [8]
 
 
-def test_a_conversation_stays_open_while_nothing_else_is_asked_for(desk: Desk) -> None:
+def test_a_conversation_stays_open_while_nothing_else_is_asked_for(desk: EngineWorker) -> None:
     for number in range(3):
         desk.submit(call_of(desk, str(number))).result(60)
     assert engine(desk).conversations == 1
@@ -75,7 +75,7 @@ def test_a_conversation_stays_open_while_nothing_else_is_asked_for(desk: Desk) -
     assert engine(desk).conversations == 2
 
 
-def test_a_desk_without_work_waits_until_it_is_woken(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_desk_without_work_waits_until_it_is_woken(desk: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at nothing now and then, which would cost time of the processor."""
     waits, wait = list[float | None](), desk.waiting.changed.wait
 
@@ -90,7 +90,7 @@ def test_a_desk_without_work_waits_until_it_is_woken(desk: Desk, monkeypatch: py
         until(lambda: waits[-1:] == [None])
 
 
-def test_a_job_runs_between_calls_behind_a_sleeping_engine(desk: Desk) -> None:
+def test_a_job_runs_between_calls_behind_a_sleeping_engine(desk: EngineWorker) -> None:
     first = held_up(desk)
     seen: list[Any] = []
 
@@ -108,7 +108,7 @@ def test_a_job_runs_between_calls_behind_a_sleeping_engine(desk: Desk) -> None:
         desk.on_policy_update(8)
 
 
-def test_calls_do_not_keep_a_job_from_running_nor_jobs_a_call(desk: Desk) -> None:
+def test_calls_do_not_keep_a_job_from_running_nor_jobs_a_call(desk: EngineWorker) -> None:
     first, done = held_up(desk), []
     jobs = [desk.run(lambda number=number: done.append(number)) for number in range(3)]  # type: ignore[misc]
     call = desk.submit(call_of(desk, "between"))
@@ -121,7 +121,7 @@ def test_calls_do_not_keep_a_job_from_running_nor_jobs_a_call(desk: Desk) -> Non
     assert done == [0, "call", 1, 2]
 
 
-def test_a_job_that_raises_tells_its_caller_and_the_desk_goes_on(desk: Desk) -> None:
+def test_a_job_that_raises_tells_its_caller_and_the_desk_goes_on(desk: EngineWorker) -> None:
     def fail() -> None:
         raise SystemExit("no more")
 
@@ -133,7 +133,7 @@ def test_a_job_that_raises_tells_its_caller_and_the_desk_goes_on(desk: Desk) -> 
     assert desk.submit(call_of(desk, "next")).result(60).text == "heard next"
 
 
-def test_an_error_of_the_engine_reaches_exactly_the_calls_in_it(desk: Desk) -> None:
+def test_an_error_of_the_engine_reaches_exactly_the_calls_in_it(desk: EngineWorker) -> None:
     says = engine(desk).says
     first = held_up(desk)
     engine(desk).says = lambda prompt: 1 / 0
@@ -150,7 +150,7 @@ def test_an_error_of_the_engine_reaches_exactly_the_calls_in_it(desk: Desk) -> N
     assert (waiting.result(60).text, other.result(60).text) == ("heard second", "heard other")
 
 
-def test_an_adapter_that_cannot_be_loaded_fails_its_calls_and_no_others(desk: Desk) -> None:
+def test_an_adapter_that_cannot_be_loaded_fails_its_calls_and_no_others(desk: EngineWorker) -> None:
     lost = [desk.submit(call_of(desk, "lost", adapter="/no/such/folder")) for _ in range(3)]
     for one in lost:
         with pytest.raises(ValueError, match=r"lora_request|needs a model with LoRA"):
@@ -162,7 +162,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_calls_and_no_others(desk: De
     ([], 8, "no tokens"), ([5] * 4096, 8, "no room in a context of 4096"), ([5, 10**6], 8, "the token 1000000"),
     ([-1], 8, "the token -1")])
 def test_a_call_that_cannot_be_decoded_fails_and_does_not_reach_the_engine(
-    desk: Desk, ids: list[int], most: int, words: str,
+    desk: EngineWorker, ids: list[int], most: int, words: str,
 ) -> None:
     call = call_of(desk, "x")
     with pytest.raises(ValueError, match=words):
@@ -170,7 +170,7 @@ def test_a_call_that_cannot_be_decoded_fails_and_does_not_reach_the_engine(
     assert not engine(desk).rounds
 
 
-def test_a_cancelled_call_is_not_drawn_or_dropped(desk: Desk) -> None:
+def test_a_cancelled_call_is_not_drawn_or_dropped(desk: EngineWorker) -> None:
     first = held_up(desk)
     waiting, kept = desk.submit(call_of(desk, "gone")), desk.submit(call_of(desk, "kept"))
     assert first.cancel() and waiting.cancel()
@@ -181,7 +181,7 @@ def test_a_cancelled_call_is_not_drawn_or_dropped(desk: Desk) -> None:
     assert engine(desk).rounds == [(1.0, 1), (1.0, 1)]
 
 
-def test_closing_finishes_what_is_in_the_engine_and_refuses_the_rest(desk: Desk) -> None:
+def test_closing_finishes_what_is_in_the_engine_and_refuses_the_rest(desk: EngineWorker) -> None:
     first = held_up(desk)
     waiting, job = desk.submit(call_of(desk, "second")), desk.run(lambda: 1)
     waiting.add_done_callback(lambda _: engine(desk).gate.set())  # which is refused before the engine is waited for
@@ -189,7 +189,7 @@ def test_closing_finishes_what_is_in_the_engine_and_refuses_the_rest(desk: Desk)
     desk.close()
     assert first.result(0).text == "heard first"
     for refused in (waiting, job, desk.submit(call_of(desk, "late")), desk.run(lambda: 1)):
-        with pytest.raises(DeskClosedError, match="closed"):
+        with pytest.raises(WorkerClosedError, match="closed"):
             refused.result(0)
     assert engine(desk).slept == 1 and not desk.thread.is_alive()
 
@@ -208,7 +208,7 @@ def test_seeds_follow_from_the_desks_seed_and_the_number_of_the_call() -> None:
     assert len(set(found[0])) == 4 and found[0][3] == found[2][3] == 5
 
 
-def test_a_key_is_in_the_engine_once_at_a_time(desk: Desk) -> None:
+def test_a_key_is_in_the_engine_once_at_a_time(desk: EngineWorker) -> None:
     first = held_up(desk)
     twice = [desk.submit(call_of(desk, str(number), key=3)) for number in range(2)]
     engine(desk).gate.set()

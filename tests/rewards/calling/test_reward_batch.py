@@ -22,14 +22,14 @@ from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
 from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
-from lowmem_grpo.rewards.calling.of_groups import EarlyScoring, call, covered, score_rows
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch, call, covered, score_rows
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SIZE = 3  # completions of a group
 ORDER = (2, 0, 3, 1)  # in which groups are finished
-LINGER = "lowmem_grpo.rewards.calling.of_groups.LINGER"
+LINGER = "lowmem_grpo.rewards.calling.reward_batch.LINGER"
 
 
 class Length(Reward):
@@ -70,27 +70,27 @@ def groups_of(prompts: list[Prompt]) -> list[RolloutGroup]:
 @contextmanager
 def early(
     rewards: Any, count: int = 4, state: TrainerState | None = None, **settings: Any
-) -> Iterator[tuple[EarlyScoring, list[RolloutGroup]]]:
+) -> Iterator[tuple[RewardBatch, list[RolloutGroup]]]:
     """The scoring of a batch of `count` groups, and these groups. `rewards` are functions, or a scorer of them."""
     scorer = rewards if isinstance(rewards, RewardScorer) else RewardScorer(rewards, **settings)
     prompts = prompts_of(count)
-    with EarlyScoring(scorer, prompts, state) as scoring:
+    with RewardBatch(scorer, prompts, state) as scoring:
         yield scoring, groups_of(prompts)
 
 
-def take_in(scoring: EarlyScoring, groups: list[RolloutGroup], *order: int) -> None:
+def take_in(scoring: RewardBatch, groups: list[RolloutGroup], *order: int) -> None:
     """Tell of the groups in this order, or of all in theirs."""
     for index in order or range(len(groups)):
         scoring.take_in(index, groups[index].rollouts)
 
 
-def wait_until(scoring: EarlyScoring, holds: Callable[[], bool]) -> None:
+def wait_until(scoring: RewardBatch, holds: Callable[[], bool]) -> None:
     """Wait for what the calls tell of as soon as it holds."""
     with scoring.changed:
         assert scoring.changed.wait_for(holds, 60)
 
 
-def wait_until_idle(scoring: EarlyScoring) -> None:
+def wait_until_idle(scoring: RewardBatch) -> None:
     """Wait until all that was handed in is scored, or nothing more will be called."""
     wait_until(scoring, lambda: not scoring.working and all(
         call.future.done() and call.ended for call in scoring.calls if call.began))
@@ -229,7 +229,7 @@ def plain(completions: list[str], **_: Any) -> list[float]:
 def test_the_setting_and_the_functions_decide_which_are_called_early(chosen: bool | None, early: list[str]) -> None:
     scorer = RewardScorer([Length(), plain, logs_later, Last(name="last"), Together(name="all")], while_sampling=chosen)
     assert scorer.early == early
-    scoring = EarlyScoring(scorer, prompts_of(1), None)
+    scoring = RewardBatch(scorer, prompts_of(1), None)
     assert (scoring.on_group is None) == (not early)
 
 
@@ -415,9 +415,9 @@ def test_a_missing_column_is_found_before_anything_is_sampled() -> None:
         return [0.0] * len(completions)
 
     with pytest.raises(MissingColumnError, match=r"needs requires gold, which no dataset column provides"):
-        EarlyScoring(RewardScorer([plain, needs]), prompts_of(2), None)
+        RewardBatch(RewardScorer([plain, needs]), prompts_of(2), None)
     with pytest.raises(MissingColumnError, match="requires gold"):
-        EarlyScoring(RewardScorer(number_match("gold").reward()), prompts_of(2), None)
+        RewardBatch(RewardScorer(number_match("gold").reward()), prompts_of(2), None)
 
 
 def test_columns_that_come_with_the_rollouts_stand_before_those_of_the_rows() -> None:
@@ -477,9 +477,9 @@ class Digits(Length):
 
 def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no other group is sampled until a finished one is scored."""
-    take_in, begin = EarlyScoring.take_in, Batch.take_part
+    take_in, begin = RewardBatch.take_in, Batch.take_part
 
-    def take_in_and_wait(scoring: EarlyScoring, index: int, rollouts: list[Rollout]) -> None:
+    def take_in_and_wait(scoring: RewardBatch, index: int, rollouts: list[Rollout]) -> None:
         take_in(scoring, index, rollouts)
         wait_until_idle(scoring)
 
@@ -487,7 +487,7 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
         scored.add(len(reward.calls))
         return begin(batch, waiting, room)
 
-    monkeypatch.setattr(EarlyScoring, "take_in", take_in_and_wait)
+    monkeypatch.setattr(RewardBatch, "take_in", take_in_and_wait)
     monkeypatch.setattr(Batch, "take_part", noted)
     runs = {}
     for chosen in (None, False):
@@ -569,7 +569,7 @@ def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(w
             score_rows(scorer, [row] * 4, ["4"] * 4, [[7]] * 4, None)
         elif way == "early":
             prompts = [Prompt(row, [1], "")]
-            scoring = EarlyScoring(scorer, prompts, TrainerState())
+            scoring = RewardBatch(scorer, prompts, TrainerState())
             scoring.settle([RolloutGroup(row, [1], rollouts)])
         else:
             call(scorer, [RolloutGroup(row, [1], rollouts)], None)

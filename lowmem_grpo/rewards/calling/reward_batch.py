@@ -20,7 +20,7 @@ from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
 LINGER = 0.02  # seconds that the worker waits, so that groups that finish together go into one call
 
 
-class EarlyScoring:
+class RewardBatch:
     """The calls of the reward functions on a batch of prompts: made before it is sampled, told of finished groups by
     `on_group` while others decode, and brought to an end by `settle`. A context manager: after its end no call begins.
     All plain functions share one worker thread. Whenever it is free, it takes all groups that wait and calls one

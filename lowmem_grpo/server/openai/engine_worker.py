@@ -1,4 +1,4 @@
-"""`Desk`: the one thread that owns a model and its engine, for all who want completions or want to train.
+"""`EngineWorker`: the one thread that owns a model and its engine, for all who want completions or want to train.
 
     while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait"""
 
@@ -25,16 +25,16 @@ from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.server.openai.waiting import (
+from lowmem_grpo.server.openai.request_queue import (
     LIVE,
     NO_ROUND,
     Call,
-    DeskClosedError,
-    DeskJob,
+    EngineSession,
     Keys,
     OpenCall,
-    Sitting,
-    Waiting,
+    RequestQueue,
+    WorkerClosedError,
+    WorkerTask,
 )
 from lowmem_grpo.types import Rollout, Turn
 
@@ -45,7 +45,7 @@ REMEMBERED = 8  # conversations, whose widest rounds tell how many calls may com
 AT_EXIT = 10.0  # seconds that the end of the program waits for what is in the engine
 
 
-class Desk:
+class EngineWorker:
     """Decodes calls from any thread by the model's own engine, with continuous batching.
 
     One conversation with the engine stays open while calls of one flavour (adapter, temperature ...) come, so that it
@@ -64,7 +64,7 @@ class Desk:
         self.engine, self.given = engine, engine is not None
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
-        self.waiting, self.numbers, self.keys = Waiting(), itertools.count(), Keys()
+        self.waiting, self.numbers, self.keys = RequestQueue(), itertools.count(), Keys()
         self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
         self.thread.start()
@@ -82,7 +82,7 @@ class Desk:
         try:
             self.check(call)
             self.waiting.add(call.flavour, OpenCall(call, seed, future))
-        except (ValueError, DeskClosedError) as error:
+        except (ValueError, WorkerClosedError) as error:
             future.set_exception(error)
         return future
 
@@ -93,8 +93,8 @@ class Desk:
         self.check_elsewhere("call the function itself")
         future: Future[T] = Future()
         try:
-            self.waiting.add(None, DeskJob(function, sleep, future))
-        except DeskClosedError as error:
+            self.waiting.add(None, WorkerTask(function, sleep, future))
+        except WorkerClosedError as error:
             future.set_exception(error)
         return future
 
@@ -108,7 +108,7 @@ class Desk:
         atexit.unregister(self.close)
         for item in self.waiting.close():
             if item.future.set_running_or_notify_cancel():
-                item.future.set_exception(DeskClosedError("the desk was closed before this was begun"))
+                item.future.set_exception(WorkerClosedError("the desk was closed before this was begun"))
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout)
 
@@ -126,14 +126,14 @@ class Desk:
 
     def work(self) -> None:
         while (item := self.waiting.next()) is not None:
-            if isinstance(item, DeskJob):
+            if isinstance(item, WorkerTask):
                 self.do(item)
             else:
                 self.serve(item)
         if self.engine is not None:
             self.engine.sleep()
 
-    def do(self, job: DeskJob) -> None:
+    def do(self, job: WorkerTask) -> None:
         """Run a function; its error is told to whom asked for it."""
         if not job.future.set_running_or_notify_cancel():
             return
@@ -146,7 +146,7 @@ class Desk:
 
     def serve(self, call: Call) -> None:
         """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
-        sitting = Sitting(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
+        sitting = EngineSession(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
         try:
             engine = self.awake()
             sitting.meet(engine)

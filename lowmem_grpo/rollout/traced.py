@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import CONVERSE, Conversation, Request
-from lowmem_grpo.rollout.other_side import base_model
+from lowmem_grpo.rollout.base_model_player import base_model
 from lowmem_grpo.runs.trajectory import content_text, speaker
 from lowmem_grpo.types import Message, Rollout
 
@@ -16,7 +16,7 @@ Tell = Callable[[str, str], None]  # (who, what was said)
 CONTEXT = ("system", "user", "tool")
 
 
-class Person:
+class HumanEngine:
     """An engine without a model: each turn is a text that `ask` returns."""
 
     name, slots, capabilities = "person", 1, frozenset({CONVERSE})
@@ -54,7 +54,7 @@ class Watched:
         if self.asked is not None:
             self.asked.converse(conversation, params)
         else:
-            self.engine.converse(Overheard(conversation, self), params)
+            self.engine.converse(TracedConversation(conversation, self), params)
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class Watched:
                 self.asked = None
 
 
-class Overheard:
+class TracedConversation:
     """A conversation between an engine and a batch of episodes."""
 
     def __init__(self, batch: Any, ear: Watched) -> None:
