@@ -164,3 +164,13 @@ def kind_of(hint: Any) -> Any:
     """Return the one class that an annotation allows beside None, without what it holds; None for several."""
     kinds = {get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else (hint,))}
     return (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None
+
+
+class UnsupportedError(RuntimeError):
+    """Other libraries have this and we do not; the message says what to use instead."""
+
+
+def refuse_name(name: str, owner: str, table: Mapping[str, str]) -> None:
+    """Raise UnsupportedError for a name that another library has and `owner` has not, with what to use instead."""
+    if name in table:
+        raise UnsupportedError(f"{owner} has no {name}. {table[name]}")

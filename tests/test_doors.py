@@ -12,7 +12,8 @@ from tables import not_refused
 import lowmem_grpo.agents
 import lowmem_grpo.kernels
 import lowmem_grpo.rewards
-from lowmem_grpo.integrations.unsloth_names import REFUSED, UnsupportedError
+from lowmem_grpo.integrations.unsloth_names import REFUSED
+from lowmem_grpo.utils import UnsupportedError
 
 NAMES = {  # module -> names; a folder's name that was a module's offers what that module defined
     "lowmem_grpo": "FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig GRPOTrainer PatchFastRL "

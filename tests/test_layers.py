@@ -26,39 +26,33 @@ import lowmem_grpo.rewards
 ROOT = Path(lowmem_grpo.__file__).parent
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
-    ("kernels", "sandbox", "types", "messages", "utils", "hub", "unsloth_names"),
-    ("losses", "offload", "memory", "planning"),
-    ("config", "models"),
-    ("engines",),
-    ("data", "runs", "views"),
-    ("export", "fast_model", "loader", "rewards", "environments"),
-    ("rollout", "preflight", "train", "chat_templates"),
-    ("service", "agents", "recipes", "jobs", "commands", "integrations", "cli", "__main__"),
+    ("kernels", "types", "utils"),
+    ("losses", "memory", "offload", "planning"),
+    ("config", "runs"),
+    ("models", "export"),
+    ("engines", "data"),
+    ("fast_model", "loader", "rewards", "environments"),
+    ("rollout", "trainer", "chat_templates"),
+    ("recipes", "server", "agents", "integrations", "cli", "__main__"),
 ]
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
-    "hub": {"huggingface_hub"},
-    "models": {"bitsandbytes", "peft", "safetensors", "transformers"},
+    "runs": {"IPython", "click", "numpy", "peft", "rich", "safetensors", "trackio", "transformers", "wandb"},
+    "models": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "packaging", "transformers", "vllm"},
     "data": {"datasets", "transformers"},
-    "runs": {"numpy", "peft", "safetensors"},
-    "views": {"IPython", "click", "rich", "trackio", "transformers", "wandb"},
-    "export": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},
     "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "rich", "sympy", "transformers"},
     "rollout": {"transformers"},
-    "preflight": {"packaging"},
-    "train": {"bitsandbytes", "numpy", "peft", "transformers"},
-    "service": {"anyio", "fastapi", "google", "openai", "peft", "pydantic", "safetensors", "starlette",
-                "transformers", "uvicorn", "zstandard"},
+    "trainer": {"bitsandbytes", "numpy", "packaging", "peft", "transformers"},
+    "server": {"anyio", "fastapi", "google", "openai", "peft", "pydantic", "safetensors", "starlette",
+               "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
     "recipes": {"click", "datasets", "jinja2", "pydantic", "rich"},
-    "jobs": {"fastapi", "starlette"},
-    "commands": {"click"},
-    "integrations": {"packaging", "peft", "transformers", "trl"},
     "cli": {"click"},
+    "integrations": {"packaging", "peft", "transformers", "trl"},
 }
 LAZY = {  # packages with doors: their names, and the homes of these
     "lowmem_grpo": lowmem_grpo.HOMES, "lowmem_grpo.agents": lowmem_grpo.agents.HOMES,
@@ -72,7 +66,7 @@ LAZY = {  # packages with doors: their names, and the homes of these
 FREE = ("torch", *sys.stdlib_module_names)
 MADE_AT_RUN_TIME = ("exec", "eval", "compile", "__import__")
 # They read variables of vLLM, datasets and torchrun, and CC, which is Triton's.
-OTHERS_SETTINGS = ("engines.vllm.installed", "hub", "config.launcher", "models.card_check")
+OTHERS_SETTINGS = ("engines.vllm.installed", "models.hub", "config.launcher", "models.card_check")
 READ_IN_SECRET = {"getsource", "environ", "getenv", "putenv"}
 
 

@@ -13,9 +13,9 @@ from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.refused import REFUSED
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
 from lowmem_grpo.config.launcher import this_place
-from lowmem_grpo.integrations.unsloth_names import refuse_name
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.runs.records import replace_text
+from lowmem_grpo.utils import refuse_name
 
 if TYPE_CHECKING:
     from lowmem_grpo.agents.backend import LocalBackend

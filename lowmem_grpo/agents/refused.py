@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lowmem_grpo.integrations.unsloth_names import refuse_name
+from lowmem_grpo.utils import refuse_name
 
 LOCAL = "Training runs in this process, on this machine: use LocalBackend()."
 REFUSED = {name: advice for names, advice in {  # names of its door, of its dev, of its backend and of its models

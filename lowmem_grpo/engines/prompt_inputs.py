@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
-from lowmem_grpo.messages import plain_message
+from lowmem_grpo.engines.messages import plain_message
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"

@@ -1,8 +1,9 @@
 """Names that people import from Unsloth: what they are called here, what does nothing here, and what there is not."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
+
+from lowmem_grpo import utils
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +53,9 @@ REFUSED = {name: advice for names, advice in {
 }.items() for name in names.split()}
 
 
-class UnsupportedError(RuntimeError):
-    """Other libraries have this and we do not; the message says what to use instead."""
-
-
-def refuse_name(name: str, owner: str = "lowmem_grpo", table: Mapping[str, str] = REFUSED) -> None:
-    """Raise UnsupportedError for a name that another library has and `owner` has not, with what to use instead."""
-    if name in table:
-        raise UnsupportedError(f"{owner} has no {name}. {table[name]}")
+def refuse_name(name: str) -> None:
+    """Raise UnsupportedError for a name that Unsloth or TRL has and we have not, with what to use instead."""
+    utils.refuse_name(name, "lowmem_grpo", REFUSED)
 
 
 def refused_class(name: str) -> type:

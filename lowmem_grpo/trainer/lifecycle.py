@@ -14,10 +14,11 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl
-from lowmem_grpo.runs.summary import error_text, facts, summary
+from lowmem_grpo.runs.summary import error_text, summary
 from lowmem_grpo.runs.views.report import write_report
 from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.evaluator import Evaluator
+from lowmem_grpo.trainer.facts import facts
 
 logger = logging.getLogger(__name__)
 TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "

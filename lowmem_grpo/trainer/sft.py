@@ -25,7 +25,6 @@ from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.data.tokenised import tokenised
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.runs.views.live import SFTView
 from lowmem_grpo.trainer.evaluator import OF_LOSS
@@ -34,6 +33,7 @@ from lowmem_grpo.trainer.parameters import check_model, either, taken_in, with_n
 from lowmem_grpo.trainer.predictions import Predictions
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.utils import UnsupportedError
 
 MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
             "nonfinite/steps", "micro_batches")  # what the learner measures in a step

@@ -9,14 +9,13 @@ from typing import Any
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.models import hub
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.saver import Saver
-from lowmem_grpo.utils import time_text
+from lowmem_grpo.utils import UnsupportedError, time_text
 
 logger = logging.getLogger(__name__)
 LOOP = "the visible loop is next_groups(), update(groups), evaluate() and save_state()"

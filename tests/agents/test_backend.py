@@ -19,9 +19,9 @@ from tables import every_row
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.rewards import judge_of
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.runs.lock import RunInUseError
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.utils import UnsupportedError
 from tests.attacks.small_run import differences
 
 

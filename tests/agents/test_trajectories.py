@@ -16,7 +16,7 @@ from tables import every_row
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents import trajectories as module
 from lowmem_grpo.agents.trajectories import message_of
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
+from lowmem_grpo.utils import UnsupportedError
 
 
 def choice(content: str | None, **message: Any) -> Choice:

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names only files and functions that exist. (`tests/test_layers.py` holds its picture.)"""
+"""ARCHITECTURE.md and the examples of CONTRIBUTING.md name only files and functions that exist. (`tests/test_layers.py` holds its picture.)"""
 
 import ast
 import re
@@ -14,13 +14,14 @@ from lowmem_grpo.losses import loss_types
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lowmem_grpo"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
+EXAMPLES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Two examples")[2]
+TEXT = re.sub(r"```.*?```", "", PAGE + EXAMPLES, flags=re.DOTALL)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")
 PLACEHOLDER = "NAME"
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_YET = {"environments/", "rewards/ready/politeness.py"}  # to come, and of an example
-FUNCTION, ENTRY, SHORT, POLITE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+FUNCTION, ENTRY, SHORT, POLITE = re.findall(r"```python\n(.*?)```", EXAMPLES, flags=re.DOTALL)
 
 
 def find(path: str) -> Path | None:

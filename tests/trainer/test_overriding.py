@@ -8,9 +8,9 @@ import torch
 from trainer_runs import ROWS, SMALL, digit_sum, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer, RLOOTrainer, SFTTrainer
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.trainer.trl_api import NEVER_CALLED
+from lowmem_grpo.utils import UnsupportedError
 
 
 def method(*_: Any) -> None:

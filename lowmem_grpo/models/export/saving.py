@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.models.hub import check_repo, client, full_name, push
+from lowmem_grpo.utils import UnsupportedError
 
 MERGED_16BIT, LORA = "merged_16bit", "lora"
 METHODS = {"merged_16bit": MERGED_16BIT, "16bit": MERGED_16BIT, "lora": LORA}

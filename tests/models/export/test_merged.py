@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.kernels.fp8 import fp8_dequantize
 from lowmem_grpo.models.export.folder import ExportError
 from lowmem_grpo.models.export.formats import export
@@ -25,6 +24,7 @@ from lowmem_grpo.models.export.merge import MergeError, live_pairs, read_pairs
 from lowmem_grpo.models.fp8_linear import FP8Linear
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.utils import UnsupportedError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 

@@ -10,10 +10,10 @@ from export_tools import CONVERTER, StubHub, adapted, llama_cpp, names_beside
 from safetensors.torch import load_file
 
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.integrations.unsloth_names import UnsupportedError
 from lowmem_grpo.models.export.folder import ExportError
 from lowmem_grpo.models.export.gguf import GGUFError, read_gguf
 from lowmem_grpo.models.hub import HubError
+from lowmem_grpo.utils import UnsupportedError
 
 UNSLOTH = json.loads((Path(__file__).parents[2] / "support" / "unsloth_defaults.json").read_text())["saving"]
 QUANTIZER = "#!/bin/sh\ncp \"$1\" \"$2\"\necho \"$3\" > \"$2.kind\"\n"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from lowmem_grpo.messages import plain_message
+from lowmem_grpo.engines.messages import plain_message
 from lowmem_grpo.server.openai.messages import plain
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
