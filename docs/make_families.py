@@ -45,8 +45,8 @@ PARTS = """
 Of a checkpoint of the kinds {kinds} only the text model is loaded, and one line says how
 many tensors are left out. It trains, samples and merges like any other of its family; a merged model is one of text.
 Log-probabilities and LoRA gradients are those of the whole model as transformers computes it
-(`tests/models/test_text_backbone.py`). Other kinds load with all their parts where transformers has a causal language model
-for them, and are refused by name where it has none. Rows with images are refused.
+(`tests/models/test_text_backbone.py`). Other kinds load with all their parts where transformers has a causal language
+model for them, and are refused by name where it has none. Rows with images are refused.
 """
 REFUSED = """
 ## Refused by name

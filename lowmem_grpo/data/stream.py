@@ -5,7 +5,7 @@
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
 Rows are read as plain values, and their chat messages without the keys that Arrow filled with None and with one text
-for a content of text parts (`lowmem_grpo.engines.messages`). Other libraries' classes are known by the names of their modules:
+for a content of text parts (`engines/messages.py`). Other libraries' classes are known by the names of their modules:
 none of them is imported.
 
 A run on a stream has a position, the number of rows that it has drawn. To go on from there, the stream is begun again

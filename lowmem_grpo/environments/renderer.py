@@ -1,7 +1,7 @@
 """How messages become the tokens of the first prompt, and those between two turns of the policy: with the chat template
 (`Renderer`), or for prompts that are plain strings (`PlainRenderer`).
 
-A `TurnBoundary` is where sampled tokens end and the bridge to the next turn begins, found in a conversation that is made up.
+A `TurnBoundary` is where sampled tokens end and the bridge to the next turn begins, found in a made-up conversation.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """`ChatTemplate`: the text that a tokenizer's chat template makes of messages, and an error where it refuses them.
 
-`SpecialTokens` are tokens that begin or end turns, thoughts and calls, and foreign text must not become one. Text of tools and
+`SpecialTokens` begin or end turns, thoughts and calls, and foreign text must not become one. Text of tools and
 environments may hold the letters of `<|im_end|>`. Before the chat template renders it, each such place is replaced by a
 word that no template changes; in the rendered text the letters come back, cut in two pieces that are encoded apart, so
 that no piece spells a mark. Text without marks is encoded together with what stands around it, as a server encodes it.

@@ -1,5 +1,5 @@
-"""`BaseModelPlayer`: what environments ask the base model, decoded by the engine that samples the policy. It has one set of
-weights at a time, so all that was asked is decoded together, once half of the episodes in play wait for it."""
+"""`BaseModelPlayer`: what environments ask the base model, decoded by the engine that samples the policy. It has one
+set of weights at a time, so all that was asked is decoded together, once half of the episodes in play wait for it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -178,7 +178,9 @@ class Learner:
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
-    def accumulate(self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None) -> StepAccumulator:
+    def accumulate(
+        self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
+    ) -> StepAccumulator:
         """Add the gradient of each micro-batch to what was begun; returns what they add up to."""
         self.policy.model.train()
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
@@ -247,7 +249,8 @@ class Learner:
         """Return the sums over the micro-batches of all ranks, on all these rollouts."""
         if self.ranks.count == 1:
             return sums
-        return StepAccumulator.together(self.ranks.gather("what micro-batches add up to", sums.sent(rollouts)), rollouts)
+        of_ranks = self.ranks.gather("what micro-batches add up to", sums.sent(rollouts))
+        return StepAccumulator.together(of_ranks, rollouts)
 
     def optim_step(self) -> dict[str, float]:
         """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;

@@ -125,7 +125,8 @@ class OverlappedTraining:
         objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # those of other passes are not this step's
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
-        return PartialGradient(StepTotals(sequences, tokens, tokens), StepAccumulator(self.policy.device), objective.conditions)
+        totals = StepTotals(sequences, tokens, tokens)
+        return PartialGradient(totals, StepAccumulator(self.policy.device), objective.conditions)
 
     def train_some(self) -> None:
         """Train one micro-batch here, or give all to the worker."""

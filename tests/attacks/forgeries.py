@@ -69,7 +69,8 @@ FORGERIES = {
                         "        if hasattr(value, 'send') and hasattr(value, 'socket'):\n"
                         "            value.send({'outcome': 'passed', 'reason': ''})\n    frame = frame.f_back\n"
                         "def add(a, b):\n    return 0\n",
-    "rewrites the harness": "import lowmem_grpo.rewards.sandbox.inside as inside\nfor name in ('trial.py', 'plain.py'):\n"
+    "rewrites the harness": "import lowmem_grpo.rewards.sandbox.inside as inside\n"
+                            "for name in ('trial.py', 'plain.py'):\n"
                             "    path = inside.__file__.replace('inside.py', name)\n    open(path, 'a').close()\n"
                             "    opened = True\nresult = 5 if opened else 0\ndef add(a, b):\n    return result\n",
     "leaves files for the test": "open('tests.py', 'w').write('')\nopen('code.py', 'w').write('')\n"

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md and the examples of CONTRIBUTING.md name only files and functions that exist. (`tests/test_layers.py` holds its picture.)"""
+"""ARCHITECTURE.md and the examples of CONTRIBUTING.md name only files and functions that exist."""
 
 import ast
 import re

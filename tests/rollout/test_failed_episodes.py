@@ -34,7 +34,8 @@ class Broken:
 
 def batches(stopping: Callable[[], bool] = lambda: False) -> Callable[[], list[str]]:
     """A function that plays two episodes more, and returns how they ended."""
-    episodes = Episodes(EnvSpecs(tokenizer_of(TEMPLATE), [], Factories(Broken), 1024, {}), EpisodeBounds(**FREE), stopping)
+    specs = EnvSpecs(tokenizer_of(TEMPLATE), [], Factories(Broken), 1024, {})
+    episodes = Episodes(specs, EpisodeBounds(**FREE), stopping)
     engine: Any = ScriptedEngine(lambda prompt: "a")
 
     def play() -> list[str]:

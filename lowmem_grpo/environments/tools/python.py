@@ -1,4 +1,4 @@
-"""A tool that runs Python which a policy wrote, in the sandbox. `lowmem_grpo.rewards.sandbox` says what that prevents."""
+"""A tool that runs Python which a policy wrote, in the sandbox. `rewards/sandbox` says what that prevents."""
 
 import logging
 import time

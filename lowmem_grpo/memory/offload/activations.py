@@ -194,8 +194,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that share memory. Fake tensors, of which plans are made, have no `data_ptr()`: hence a
-    private attribute of torch, used only here. Checked with torch 2.13; tests/memory/offload/test_activations.py fails if it
-    moves."""
+    private attribute of torch, used only here. Checked with torch 2.13; its test fails if it moves."""
     return tensor.untyped_storage()._cdata
 
 

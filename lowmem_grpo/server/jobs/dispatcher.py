@@ -1,7 +1,7 @@
 """`Dispatcher`: starts the next job when it has room, and records what became of those that ran.
 
-`python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` prints what the plan of a recipe says for this card, as a
-line of JSON."""
+`python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` prints a recipe's plan for this card as a line of
+JSON."""
 
 import json
 import logging
@@ -44,8 +44,9 @@ class Planning:
     def __init__(self, job: int, arguments: Sequence[str]) -> None:
         """`arguments` are the recipe and its options, of the job with this number."""
         self.job = job
-        self.process = subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.dispatcher", *arguments], text=True,
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "lowmem_grpo.server.jobs.dispatcher", *arguments]
+        self.process = subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL)
 
     def result(self) -> JobPlan | None:
         if self.process.poll() is None:

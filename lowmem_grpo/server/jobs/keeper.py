@@ -66,8 +66,8 @@ def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None)
         (folder / old).unlink(missing_ok=True)
     write_json(folder / ORDER, {"command": list(command), "time_limit": time_limit})
     with open(folder / LOG, "ab") as log:
-        subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(folder)], stdin=subprocess.DEVNULL,
-                         stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(folder)], stdout=log,
+                         stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def ask_to_stop(folder: Path) -> None:

@@ -31,8 +31,9 @@ class Chat(Completer):
     there ("length")."""
 
     def __init__(
-        self, desk: EngineWorker, tokenizer: PreTrainedTokenizerBase, names: Names, *, histories: ConversationCache | None = None,
-        max_turn_tokens: int | None = None, template_kwargs: Mapping[str, Any] | None = None,
+        self, desk: EngineWorker, tokenizer: PreTrainedTokenizerBase, names: Names, *,
+        histories: ConversationCache | None = None, max_turn_tokens: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None,
     ) -> None:
         """`names` is asked at each request. `max_turn_tokens` bounds every answer. `template_kwargs` and `parse`

@@ -1,4 +1,4 @@
-"""`RequestQueue`: what the owner of an engine is asked for, in fair lines; `EngineSession`: the calls that are in the engine."""
+"""`RequestQueue`: what the owner of an engine is asked for, in fair lines; `EngineSession`: the calls in the engine."""
 
 import itertools
 import logging
@@ -176,7 +176,9 @@ class EngineSession:
 
     goes_on = True  # in a later sitting
 
-    def __init__(self, waiting: RequestQueue, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND) -> None:
+    def __init__(
+        self, waiting: RequestQueue, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
+    ) -> None:
         """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
         self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls

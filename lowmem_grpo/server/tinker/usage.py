@@ -34,7 +34,9 @@ class BusyError(Exception):
 class Usage:
     """Any thread may use it."""
 
-    def __init__(self, allowances: Allowances | None, ledger: RequestStore, shelf: CheckpointStore, folder: Path) -> None:
+    def __init__(
+        self, allowances: Allowances | None, ledger: RequestStore, shelf: CheckpointStore, folder: Path
+    ) -> None:
         """`folder` has the models' states, and the snapshots that samplers name."""
         self.ledger, self.shelf, self.folder = ledger, shelf, folder
         self.allowances = defaultdict(Allowance) if allowances is None else allowances

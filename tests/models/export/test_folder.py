@@ -62,7 +62,8 @@ def test_a_place_that_cannot_be_written_is_named(adapter: Path, tmp_path: Path) 
 def test_a_full_disk_is_named_before_anything_is_written(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.models.export.folder.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("lowmem_grpo.models.export.folder.shutil.disk_usage", lambda _: usage)
     with pytest.raises(ExportError, match=r"needs \d+\.\d MiB and 0\.0 MiB are free"):
         export(adapter, "merged", tmp_path / "out")
     assert names_beside(tmp_path) == []

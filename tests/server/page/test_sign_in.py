@@ -1,7 +1,6 @@
 """Signing in: links work once, cookies end, and nothing that opens the page is kept."""
 
-from lowmem_grpo.server.openai import users as sign_in
-from lowmem_grpo.server.users import LASTS, SignIn, User, Users, hashed
+from lowmem_grpo.server.users import LASTS, MOST_BROWSERS, SignIn, User, Users, hashed
 
 KEY = "tml-owner-owner-owner-owner"
 OWNER = User("owner")
@@ -60,6 +59,6 @@ def test_what_is_held_in_memory_opens_nothing() -> None:
 def test_the_oldest_browser_makes_room() -> None:
     page = made()
     first = page.by_key(KEY)
-    for _ in range(sign_in.MOST_BROWSERS):
+    for _ in range(MOST_BROWSERS):
         last = page.by_key(KEY)
     assert who(page, first) is None and who(page, last) == OWNER
