@@ -95,9 +95,9 @@ class SFTTrainer(Trainer):
             placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
             eval_dataset=eval_dataset, data_collator=data_collator,
         )
-        check_model(model, type(self))
         tokenizer = either(processing_class, tokenizer)
         config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
+        check_model(model, type(self))
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
         set_chat(self.tokenizer, config)

@@ -108,7 +108,7 @@ def stack(
     """Random experts: kind "plain", "nf4" or "nested"."""
     weights = (random(experts, out, columns, seed=out) / columns**0.5).to(device, dtype)
     if kind == "plain":
-        return FrozenStack.of(weights)
+        return FrozenStack.from_weights(weights)
     param = in_4_bit(weights.flatten(0, 1), double=kind == "nested", device=device)
     return FrozenStack(NF4Weight.from_bitsandbytes(param), experts)
 

@@ -56,7 +56,7 @@ def in_8_bits() -> Iterator[FastPeftModel]:
 
 
 class TestCacheInEightBits:
-    pytestmark = [NEEDS_VLLM, pytest.mark.slow]
+    pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
 
     def test_a_cache_in_8_bits_goes_with_training_while_sampling(
         self, tmp_path: Path, in_8_bits: FastPeftModel

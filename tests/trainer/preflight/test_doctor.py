@@ -162,7 +162,7 @@ def with_card(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": fake_torch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
-                             lowmem_grpo_train_grpo=object(), lowmem_grpo_offload_host_room=object()))
+                             lowmem_grpo_trainer_grpo=object(), lowmem_grpo_memory_offload_host_room=object()))
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 2**30)
     room = SimpleNamespace(available_host_bytes=lambda: 2 * 2**30)
     found = Checkup()
-    machine.look_at_host(fake_look(lowmem_grpo_offload_host_room=room), found)
+    machine.look_at_host(fake_look(lowmem_grpo_memory_offload_host_room=room), found)
     assert "2.00 GiB of host memory are free" in found.advice[0]
     assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
