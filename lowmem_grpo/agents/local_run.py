@@ -38,7 +38,7 @@ TRAIN = "train"  # the split whose numbers the step itself writes
 
 
 class LocalRun:
-    """A model's run. All but the loading happens in the desk's thread, which owns the model. Of several ranks each
+    """A model's run. All but the loading happens in the worker's thread, which owns the model. Of several ranks each
     plays its own rollouts, and all of them open, train, log, delete and close together; the first one writes."""
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
@@ -56,15 +56,15 @@ class LocalRun:
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)
-            self.desk = EngineWorker(adapted, seed=self.own_seed())
+            self.worker = EngineWorker(adapted, seed=self.own_seed())
             try:
                 await self.at_desk(partial(self.start_run, adapted), sleep=False)
             except BaseException:
-                self.desk.close()
+                self.worker.close()
                 raise
         atexit.register(self.at_exit)
         OPEN.append(self)
-        self.chat = Chat(self.desk, adapted.loaded.tokenizer, self.names,
+        self.chat = Chat(self.worker, adapted.loaded.tokenizer, self.names,
                          template_kwargs=self.trainer.args.chat_template_kwargs)
 
     def loaded(self, model: Any) -> Any:
@@ -80,10 +80,10 @@ class LocalRun:
 
     def start_run(self, model: Any) -> None:
         self.trainer = TrajectoryTrainer(model, self.options.settings(self.folder), model.loaded.tokenizer)
-        self.desk.policy, self.desk.memory = self.trainer.policy, self.trainer.memory
+        self.worker.policy, self.worker.memory = self.trainer.policy, self.trainer.memory
         self.session = self.trainer.running()
         self.session.__enter__()
-        self.desk.on_policy_update(self.trainer.state.policy_version)
+        self.worker.on_policy_update(self.trainer.state.policy_version)
         self.read_checkpoints()
 
     async def close(self, error: BaseException | None = None) -> None:
@@ -103,8 +103,8 @@ class LocalRun:
         OPEN.remove(self)
         for endpoint in self.endpoints:
             endpoint.close()
-        self.desk.run(partial(self.finish, error), sleep=False).result()
-        self.desk.close()
+        self.worker.run(partial(self.finish, error), sleep=False).result()
+        self.worker.close()
 
     def finish(self, error: BaseException | None) -> None:
         error = error or self.error
@@ -112,8 +112,8 @@ class LocalRun:
         self.trainer.model.close_engine()
 
     def at_desk(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
-        """Run a function in the desk's thread, between calls, and return its result."""
-        future: Future[T] = self.desk.run(function, sleep)
+        """Run a function in the worker's thread, between calls, and return its result."""
+        future: Future[T] = self.worker.run(function, sleep)
         return asyncio.wrap_future(future)
 
     # Names
@@ -147,7 +147,7 @@ class LocalRun:
         """The base model as a judge; the same one for the same options."""
         key = repr(sorted(options.items()))
         if key not in self.judges:
-            self.judges[key] = EngineJudge(self.desk, self.desk.model, **options)
+            self.judges[key] = EngineJudge(self.worker, self.worker.model, **options)
         return self.judges[key]
 
     # Training
@@ -177,7 +177,7 @@ class LocalRun:
             raise
         finally:
             self.training = False
-            self.desk.on_policy_update(self.trainer.state.policy_version)
+            self.worker.on_policy_update(self.trainer.state.policy_version)
             self.read_checkpoints()
         self.error = None
         return line

@@ -217,17 +217,17 @@ def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
 
 
 class EngineJudge(SelfJudge):
-    """The base model, asked through the desk that owns the engine: between turns of rollouts, without adapter."""
+    """The base model, asked through the worker that owns the engine: between turns of rollouts, without adapter."""
 
     after_sampling = False
     rate: Any
 
-    def __init__(self, desk: Any, model: Any, **options: Any) -> None:
-        """`model` is what FastLanguageModel returned, `desk` the one that serves it; see SelfJudge for the options."""
+    def __init__(self, worker: Any, model: Any, **options: Any) -> None:
+        """`model` is what FastLanguageModel returned, `worker` what serves it; see SelfJudge for the options."""
         loaded = copy.copy(model.loaded)
         loaded.tokenizer = copy.deepcopy(loaded.tokenizer)  # it is used in other threads
         super().__init__(SimpleNamespace(loaded=loaded, inner=model.inner), **options)
-        self.desk, self.lock = desk, threading.Lock()
+        self.worker, self.lock = worker, threading.Lock()
 
     async def rate(self, questions: list[Question]) -> Round:  # type: ignore[no-redef]
         """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
@@ -238,5 +238,5 @@ class EngineJudge(SelfJudge):
             return super().encode(question, fault, now)
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
-        futures = [self.desk.submit(Call(ids, params, adapter=None)) for ids in prompts]
+        futures = [self.worker.submit(Call(ids, params, adapter=None)) for ids in prompts]
         return [[future.result()] for future in futures]

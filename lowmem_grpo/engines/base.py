@@ -33,12 +33,12 @@ class Request:
 class Conversation(Protocol):
     """The source from which an engine gets turns to draw, and to which it gives them back."""
 
-    def take(self, busy: bool) -> list[Request]:
+    def next_requests(self, busy: bool) -> list[Request]:
         """Return what can be decoded now. A `busy` engine has other turns to decode and gets what is there at once;
         another waits for the next, and an empty list tells it that there are no more."""
         ...
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         """The turn of an episode is drawn. Called in the engine's thread; it may make the next turn ready."""
         ...
 

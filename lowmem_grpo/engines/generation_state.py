@@ -174,7 +174,7 @@ class GenerationState:
         def give(row: int, rollouts: list[Rollout]) -> None:
             rollouts[0].cached_tokens = state.cached[row]
             with finished.outside_the_engine():
-                conversation.give(requests[row].key, rollouts[0])
+                conversation.add_rollout(requests[row].key, rollouts[0])
 
         finished, first = FinishedPrompts(len(requests), give), dict[tuple[int, ...], int]()
         owners = [first.setdefault(tuple(request.ids), row) for row, request in enumerate(requests)]

@@ -27,7 +27,7 @@ def converse(engine: Any, conversation: Conversation, params: SamplingParams,
 
 def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
               tokenizer: PreTrainedTokenizerBase) -> None:
-    while requests := conversation.take(busy=False):
+    while requests := conversation.next_requests(busy=False):
         decode(engine, requests, conversation, params, tokenizer)
 
 
@@ -47,7 +47,7 @@ def decode(engine: Any, requests: list[Request], conversation: Conversation, par
 
     def give(index: int, rollouts: list[Rollout]) -> None:
         request = requests[index]
-        conversation.give(request.key, within(rollouts[0], request.max_tokens, params, tokenizer))
+        conversation.add_rollout(request.key, within(rollouts[0], request.max_tokens, params, tokenizer))
 
     prompts = [request.ids for request in requests]
     if ON_GROUP in capabilities_of(engine):

@@ -130,7 +130,7 @@ class TransformersEngine:
             self.forget()  # another's keys
         self.pace.start_call()
         try:
-            while requests := conversation.take(busy=False):
+            while requests := conversation.next_requests(busy=False):
                 self.widest = max(self.widest, len(requests))
                 room = self.bound.under(None) or 2 * self.widest
                 budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in requests]

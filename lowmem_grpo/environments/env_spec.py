@@ -38,7 +38,7 @@ class EnvSpec:
 
 
 class EnvSpecs:
-    """The kits of a run, one for each environment."""
+    """The specs of a run, one for each environment."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
@@ -53,7 +53,7 @@ class EnvSpecs:
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 
     def make(self, made: Any) -> EnvSpec:
-        """Return the kit of an environment like this one; None where there is no environment."""
+        """Return the spec of an environment like this one; None where there is no environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
         toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
             if functions else None
@@ -63,10 +63,10 @@ class EnvSpecs:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
-        kit = self.kit_for(row)
-        if kit.toolbox is None or made is None:
-            return kit.toolbox
-        return kit.toolbox.with_functions([*self.tools, *tools_of(made)])
+        spec = self.kit_for(row)
+        if spec.toolbox is None or made is None:
+            return spec.toolbox
+        return spec.toolbox.with_functions([*self.tools, *tools_of(made)])
 
     def within(self, answer: Answer) -> Answer:
         """Return the answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
@@ -83,36 +83,36 @@ class EnvSpecs:
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
         """The schemas of the tools that policies are told of, those of all environments; None where there are none."""
-        schemas = [schema for kit in self.by_name.values() if kit.toolbox for schema in kit.toolbox.schemas]
+        schemas = [schema for spec in self.by_name.values() if spec.toolbox for schema in spec.toolbox.schemas]
         return schemas or None
 
 
 class EpisodeEncoder(PromptEncoder):
     """Prompts of rows whose episodes have tools or an environment, before its first observation."""
 
-    def __init__(self, inner: PromptEncoder, kits: EnvSpecs) -> None:
+    def __init__(self, inner: PromptEncoder, specs: EnvSpecs) -> None:
         super().__init__(inner.tokenizer, inner.max_prompt_length, inner.template_kwargs)
-        self.kits = kits
+        self.specs = specs
         if inner.truncate:
             raise ValueError("truncate_prompts=True would cut off what says which tools there are; leave it out")
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
         """Return the prompt, however long, or the reason for leaving the row out."""
         try:
-            kit = self.kits.kit_for(row)
+            spec = self.specs.kit_for(row)
         except ValueError as error:
             raise DataError(str(error)) from error
-        if self.kits.factories is not None and (problem := self.kits.factories.lacking(row)):
+        if self.specs.factories is not None and (problem := self.specs.factories.lacking(row)):
             raise DataError(problem)
         messages = messages_of(row)
         if not all(map(is_message, messages)):
             return no_chat(row.get("prompt"), "prompt")
         if why := odd_role(messages, self.tokenizer):
             return why
-        if self.kits.factories is None and not is_chat(messages):
+        if self.specs.factories is None and not is_chat(messages):
             return "empty prompt"
         try:
-            ids = kit.renderer(row).first(messages)
+            ids = spec.renderer(row).first(messages)
         except RendererError as error:
             raise DataError(str(error)) from error
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))

@@ -46,7 +46,7 @@ class Episode:
     bounds: EpisodeBounds
     renderer: Renderer | PlainRenderer
     toolbox: Any  # None: there are no tools
-    seat: EnvHandle | None  # None: there is no environment
+    handle: EnvHandle | None  # None: there is no environment
     seeds: Callable[[int], int]  # by turn
     within: Callable[[Answer], Answer] = lambda answer: answer  # cuts what a step of the environment says
     opening: list[Message] = field(default_factory=list)  # before the first turn
@@ -71,7 +71,7 @@ class Episode:
     # Before the first turn
 
     def reset(self, job: WorkerJob) -> Answer:
-        return Answer() if self.seat is None else self.bound(job).reset(self.row)
+        return Answer() if self.handle is None else self.bound(job).reset(self.row)
 
     def open_prompt(self, answer: Answer) -> None:
         """Make the first prompt of the row's messages and the observation."""
@@ -87,7 +87,7 @@ class Episode:
         # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
         self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
         self.empty = not any(message.get("content") or message.get("tool_calls") for message in self.messages)
-        if self.empty and (self.seat is None or self.seat.steps):
+        if self.empty and (self.handle is None or self.handle.steps):
             raise EnvironmentFailedError("reset returned nothing and the row has no prompt, so the policy would read "
                                          "nothing; let reset return a text, or give the rows a prompt")
         return self.renderer.first(self.messages, self.trusted)
@@ -99,9 +99,9 @@ class Episode:
         return self.within(answer) if self.turns else answer
 
     def bound(self, job: WorkerJob) -> EnvHandle:
-        assert self.seat is not None
-        self.seat.run = job.call
-        return self.seat
+        assert self.handle is not None
+        self.handle.run = job.call
+        return self.handle
 
     # The policy's turn
 
@@ -121,7 +121,7 @@ class Episode:
 
     @property
     def steps(self) -> bool:
-        return self.seat is not None and self.seat.steps
+        return self.handle is not None and self.handle.steps
 
     def request(self) -> Request:
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
@@ -155,8 +155,8 @@ class Episode:
     def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
         """Return the results of the calls, in their order, and of what could not be read; in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
-        if self.seat is not None:
-            self.seat.run = job.call
+        if self.handle is not None:
+            self.handle.run = job.call
         for call in calls:
             try:
                 function = self.toolbox.answer if self.toolbox.is_async(call) else self.toolbox.run
@@ -167,7 +167,7 @@ class Episode:
             answer.messages.append(self.toolbox.message(call, content))
         answer.messages += [{"role": "tool", "name": "error", "content": error} for error in errors]
         answer.failures += len(errors)
-        answer.state = None if self.seat is None else self.seat.state()
+        answer.state = None if self.handle is None else self.handle.state()
         return answer
 
     def answered(self, answer: Answer, seconds: float) -> None:
@@ -223,7 +223,7 @@ class Episode:
 
     def finish(self, job: WorkerJob) -> float | None:
         """Ask `get_reward` and end the environment, in a worker."""
-        if self.seat is None:
+        if self.handle is None:
             return None
         try:
             return self.bound(job).pay()
@@ -232,7 +232,7 @@ class Episode:
 
     def close(self, job: WorkerJob) -> None:
         """Close the environment, in a worker. Where that fails, the episode stands all the same."""
-        if self.seat is not None:
+        if self.handle is not None:
             try:
                 self.bound(job).close()
             except EnvironmentFailedError as error:
@@ -248,7 +248,7 @@ class Episode:
             self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
             last.text if last else "", min((turn.policy_version for turn in self.turns), default=0),
             sum(turn.cached_tokens for turn in self.turns), trained=self.trained, splits=splits, turns=self.turns,
-            opening=self.opening, ending=self.ending, environment=None if self.seat is None else self.seat.made,
+            opening=self.opening, ending=self.ending, environment=None if self.handle is None else self.handle.made,
             asked=self.asked, unread=self.unread,
         )
 

@@ -33,7 +33,7 @@ class BaseModelPlayer:
         else:
             self.waiting[request.key] = (request, ask)
 
-    def take(self, busy: bool) -> list[Request]:
+    def next_requests(self, busy: bool) -> list[Request]:
         """Return what can be decoded now; see `Conversation`."""
         self.collect(not busy)
         keys = sorted(key for key, (_, ask) in self.waiting.items() if ask.temperature == self.temperature)
@@ -41,7 +41,7 @@ class BaseModelPlayer:
         self.open |= {request.key: ask for request, ask in taken}
         return [request for request, _ in taken]
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         self.heard(key, self.open.pop(key), rollout.text)
 
     def speak(self, engine: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -39,9 +39,9 @@ CLOSING = 5.0  # seconds for environments to close where a batch breaks off
 class Episodes:
     """Plays the episodes of a run."""
 
-    def __init__(self, kits: EnvSpecs, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, specs: EnvSpecs, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
         """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
-        self.kits, self.bounds, self.stopping = kits, bounds, stopping
+        self.specs, self.bounds, self.stopping = specs, bounds, stopping
         self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
         self.outages = Outages()
@@ -102,13 +102,13 @@ class EpisodeBatch:
 
     def play(self, engine: Engine, params: SamplingParams) -> None:
         """Play all episodes: what the policy says, and now and then what the base model is asked."""
-        tokenizer = self.owner.kits.tokenizer
+        tokenizer = self.owner.specs.tokenizer
         converse(engine, self, params, tokenizer)
         while self.other.waiting:
             self.other.speak(engine, tokenizer)
             converse(engine, self, params, tokenizer)
 
-    def take(self, busy: bool) -> list[Request]:
+    def next_requests(self, busy: bool) -> list[Request]:
         """The turns that can be decoded; see `Conversation`. None while the base model is to speak."""
         self.collect_all(not busy and self.in_rounds)
         while not busy and self.workers.running and not (self.ready or self.held):
@@ -123,7 +123,7 @@ class EpisodeBatch:
         """Whether so many episodes wait for the base model that it is to speak first."""
         return 2 * len(self.other.waiting) >= len(self.live) > 0
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         """A turn is drawn."""
         episode = self.live[key]
         work = episode.add_turn(rollout)
@@ -140,20 +140,20 @@ class EpisodeBatch:
         """Begin an episode, for the first time or again."""
         index, member = divmod(key, self.n)
         row = self.prompts[index].row
-        kit = self.owner.kits.kit_for(row)
+        spec = self.owner.specs.kit_for(row)
         self.tries[key] += 1
-        self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, kit.renderer(row), kit.toolbox, None,
-                                 partial(self.seed_of, index, member), self.owner.kits.within)
+        self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, spec.renderer(row), spec.toolbox, None,
+                                 partial(self.seed_of, index, member), self.owner.specs.within)
         self.submit(key, partial(self.reset, self.live[key]))
 
     def reset(self, episode: Episode, job: WorkerJob) -> Answer:
         """Make the environment and its first observation; in a worker."""
-        kits = self.owner.kits
-        if kits.factories is not None:
-            made = kits.factories.make(episode.row)
-            episode.seat = EnvHandle(made, job.call)
-            episode.toolbox = kits.toolbox_for(episode.row, made)
-            episode.row = kits.factories.columns_for(episode.row)
+        specs = self.owner.specs
+        if specs.factories is not None:
+            made = specs.factories.make(episode.row)
+            episode.handle = EnvHandle(made, job.call)
+            episode.toolbox = specs.toolbox_for(episode.row, made)
+            episode.row = specs.factories.columns_for(episode.row)
         return episode.reset(job)
 
     def seed_of(self, index: int, member: int, turn: int | str) -> int:
@@ -210,7 +210,7 @@ class EpisodeBatch:
     def ask(self, episode: Episode, ask: AskBase, seconds: float) -> None:
         if episode.turns:
             episode.turns[-1].seconds += seconds
-        ids = self.owner.kits.asking(ask.messages)
+        ids = self.owner.specs.asking(ask.messages)
         room = min(ask.max_tokens, self.owner.bounds.context - len(ids))
         index, member = divmod(episode.key, self.n)
         seed = self.seed_of(index, member, f"other-{episode.asked}")
@@ -262,7 +262,7 @@ class EpisodeBatch:
         if self.live:
             self.workers.hurry(CLOSING)
         for episode in self.live.values():
-            if episode.seat is not None and not episode.seat.closed:
+            if episode.handle is not None and not episode.handle.closed:
                 self.workers.submit(-1, episode.close, CLOSING)
         self.live.clear()
         self.waiting.clear()

@@ -25,9 +25,9 @@ class HumanEngine:
         self.tokenizer, self.ask = tokenizer, ask
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        while requests := conversation.take(busy=False):
+        while requests := conversation.next_requests(busy=False):
             for request in requests:
-                conversation.give(request.key, self.turn(request))
+                conversation.add_rollout(request.key, self.turn(request))
 
     def turn(self, request: Request) -> Rollout:
         """Return the person's words, cut where a turn may have no more tokens; log-probabilities are 0."""
@@ -74,18 +74,18 @@ class TracedConversation:
     def __init__(self, batch: Any, ear: Watched) -> None:
         self.batch, self.ear = batch, ear
 
-    def take(self, busy: bool) -> list[Request]:
+    def next_requests(self, busy: bool) -> list[Request]:
         """The next turns; before each, what led to it is told."""
-        requests: list[Request] = self.batch.take(busy)
+        requests: list[Request] = self.batch.next_requests(busy)
         for request in requests:
             episode = self.batch.live[request.key]
             self.say(episode.turns[-1].replies if episode.turns else episode.opening)
         return requests
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         if self.ear.who:
             self.ear.tell(self.ear.who, rollout.text)
-        self.batch.give(key, rollout)
+        self.batch.add_rollout(key, rollout)
 
     def say(self, messages: list[Message]) -> None:
         for message in messages:

@@ -31,7 +31,7 @@ class EpisodeSetup:
         self.tools, self.parse = tool_list(tools), parse
         self.factories = None if environment_factory is None else Factories(environment_factory)
         self.rollout_func = rollout_func
-        self.kits: EnvSpecs | None = None
+        self.specs: EnvSpecs | None = None
         if rollout_func is not None and not callable(rollout_func):
             raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
         if rollout_func is not None and (self.tools or self.factories):
@@ -91,29 +91,29 @@ class EpisodeSetup:
         """Return the encoder of rows to prompts; a chat template without the tools that are given is refused."""
         if not self.plays:
             return inner
-        self.kits = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
+        self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
                          self.config.chat_template_kwargs or {}, self.parse)
-        return EpisodeEncoder(inner, self.kits)
+        return EpisodeEncoder(inner, self.specs)
 
     @property
     def turns(self) -> Turns | None:
         """The part that answers the policy, for the checks before a run."""
-        if self.kits is None:
+        if self.specs is None:
             return None
         samples = [] if self.factories is None else list(self.factories.samples.values())
         replies = any(callable(getattr(sample, "step", None)) for sample in samples)
-        return Turns(self.kits.schemas, replies, bool(samples))
+        return Turns(self.specs.schemas, replies, bool(samples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
         """Return a player with the trainer's engine; None where an engine's completion is the whole answer."""
         if self.rollout_func is not None:
             return RolloutFunction(self.rollout_func, trainer)
-        if self.kits is None:
+        if self.specs is None:
             return None
         config = self.config
         bounds = EpisodeBounds(config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
                         config.environment_timeout, config.episode_timeout, config.history == "append")
-        return Episodes(self.kits, bounds, lambda: trainer is not None and trainer.interrupt.requested)
+        return Episodes(self.specs, bounds, lambda: trainer is not None and trainer.interrupt.requested)
 
 
 def tool_list(tools: Any) -> Sequence[Function]:

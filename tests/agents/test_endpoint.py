@@ -17,7 +17,7 @@ QUESTION = {"role": "user", "content": "Hi"}
 def client(tmp_path: Path) -> Iterator[Any]:
     backend = ScriptedBackend(tmp_path)
     yield backend.client()
-    backend.desk.close()
+    backend.worker.close()
 
 
 async def ask(client: Any, *messages: Any, stream: bool = False) -> Any:

@@ -104,14 +104,14 @@ class Noted:
         self.conversation, self.record = conversation, record
         self.prompts: dict[int, list[int]] = {}
 
-    def take(self, busy: bool) -> list[Request]:
-        requests = self.conversation.take(busy)
+    def next_requests(self, busy: bool) -> list[Request]:
+        requests = self.conversation.next_requests(busy)
         self.prompts |= {request.key: list(request.ids) for request in requests}
         return requests
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         self.record.note(self.prompts.pop(key), rollout.completion_ids, rollout.rollout_logprobs)
-        self.conversation.give(key, rollout)
+        self.conversation.add_rollout(key, rollout)
 
 
 def mark(prompt: list[int], completion: list[int], logprobs: list[float]) -> int:
@@ -146,18 +146,18 @@ def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -
     bare, tokenizer = FastLanguageModel.from_pretrained("tiny-games", max_seq_length=1024, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False)
     record = Recorded(Echo(tokenizer) if engine == "echo" else model.engine(Policy(model.inner), tokenizer))
-    desk = EngineWorker(model, tokenizer, engine=record)  # type: ignore[arg-type]
-    chat = Chat(desk, tokenizer, lambda: {"agent": LIVE}, max_turn_tokens=tokens if engine == "model" else None)
+    worker = EngineWorker(model, tokenizer, engine=record)  # type: ignore[arg-type]
+    chat = Chat(worker, tokenizer, lambda: {"agent": LIVE}, max_turn_tokens=tokens if engine == "model" else None)
     found, client = Flood(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
-    with AgentEndpoint(chat, owned=[desk.close]) as endpoint, ThreadPoolExecutor(clients) as pool:
+    with AgentEndpoint(chat, owned=[worker.close]) as endpoint, ThreadPoolExecutor(clients) as pool:
         def work(numbers: Iterator[int]) -> None:
             for number in numbers:
                 converse(endpoint, client, number, turns, found, record, engine == "echo")
 
         def rush(first: int, last: int) -> None:
             numbers = iter(range(first, last))
-            for worker in [pool.submit(work, numbers) for _ in range(clients)]:
-                worker.result()
+            for task in [pool.submit(work, numbers) for _ in range(clients)]:
+                task.result()
 
         talks = -(-calls // turns)
         rush(talks, talks + WARM * clients)

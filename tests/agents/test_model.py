@@ -35,7 +35,7 @@ def judging(prompt: str) -> str:
 def backend(tmp_path: Path) -> Iterator[ScriptedBackend]:
     made = ScriptedBackend(tmp_path, judging)
     yield made
-    made.desk.close()
+    made.worker.close()
 
 
 @pytest.fixture

@@ -185,8 +185,8 @@ def test_an_error_of_the_conversation_ends_the_call_and_leaves_nothing_behind(
     if where == "give":
         played.on_give = error
     else:
-        take = played.take
-        played.take = lambda busy: error() if played.given else take(busy)  # type: ignore[method-assign]
+        take = played.next_requests
+        played.next_requests = lambda busy: error() if played.given else take(busy)  # type: ignore[method-assign]
     kept = getattr(engine, "llm", None)
     with pytest.raises((KeyError, MemoryError), match=r"gold|of the environment"):
         engine.converse(played, SamplingParams(ignore_eos=True))

@@ -98,7 +98,7 @@ def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(engine: Trans
 def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: TransformersEngine) -> None:
     """One episode waits while the others play on; its own numbers do not depend on who is decoded beside it."""
     class Late(Talk):
-        def take(self, busy: bool) -> list[Any]:
+        def next_requests(self, busy: bool) -> list[Any]:
             if len(self.takes) in (1, 2):
                 self.ready, self.held = ([r for r in self.ready if r.key != 0],
                                          self.held + [r for r in self.ready if r.key == 0])
@@ -106,7 +106,7 @@ def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: Tra
                 self.asked += found
                 self.takes.append((busy, len(found)))
                 return found
-            return super().take(busy)
+            return super().next_requests(busy)
 
     late = Late(PROMPTS, 4, reply, lambda key, turn: 3 + (5 * key + turn) % 9)
     engine.converse(late, SAMPLED)
@@ -194,8 +194,8 @@ def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     class One(Talk):
-        def take(self, busy: bool) -> list[Any]:
-            found = super().take(busy)
+        def next_requests(self, busy: bool) -> list[Any]:
+            found = super().next_requests(busy)
             if len(self.takes) > 1 and len(found) > 1:
                 self.held, found = found[1:], found[:1]
                 self.asked = self.asked[: -len(self.held)]

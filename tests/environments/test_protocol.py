@@ -36,7 +36,7 @@ class Game:
         self.closed += 1
 
 
-class EngineWorker:
+class Desk:
     """TRL's kind."""
 
     def reset(self, question: str) -> str:
@@ -54,14 +54,14 @@ class EngineWorker:
 
 def test_a_game_gets_its_row_and_answers_in_order() -> None:
     game = Game(("warmer", 0.25, False), ("right", 1, True))
-    seat = EnvHandle(game, here)
-    assert seat.reset({"size": 4, "colour": "red"}) == Answer([{"role": "user", "content": "Begin."}], state="2")
+    handle = EnvHandle(game, here)
+    assert handle.reset({"size": 4, "colour": "red"}) == Answer([{"role": "user", "content": "Begin."}], state="2")
     assert game.asked == {"size": 4, "colour": "red"}
-    assert seat.step("3") == Answer([{"role": "user", "content": "warmer"}], 0.25, False, "1")
-    assert seat.step("4") == Answer([{"role": "user", "content": "right"}], 1.0, True, "0")
-    assert seat.pay() is None and seat.steps
-    seat.close()
-    seat.close()
+    assert handle.step("3") == Answer([{"role": "user", "content": "warmer"}], 0.25, False, "1")
+    assert handle.step("4") == Answer([{"role": "user", "content": "right"}], 1.0, True, "0")
+    assert handle.pay() is None and handle.steps
+    handle.close()
+    handle.close()
     assert game.closed == 1
 
 
@@ -70,9 +70,9 @@ def test_a_game_gets_its_row_and_answers_in_order() -> None:
     ([{"role": "user", "content": "Begin."}], ({"role": "user", "content": "x"}, 0, 1)),
 ])
 def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
-    seat = EnvHandle(Game(given, first=first), here)
-    assert seat.reset({}).messages == ([] if first is None else [{"role": "user", "content": "Begin."}])
-    assert seat.step("x").done
+    handle = EnvHandle(Game(given, first=first), here)
+    assert handle.reset({}).messages == ([] if first is None else [{"role": "user", "content": "Begin."}])
+    assert handle.step("x").done
 
 
 @every_row(("given", "said"), [
@@ -88,18 +88,18 @@ def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given:
 
 
 def test_the_public_methods_of_trls_kind_are_its_tools() -> None:
-    desk = EngineWorker()
+    desk = Desk()
     assert [tool.__name__ for tool in tools_of(desk)] == ["look"]
-    seat = EnvHandle(desk, here)
-    assert seat.reset({"question": "Where?", "other": 1}).messages == [{"role": "user", "content": " Where?"}]
-    assert seat.pay() == 0.5 and not seat.steps
+    handle = EnvHandle(desk, here)
+    assert handle.reset({"question": "Where?", "other": 1}).messages == [{"role": "user", "content": " Where?"}]
+    assert handle.pay() == 0.5 and not handle.steps
 
 
 def test_a_column_of_the_row_picks_among_several_and_is_not_passed_on() -> None:
-    found = Factories({"desk": EngineWorker, "game": Game})
+    found = Factories({"desk": Desk, "game": Game})
     row = {"environment": "desk", "question": "x"}
-    assert isinstance(found.make(row), EngineWorker) and found.columns_for(row) == {"question": "x"}
-    assert found.paying == [EngineWorker, Game]
+    assert isinstance(found.make(row), Desk) and found.columns_for(row) == {"question": "x"}
+    assert found.paying == [Desk, Game]
     with pytest.raises(ValueError, match="'door', which is not among the environments; environment_factory has desk"):
         found.make({"environment": "door"})
 

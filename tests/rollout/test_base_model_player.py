@@ -63,11 +63,11 @@ class Asks:
 
 def played(factory: Any, engine: Any, rows: int = 1, n: int = 2, **bounds: Any) -> list[list[Rollout]]:
     tokenizer = tokenizer_of(TEMPLATE)
-    kits = EnvSpecs(tokenizer, [], Factories(factory), 1024, {})
-    encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), kits)
+    specs = EnvSpecs(tokenizer, [], Factories(factory), 1024, {})
+    encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), specs)
     prompts = [prompt for _ in range(rows) if isinstance(prompt := encoder.encode(ROW), Prompt)]
     params = SamplingParams(n=n, seed=1, max_tokens=4096)
-    return Episodes(kits, EpisodeBounds(**FREE | bounds)).play(engine, prompts, params)
+    return Episodes(specs, EpisodeBounds(**FREE | bounds)).play(engine, prompts, params)
 
 
 @pytest.mark.parametrize("name", ["transformers", "vllm"])
@@ -121,9 +121,9 @@ class Sometimes(Asks):
 def test_episodes_that_ask_and_episodes_that_do_not_all_come_to_their_end(name: str, factory: Any) -> None:
     tokenizer, engine = tokenizer_of(TEMPLATE), Echo(name)
     engine.slots = 4  # type: ignore[attr-defined]
-    kits = EnvSpecs(tokenizer, [], Factories(factory), 1024, {})
+    specs = EnvSpecs(tokenizer, [], Factories(factory), 1024, {})
     prompts = [Prompt(ROW | {"environment": kind}, [], "") for kind in "abababab"]
-    groups = Episodes(kits, EpisodeBounds(**FREE)).play(engine, prompts, SamplingParams(n=3, seed=1, max_tokens=4096))  # type: ignore[arg-type]
+    groups = Episodes(specs, EpisodeBounds(**FREE)).play(engine, prompts, SamplingParams(n=3, seed=1, max_tokens=4096))  # type: ignore[arg-type]
     assert [one.ending for group in groups for one in group] == ["done"] * 24
     assert all(one.asked == 2 for group in groups for one in group)
 

@@ -67,7 +67,7 @@ class Talk:
     def request(self, key: int, ids: list[int], turn: int) -> Request:
         return Request(key, ids, self.max_tokens(key, turn), seed=1000 * key + turn)
 
-    def take(self, busy: bool) -> list[Request]:
+    def next_requests(self, busy: bool) -> list[Request]:
         if not busy:
             self.ready, self.held = self.ready + self.held, []
         found, self.ready = sorted(self.ready, key=lambda request: request.key), []
@@ -75,7 +75,7 @@ class Talk:
         self.asked += found
         return found
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         self.given.append(key)
         self.on_give(key, rollout)
         done = self.drawn.setdefault(key, [])

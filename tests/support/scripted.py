@@ -62,13 +62,13 @@ def played(
     """The episodes of rows, `n` of each, by what a script says."""
     tokenizer = tokenizer_of(template)
     factories = None if factory is None else Factories(factory)
-    kits = EnvSpecs(tokenizer, tools, factories, max_tool_tokens, {})
-    encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), kits)
+    specs = EnvSpecs(tokenizer, tools, factories, max_tool_tokens, {})
+    encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), specs)
     prompts = [encoder.encode(row) for row in rows]
     assert all(isinstance(prompt, Prompt) for prompt in prompts), prompts
     engine: Any = ScriptedEngine(says)
     engine.slots = slots
-    episodes = Episodes(kits, EpisodeBounds(**FREE | bounds, append=append))
+    episodes = Episodes(specs, EpisodeBounds(**FREE | bounds, append=append))
     return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""A model that is served at a loopback address, with keys of two users; a desk whose engine says what a script says,
+"""A model that is served at a loopback address, with keys of two users; a worker whose engine says what a script says,
 the chat over it, and a backend for agents."""
 
 import threading
@@ -79,7 +79,7 @@ def tinker_client(served: Serving, key: str = OWNER) -> Iterator[Any]:
 
 
 class DeskEngine(ScriptedEngine):
-    """A scripted engine with all that a desk asks for. A `gate` that is cleared holds up each round."""
+    """A scripted engine with all that a worker asks for. A `gate` that is cleared holds up each round."""
 
     def __init__(self, says: Callable[[str], str], template: str = TEMPLATE, slots: int | None = None) -> None:
         super().__init__(says)
@@ -120,17 +120,17 @@ class Noted:
     """A conversation whose last requests the engine remembers."""
 
     def __init__(self, inner: Conversation, engine: DeskEngine) -> None:
-        self.inner, self.engine, self.give = inner, engine, inner.give
+        self.inner, self.engine, self.add_rollout = inner, engine, inner.add_rollout
 
-    def take(self, busy: bool) -> list[Request]:
-        found = self.inner.take(busy)
+    def next_requests(self, busy: bool) -> list[Request]:
+        found = self.inner.next_requests(busy)
         self.engine.requests = [*self.engine.requests[-99:], *found]
         return found
 
 
 def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: int = 4096, seed: int = 0,
                   **more: Any) -> EngineWorker:
-    """A desk; `desk.engine` is a DeskEngine. Close it."""
+    """A worker; `worker.engine` is a DeskEngine. Close it."""
     engine: Any = DeskEngine(says, **more)
     weight = torch.empty(len(engine.tokenizer), 0)
     model = SimpleNamespace(loaded=SimpleNamespace(tokenizer=engine.tokenizer, max_seq_length=context), inner=None)
@@ -138,27 +138,27 @@ def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: i
     return EngineWorker(model, policy=policy, engine=engine, seed=seed)
 
 
-def chat_over(desk: EngineWorker, **more: Any) -> Chat:
+def chat_over(worker: EngineWorker, **more: Any) -> Chat:
     """Its chat; the live model is called "agent"."""
-    return Chat(desk, desk.tokenizer, lambda: {"agent": LIVE}, **more)
+    return Chat(worker, worker.tokenizer, lambda: {"agent": LIVE}, **more)
 
 
-def call_of(desk: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:
+def call_of(worker: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:
     """A call with this prompt."""
-    ids = desk.tokenizer(text, add_special_tokens=False).input_ids
+    ids = worker.tokenizer(text, add_special_tokens=False).input_ids
     return Call(ids, SamplingParams(max_tokens=64, temperature=temperature), **more)
 
 
 class ScriptedBackend:
-    """Answers as told, and notes what it is asked to train, log and delete. Close it with `desk.close()`."""
+    """Answers as told, and notes what it is asked to train, log and delete. Close it with `worker.close()`."""
 
     def __init__(self, path: Path, says: Callable[[str], str] = lambda prompt: "Yes.") -> None:
-        self.path, self.desk, self.step = path, scripted_desk(says), 0
-        self.desk.model.loaded.name = "scripted"
+        self.path, self.worker, self.step = path, scripted_desk(says), 0
+        self.worker.model.loaded.name = "scripted"
         self.adapters: list[Any] = []  # other than the live one, with which there was computed
-        desk: Any = self.desk
-        desk.computing_with = self.computing_with
-        self.chat = chat_over(self.desk)
+        worker: Any = self.worker
+        worker.computing_with = self.computing_with
+        self.chat = chat_over(self.worker)
         self.trained: list[tuple[Any, dict[str, Any]]] = []
         self.logged: list[tuple[Any, ...]] = []
         self.kept: list[int] = []
@@ -201,7 +201,7 @@ class ScriptedBackend:
         return AgentEndpoint(self.chat, **options)
 
     def judge(self, **options: Any) -> EngineJudge:
-        return EngineJudge(self.desk, self.desk.model, **options)
+        return EngineJudge(self.worker, self.worker.model, **options)
 
     async def close(self) -> None:
-        self.desk.close()
+        self.worker.close()

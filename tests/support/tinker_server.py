@@ -51,9 +51,9 @@ class Server:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """Inside, the desk does something else; then it begins all that was asked for meanwhile, together."""
+        """Inside, the worker does something else; then it begins all that was asked for meanwhile, together."""
         gate = threading.Event()
-        self.model.desk.run(gate.wait)
+        self.model.worker.run(gate.wait)
         try:
             yield
         finally:
@@ -76,7 +76,7 @@ class Server:
                 training.load(training.ledger.model(model))
             return training.adapters.state(model)
 
-        return self.model.desk.run(read).result()
+        return self.model.worker.run(read).result()
 
     def close(self) -> None:
         self.model.close()

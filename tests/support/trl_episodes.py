@@ -123,10 +123,10 @@ class ScriptedEngine:
         self.asked: list[list[int]] = []
 
     def converse(self, conversation: Conversation, params: Any) -> None:
-        while requests := conversation.take(busy=False):
+        while requests := conversation.next_requests(busy=False):
             for request in requests:
                 self.asked.append(request.ids)
-                conversation.give(request.key, self.drawn(self.scripts[request.key].pop(0), request.max_tokens))
+                conversation.add_rollout(request.key, self.drawn(self.scripts[request.key].pop(0), request.max_tokens))
 
     def drawn(self, text: str, most: int) -> Rollout:
         """The rollout of a text and the end token, cut to so many tokens."""

@@ -196,7 +196,7 @@ class OpenTurns(Calls):
 
     def more(self, steps: Steps) -> bool:
         with self.outside_the_engine():
-            asked = self.conversation.take(busy=bool(self.open))
+            asked = self.conversation.next_requests(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
             assert not [request.key for request in asked if request.key in self.open], "one turn of a key at a time"
         self.open |= {request.key: (request, settings) for request, settings in new}
@@ -217,7 +217,7 @@ class OpenTurns(Calls):
         with self.outside_the_engine():
             rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
             self.share_routes(request, rollout)
-            self.conversation.give(key, rollout)
+            self.conversation.add_rollout(key, rollout)
         return len(request.ids) - cached
 
     def share_routes(self, request: Request, rollout: Rollout) -> None:

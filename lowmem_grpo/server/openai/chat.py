@@ -1,4 +1,4 @@
-"""`Chat`: chat completions in OpenAI's shape, by the desk that owns the engine; and those of plain prompts."""
+"""`Chat`: chat completions in OpenAI's shape, by the worker that owns the engine; and those of plain prompts."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ class Chat(Completer):
     there ("length")."""
 
     def __init__(
-        self, desk: EngineWorker, tokenizer: PreTrainedTokenizerBase, names: Names, *,
+        self, worker: EngineWorker, tokenizer: PreTrainedTokenizerBase, names: Names, *,
         histories: ConversationCache | None = None, max_turn_tokens: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None,
@@ -39,10 +39,10 @@ class Chat(Completer):
         """`names` is asked at each request. `max_turn_tokens` bounds every answer. `template_kwargs` and `parse`
         belong to the histories that are made here where none are given."""
         if histories is not None and (template_kwargs or parse):
-            raise ValueError("template_kwargs and parse are settings of Histories: give them to the histories")
+            raise ValueError("template_kwargs and parse are settings of the ConversationCache: give them to it")
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens is {max_turn_tokens}; it must be 1 or above, or None")
-        self.desk, self.names, self.max_turn_tokens = desk, names, max_turn_tokens
+        self.worker, self.names, self.max_turn_tokens = worker, names, max_turn_tokens
         self.histories = histories or ConversationCache(tokenizer, template_kwargs=template_kwargs, parse=parse)
         self.texts = TokenTexts(copy.deepcopy(tokenizer))
 
@@ -88,7 +88,7 @@ class PendingChat(PendingCompletions):
 
     def __init__(self, chat: Chat, asked: ChatRequest, opening: PromptState, adapter: Path | str | None) -> None:
         self.histories, self.opening, self.kept = chat.histories, opening, False
-        super().__init__(chat.desk, chat.texts, asked, [opening.ids], adapter, chat.max_turn_tokens,
+        super().__init__(chat.worker, chat.texts, asked, [opening.ids], adapter, chat.max_turn_tokens,
                          lambda place: opening.key if place == 0 else chat.histories.next_key())
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
@@ -137,7 +137,7 @@ class PendingChat(PendingCompletions):
 
 
 class TextCompletions(Completer):
-    """Answers requests for plain prompts, as OpenAI's older interface does, with the desk and models of a Chat. A
+    """Answers requests for plain prompts, as OpenAI's older interface does, with the worker and models of a Chat. A
     prompt is continued as it is, without a template: its tokens are the tokenizer's, or the request's own."""
 
     def __init__(self, chat: Chat) -> None:
@@ -149,7 +149,7 @@ class TextCompletions(Completer):
         prompts = [chat.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
         if empty := [place for place, ids in enumerate(prompts) if not ids]:
             raise ChatError(400, f"prompt {empty[0]} has no tokens; it must have at least one", "prompt")
-        return PendingTexts(chat.desk, chat.texts, asked, prompts, adapter, chat.max_turn_tokens)
+        return PendingTexts(chat.worker, chat.texts, asked, prompts, adapter, chat.max_turn_tokens)
 
 
 class PendingTexts(PendingCompletions):

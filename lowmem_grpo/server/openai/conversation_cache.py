@@ -131,7 +131,7 @@ class ConversationCache:
         max_turns: int = 50_000, template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`history` is as in GRPOConfig, else ValueError. `keys` number conversations for all histories of a desk."""
+        """`history` is as in GRPOConfig, else ValueError. `keys` number conversations for all histories of a worker."""
         if history not in HISTORIES:
             raise ValueError(f"history is {history!r}; allowed are {', '.join(HISTORIES)}")
         if max_tokens < 1 or max_turns < 1:
@@ -281,5 +281,5 @@ class ConversationCache:
             if gone is newest and "long" not in self.said:
                 self.said.add("long")
                 logger.warning("a conversation alone is longer than the %s tokens or %s turns that are held, so %s "
-                               "cannot be trained; hold more: max_tokens, max_turns of Histories", self.max_tokens,
-                               self.max_turns, name)
+                               "cannot be trained; hold more: max_tokens, max_turns of the ConversationCache",
+                               self.max_tokens, self.max_turns, name)

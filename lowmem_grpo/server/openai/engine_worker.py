@@ -1,6 +1,6 @@
 """`EngineWorker`: the one thread that owns a model and its engine, for all who want completions or want to train.
 
-    while open: the next that waits: a job runs; or calls of one flavour are decoded together, until others wait"""
+    while open: the next that waits: a job runs; or calls of one `batch_key` are decoded together, until others wait"""
 
 import atexit
 import itertools
@@ -48,8 +48,8 @@ AT_EXIT = 10.0  # seconds that the end of the program waits for what is in the e
 class EngineWorker:
     """Decodes calls from any thread by the model's own engine, with continuous batching.
 
-    One conversation with the engine stays open while calls of one flavour (adapter, temperature ...) come, so that it
-    keeps what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
+    One conversation with the engine stays open while calls of one `batch_key` (adapter, temperature ...) come: it keeps
+    what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
     line that was served last waits behind the others. What was computed with the live adapter and with the base model
     stays meanwhile, until the engine sleeps."""
 
@@ -66,7 +66,7 @@ class EngineWorker:
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = RequestQueue(), itertools.count(), Keys()
         self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
-        self.thread = threading.Thread(target=self.work, name="lowmem_grpo desk", daemon=True)
+        self.thread = threading.Thread(target=self.work, name="lowmem_grpo worker", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
 
@@ -81,7 +81,7 @@ class EngineWorker:
         seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:
             self.check(call)
-            self.waiting.add(call.flavour, OpenCall(call, seed, future))
+            self.waiting.add(call.batch_key, OpenCall(call, seed, future))
         except (ValueError, WorkerClosedError) as error:
             future.set_exception(error)
         return future
@@ -103,12 +103,12 @@ class EngineWorker:
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuse what waits and all that comes, with DeskClosedError; wait until what is in the engine is finished, at
+        """Refuse what waits and all that comes, with WorkerClosedError; wait until what is in the engine is finished, at
         most `timeout` seconds. The model stays. A second call does nothing."""
         atexit.unregister(self.close)
         for item in self.waiting.close():
             if item.future.set_running_or_notify_cancel():
-                item.future.set_exception(WorkerClosedError("the desk was closed before this was begun"))
+                item.future.set_exception(WorkerClosedError("the worker was closed before this was begun"))
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout)
 
@@ -146,17 +146,17 @@ class EngineWorker:
 
     def serve(self, call: Call) -> None:
         """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
-        sitting = EngineSession(self.waiting, call.flavour, self.keys, max(self.rounds, default=NO_ROUND))
+        engine_session = EngineSession(self.waiting, call.batch_key, self.keys, max(self.rounds, default=NO_ROUND))
         try:
             engine = self.awake()
-            sitting.meet(engine)
+            engine_session.meet(engine)
             with self.computing_with(call.adapter):
-                converse(engine, sitting, replace(call.params, n=1, seed=None), self.tokenizer)
-            sitting.check_done()
+                converse(engine, engine_session, replace(call.params, n=1, seed=None), self.tokenizer)
+            engine_session.check_done()
         except BaseException as error:
             logger.debug("a conversation with the engine broke off", exc_info=True)
-            sitting.fail(error.with_traceback(None))  # whose frames would keep tensors alive
-        self.rounds.append(sitting.widest)
+            engine_session.fail(error.with_traceback(None))  # whose frames would keep tensors alive
+        self.rounds.append(engine_session.widest)
 
     def awake(self) -> Engine:
         """The engine. vLLM's is asked for again, since a process has only one and another model may have used it; so is
@@ -191,7 +191,7 @@ class EngineWorker:
     def check_elsewhere(self, advice: str) -> None:
         """RuntimeError in the owner's thread, which does one thing at a time."""
         if threading.current_thread() is self.thread:
-            raise RuntimeError(f"this runs at the desk already, which does one thing at a time; {advice}")
+            raise RuntimeError(f"this runs at the worker already, which does one thing at a time; {advice}")
 
     def check(self, call: Call) -> None:
         """ValueError for a call that would break a conversation."""

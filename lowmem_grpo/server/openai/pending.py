@@ -69,21 +69,21 @@ class TokenTexts:
 
 
 class PendingCompletions:
-    """The completions of one request: they wait at the desk, or are drawn."""
+    """The completions of one request: they wait at the worker, or are drawn."""
 
     prefix, whole, piece = "", "", ""  # what the reply's id begins with; the types of a reply and of a chunk
 
     def __init__(
-        self, desk: EngineWorker, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
+        self, worker: EngineWorker, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
         adapter: Path | str | None, most: int | None, key: Callable[[int], int | None] = lambda place: None,
     ) -> None:
         """`most` bounds every completion; `key` returns that of a conversation. ChatError without room to answer."""
         step = asked.model.rpartition("@")[2]  # the version of the policy, as in RUN@12
         version = int(step) if step.isdecimal() else None
-        self.desk, self.texts, self.asked, self.turns = desk, texts, asked, list[Turn]()
-        self.calls = [Call(ids, params_of(asked, len(ids), place, desk.context, most), adapter, key(place), version)
+        self.worker, self.texts, self.asked, self.turns = worker, texts, asked, list[Turn]()
+        self.calls = [Call(ids, params_of(asked, len(ids), place, worker.context, most), adapter, key(place), version)
                       for ids in prompts for place in range(asked.n)]
-        self.futures: list[Future[Turn]] = [desk.submit(call) for call in self.calls]
+        self.futures: list[Future[Turn]] = [worker.submit(call) for call in self.calls]
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
@@ -93,7 +93,7 @@ class PendingCompletions:
             turn = await asyncio.wrap_future(self.futures[place])
             likeliest = None
             if count:
-                likeliest = await asyncio.wrap_future(self.desk.likeliest(call, turn, count))
+                likeliest = await asyncio.wrap_future(self.worker.likeliest(call, turn, count))
         except WorkerClosedError as error:
             raise ChatError(503, str(error)) from error
         except ValueError as error:  # such as a temperature that vLLM would change
@@ -150,7 +150,7 @@ class Completer:
     Where the caller goes away (the coroutine is cancelled), nothing is kept."""
 
     def start_request(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
-        """Read a request, and let its calls wait at the desk. ChatError in OpenAI's form."""
+        """Read a request, and let its calls wait at the worker. ChatError in OpenAI's form."""
         raise NotImplementedError
 
     async def create(self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded) -> dict[str, Any]:

@@ -29,7 +29,7 @@ MOST = 4096  # conversations that are remembered; an engine keeps fewer
 
 @dataclass(frozen=True)
 class Call:
-    """One completion that is asked for. Calls of one `flavour` are decoded together."""
+    """One completion that is asked for. Calls of one `batch_key` are decoded together."""
 
     ids: list[int]  # (P,) of the prompt
     params: SamplingParams  # n is 1; max_tokens and seed are its own
@@ -38,7 +38,7 @@ class Call:
     version: int | None = None  # the policy's, where `adapter` is a saved one
 
     @cached_property
-    def flavour(self) -> tuple[object, ...]:
+    def batch_key(self) -> tuple[object, ...]:
         """The settings that all calls of one conversation share."""
         params = self.params
         return (self.adapter, params.temperature, params.top_p, params.top_k, params.min_p,
@@ -46,7 +46,7 @@ class Call:
 
 
 class WorkerClosedError(RuntimeError):
-    """The desk was closed, so that nothing is sampled or run any more."""
+    """The worker was closed, so that nothing is sampled or run any more."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class WorkerTask:
 
 
 class RequestQueue:
-    """One line for each flavour of calls, and one for jobs (None). The line that was served last comes last."""
+    """One line for each `batch_key` of calls, and one for jobs (None). The line that was served last comes last."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -76,16 +76,16 @@ class RequestQueue:
         self.closed = False
 
     def add(self, line: tuple[object, ...] | None, item: OpenCall | WorkerTask) -> None:
-        """Let somebody wait. DeskClosedError after `close`."""
+        """Let somebody wait. WorkerClosedError after `close`."""
         with self.changed:
             if self.closed:
-                raise WorkerClosedError("the desk is closed: nothing is sampled or run any more; make a new Desk, or "
-                                      "close it later")
+                raise WorkerClosedError("the worker is closed: nothing is sampled or run any more; make a new "
+                                        "EngineWorker, or close it later")
             self.lines.setdefault(line, deque()).append(item)
             self.changed.notify_all()
 
     def next(self) -> WorkerTask | Call | None:
-        """A job to run, or one of the calls of the flavour to serve, as soon as there is one; None after `close`."""
+        """A job to run, or a call of the `batch_key` to serve, as soon as there is one; None after `close`."""
         with self.changed:
             self.changed.wait_for(lambda: self.lines or self.closed)
             if self.closed:
@@ -101,10 +101,10 @@ class RequestQueue:
             return job
 
     def take_calls(
-        self, flavour: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
+        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
         widest: Round = NO_ROUND,
     ) -> list[OpenCall]:
-        """Calls of a flavour, at most so many. None where something else waits, but for the first ones of a
+        """Calls of a `batch_key`, at most so many. None where something else waits, but for the first ones of a
         conversation.
 
         With `wait` it blocks until there are some, or something else waits. Then it waits a moment longer: for those
@@ -112,33 +112,33 @@ class RequestQueue:
         several, until no more come."""
         with self.changed:
             if wait:
-                back, took = last[0] + len(self.lines.get(flavour, ())), last[1]
+                back, took = last[0] + len(self.lines.get(batch_key, ())), last[1]
                 began, soon = time.monotonic(), max(LEAST, PATIENCE * took)
                 self.changed.wait_for(lambda: self.lines or self.closed)
                 if first or time.monotonic() - began > soon:
-                    self.gather(flavour, math.inf if widest[0] > 1 else 0, widest[1], FIRST)
+                    self.gather(batch_key, math.inf if widest[0] > 1 else 0, widest[1], FIRST)
                 else:
-                    self.gather(flavour, back, took, math.inf)
-            if self.closed or (not first and any(line != flavour for line in self.lines)):
+                    self.gather(batch_key, back, took, math.inf)
+            if self.closed or (not first and any(line != batch_key for line in self.lines)):
                 return []
-            line = self.lines.pop(flavour, deque())
+            line = self.lines.pop(batch_key, deque())
             taken = [line.popleft() for _ in range(len(line) if most is None else min(most, len(line)))]
             if line:
-                self.lines[flavour] = line  # behind the others
+                self.lines[batch_key] = line  # behind the others
             return taken
 
-    def gather(self, flavour: tuple[object, ...], back: float, took: float, most: float) -> None:
+    def gather(self, batch_key: tuple[object, ...], back: float, took: float, most: float) -> None:
         """Wait a moment: until so many calls are there and no more follow, none came for `most` seconds, or something
         else waits. A call alone is not held up."""
         quiet, end = min(max(LEAST, QUIET * took), most), time.monotonic() + max(LEAST, PATIENCE * took)
-        while not self.closed and list(self.lines) == [flavour] and time.monotonic() < end:
-            count = len(self.lines[flavour])
+        while not self.closed and list(self.lines) == [batch_key] and time.monotonic() < end:
+            count = len(self.lines[batch_key])
             if 1 == count >= back or not self.changed.wait(quiet if count < back else LEAST):
                 return
 
-    def drain(self, flavour: tuple[object, ...]) -> list[OpenCall]:
+    def drain(self, batch_key: tuple[object, ...]) -> list[OpenCall]:
         with self.changed:
-            return list(self.lines.pop(flavour, ()))
+            return list(self.lines.pop(batch_key, ()))
 
     def close(self) -> list[OpenCall | WorkerTask]:
         """Let nobody in any more; returns who waited."""
@@ -155,16 +155,16 @@ class Keys:
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
-        self.known: dict[tuple[object, ...], int] = {}  # by adapter, the caller's key, sitting; the latest used last
+        self.known: dict[tuple[object, ...], int] = {}  # by adapter, the caller's key, session; the latest used last
 
     def new(self) -> int:
         return next(self.numbers)
 
-    def number_of(self, call: Call, sitting: int) -> int:
-        """Return the number of a call's conversation; one in each sitting for a saved adapter, which may change."""
+    def number_of(self, call: Call, engine_session: int) -> int:
+        """Return the number of a call's conversation; one in each session for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
-        name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else sitting)
+        name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
         self.known[name] = number = self.known.pop(name) if name in self.known else self.new()
         if len(self.known) > MOST:
             del self.known[next(iter(self.known))]
@@ -174,14 +174,14 @@ class Keys:
 class EngineSession:
     """A `Conversation` of an engine. It ends where anything else waits, once the calls in the engine are finished."""
 
-    goes_on = True  # in a later sitting
+    goes_on = True  # in a later session of the engine
 
     def __init__(
-        self, waiting: RequestQueue, flavour: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
+        self, waiting: RequestQueue, batch_key: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
     ) -> None:
-        """`before` is a round of an earlier sitting, its calls and its seconds: as many may come again."""
-        self.waiting, self.flavour, self.keys, self.number = waiting, flavour, keys, keys.new()
-        self.before, self.widest = before, NO_ROUND  # `widest` is the round of this sitting with the most calls
+        """`before` is a round of an earlier session, its calls and its seconds: as many may come again."""
+        self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
+        self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, OpenCall] = {}
         self.engine: Engine | None = None
         self.begun = False
@@ -190,16 +190,16 @@ class EngineSession:
     def meet(self, engine: Engine) -> None:
         self.engine = engine
 
-    def take(self, busy: bool) -> list[Request]:
+    def next_requests(self, busy: bool) -> list[Request]:
         """See `Conversation`. Calls that were cancelled meanwhile are left out."""
         self.widest = max(self.widest, self.last)
-        while taken := self.waiting.take_calls(self.flavour, self.room, not busy, not self.begun, *self.expected):
+        while taken := self.waiting.take_calls(self.batch_key, self.room, not busy, not self.begun, *self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
             if requests := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
                 return requests
         return []
 
-    def give(self, key: int, rollout: Rollout) -> None:
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
         """The turn of a call is drawn. One that was cancelled is dropped."""
         asked = self.open.pop(key)
         self.back += 1
@@ -208,7 +208,7 @@ class EngineSession:
 
     def fail(self, error: BaseException) -> None:
         """The engine failed: its calls are told; where there are none, those that wait for the same."""
-        left = list(self.open.values()) or self.waiting.drain(self.flavour)
+        left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)
         for asked in left:

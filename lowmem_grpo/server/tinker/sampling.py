@@ -88,10 +88,10 @@ def int32(ids: list[int]) -> bytes:
 
 
 class SampleService:
-    """Answers samples by the desk, which decodes calls from one snapshot together."""
+    """Answers samples by the worker, which decodes calls from one snapshot together."""
 
-    def __init__(self, desk: EngineWorker, bounds: ModelBounds, usage: Usage) -> None:
-        self.desk, self.bounds, self.usage, self.scoring = desk, bounds, usage, PromptScoring(desk)
+    def __init__(self, worker: EngineWorker, bounds: ModelBounds, usage: Usage) -> None:
+        self.worker, self.bounds, self.usage, self.scoring = worker, bounds, usage, PromptScoring(worker)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
         self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
@@ -113,11 +113,11 @@ class SampleService:
         return adapter
 
     def begun(self, asked: SampleRequest, adapter: Path | None, owner: str) -> Promise:
-        """A promise whose parts wait for the desk. BusyError where its user waits for too many."""
+        """A promise whose parts wait for the worker. BusyError where its user waits for too many."""
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]
-        turns = [self.desk.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
+        turns = [self.worker.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
         prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
                   if asked.scored or top else None)
         promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])

@@ -19,7 +19,7 @@ from lowmem_grpo.server.tinker.adapters import group_of
 from lowmem_grpo.types import MicroBatch
 
 TOGETHER = 8192  # tokens that are computed at a time
-AT_ONCE = 32 * TOGETHER  # tokens until others have their turn at the desk
+AT_ONCE = 32 * TOGETHER  # tokens until others have their turn at the worker
 ROWS = 256  # tokens whose logits are in memory at a time, where the likeliest ones are asked for
 NONE = -99999.0  # in place of a log-probability that was not computed, as the protocol has it
 
@@ -54,22 +54,22 @@ class WaitingPrompt:
 
 
 class PromptScoring:
-    """Any thread may ask it; the desk's computes."""
+    """Any thread may ask it; the worker's computes."""
 
-    def __init__(self, desk: EngineWorker) -> None:
-        self.desk, self.lock, self.waiting = desk, threading.Lock(), list[WaitingPrompt]()
-        self.packer = Packer(desk.policy.device, desk.memory.train)
+    def __init__(self, worker: EngineWorker) -> None:
+        self.worker, self.lock, self.waiting = worker, threading.Lock(), list[WaitingPrompt]()
+        self.packer = Packer(worker.policy.device, worker.memory.train)
 
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
         """Ask for the log-probabilities of a prompt by the base model, or by a saved adapter."""
         prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
         with self.lock:
             self.waiting.append(prompt)
-        self.desk.run(self.work, sleep=False).add_done_callback(lambda done: self.tell(prompt, done))
+        self.worker.run(self.work, sleep=False).add_done_callback(lambda done: self.tell(prompt, done))
         return prompt.future
 
     def tell(self, prompt: WaitingPrompt, done: "Future[None]") -> None:
-        """A prompt whose job was not run, as the desk was closed, fails."""
+        """A prompt whose job was not run, as the worker was closed, fails."""
         error = done.exception()
         if error is not None and not prompt.future.done():
             prompt.future.set_exception(error)
@@ -102,7 +102,7 @@ class PromptScoring:
         results = [(prompt, prompt.scored(torch.empty(0), torch.empty(0, prompt.top), torch.empty(0, prompt.top)))
                    for prompt in prompts if len(prompt.ids) == 1]
         if groups:
-            with self.desk.computing_with(long[0].adapter):
+            with self.worker.computing_with(long[0].adapter):
                 results += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
                                            lambda batches: self.passes(batches, asked))
         for prompt, scored in results:
@@ -115,7 +115,7 @@ class PromptScoring:
         for batch in batches:
             prompts = [asked[id(rollout)] for rollout in batch.rollouts]
             most = max(prompt.top for prompt in prompts)
-            logprobs, _ = self.desk.policy.logprobs(batch, 1.0)
+            logprobs, _ = self.worker.policy.logprobs(batch, 1.0)
             ids, values = self.likeliest(batch, most)
             parts = [unpack(packed.cpu(), batch) for packed in (logprobs.float(), ids, values)]
             for prompt, own, tokens, likely in zip(prompts, *parts, strict=True):
@@ -124,10 +124,10 @@ class PromptScoring:
 
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
         """(ids (N, k), log-probabilities (N, k)) of the likeliest tokens at each of the N places."""
-        head = self.desk.policy.head
+        head = self.worker.policy.head
         if count == 0:
             return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
-        hidden = batch.at_trained(self.desk.policy.hidden(batch)).to(head.weight.dtype)
+        hidden = batch.at_trained(self.worker.policy.hidden(batch)).to(head.weight.dtype)
         shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
         tops = [shape.apply_(matmul_fp32(rows, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
                 for rows in hidden.split(ROWS)]

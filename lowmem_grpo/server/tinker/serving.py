@@ -1,4 +1,4 @@
-"""A model in a server: loaded, with a desk that owns it, the routes of the Tinker protocol, and OpenAI's."""
+"""A model in a server: loaded, with a worker that owns it, the routes of the Tinker protocol, and OpenAI's."""
 
 import asyncio
 import itertools
@@ -37,7 +37,7 @@ from lowmem_grpo.server.users import Allowances, User
 
 SCHEME = "tinker://"
 MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
-AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the desk decodes them together
+AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the worker decodes them together
 
 
 class SavedModels(Mapping[str, Path | str | None]):
@@ -73,19 +73,20 @@ class SavedModels(Mapping[str, Path | str | None]):
 
 
 class Chats:
-    """A Chat for each user, over one desk: nothing that one of them said is known to another."""
+    """A Chat for each user, over one worker: nothing that one of them said is known to another."""
 
-    def __init__(self, desk: EngineWorker, shelf: CheckpointStore, base: str) -> None:
-        self.desk, self.shelf, self.base = desk, shelf, base
+    def __init__(self, worker: EngineWorker, shelf: CheckpointStore, base: str) -> None:
+        self.worker, self.shelf, self.base = worker, shelf, base
         self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
         self.made: dict[str, Chat] = {}
 
     def __call__(self, user: User) -> Chat:
         with self.lock:
             if user.name not in self.made:
-                tokenizer = self.desk.tokenizer
-                self.made[user.name] = Chat(self.desk, tokenizer, lambda: SavedModels(self.base, self.shelf, user.name),
-                                            histories=ConversationCache(tokenizer, keys=self.keys))
+                tokenizer = self.worker.tokenizer
+                histories = ConversationCache(tokenizer, keys=self.keys)
+                self.made[user.name] = Chat(self.worker, tokenizer, histories=histories,
+                                            names=lambda: SavedModels(self.base, self.shelf, user.name))
             return self.made[user.name]
 
 
@@ -101,7 +102,7 @@ def path_of(name: str, kind: str) -> str:
 class ServedModel:
     """A model with all that answers for it."""
 
-    desk: EngineWorker
+    worker: EngineWorker
     training: Training
     router: APIRouter
     completions: Completions
@@ -112,7 +113,7 @@ class ServedModel:
     def close(self) -> None:
         """Finish what is being done, and begin no more; the next server goes on."""
         self.training.close()
-        self.desk.close()
+        self.worker.close()
 
 
 def serve_model(
@@ -123,18 +124,18 @@ def serve_model(
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # holds the place of an adapter while no client's computes
     policy = Policy(lora.inner)
-    desk = EngineWorker(lora, policy=policy)
+    worker = EngineWorker(lora, policy=policy)
     cut = Cut(MICRO_BATCH)
-    adapters = Adapters(policy, Packer(policy.device, desk.memory.train), cut, lora.loaded.offload)
+    adapters = Adapters(policy, Packer(policy.device, worker.memory.train), cut, lora.loaded.offload)
     config = policy.base.config
     bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
-    training = Training(desk, adapters, RequestStore(database), folder, bounds, allowances)
+    training = Training(worker, adapters, RequestStore(database), folder, bounds, allowances)
     served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
-    router = tinker_router(training, SampleService(desk, bounds, training.usage), served)
+    router = tinker_router(training, SampleService(worker, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
-    completions = Completions(Chats(desk, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
+    completions = Completions(Chats(worker, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
                               partial(counted, training.usage))
-    return ServedModel(desk, training, router, completions)
+    return ServedModel(worker, training, router, completions)
 
 
 @contextmanager

@@ -47,13 +47,13 @@ class Training:
     """One queue for each model, ordered by `seq_id`; models take turns request by request."""
 
     def __init__(
-        self, desk: EngineWorker, adapters: Adapters, ledger: RequestStore, folder: Path, bounds: ModelBounds,
+        self, worker: EngineWorker, adapters: Adapters, ledger: RequestStore, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
         """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
-        self.desk, self.adapters, self.ledger, self.folder, self.bounds = desk, adapters, ledger, folder, bounds
+        self.worker, self.adapters, self.ledger, self.folder, self.bounds = worker, adapters, ledger, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
-        self.busy: set[str] = set()  # models with a request in the desk
+        self.busy: set[str] = set()  # models with a request in the worker
         # by promise, while somebody waits for it: done as soon as it is kept
         self.told: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
         self.gaps = Gaps()
@@ -97,13 +97,13 @@ class Training:
             self.unload(left[0])
 
     def unload(self, model: StoredModel) -> None:
-        """Forget a model: at once in the database, in the memory and on the disk as soon as the desk is free."""
+        """Forget a model: at once in the database, in the memory and on the disk as soon as the worker is free."""
         self.runs.remove(model)
-        self.desk.run(lambda: self.clear(model.id), sleep=False)
+        self.worker.run(lambda: self.clear(model.id), sleep=False)
 
     def sweep_saved(self) -> None:
         if self.shelf.expired():
-            self.desk.run(self.shelf.sweep, sleep=False)
+            self.worker.run(self.shelf.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
         """Return whether others wait for a request that has not come. It has some time to come, and is then answered,
@@ -123,10 +123,10 @@ class Training:
             if model in self.busy or (asked := self.ledger.next(model)) is None:
                 return
             self.busy.add(model)
-        self.desk.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
+        self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
-        """A request left the desk, with or without its answer."""
+        """A request left the worker, with or without its answer."""
         with self.lock:
             self.busy.discard(asked.model)
             told = self.told.pop(asked.id, None)
@@ -134,7 +134,7 @@ class Training:
             told.set_result(None)
         error = done.exception()
         if error is None:
-            self.clerk.submit(self.pump, asked.model)  # the desk's own thread asks nothing of it
+            self.clerk.submit(self.pump, asked.model)  # the worker's own thread asks nothing of it
         elif not isinstance(error, WorkerClosedError):
             logger.error("%s was not answered: %s", asked.id, error)
 
@@ -144,10 +144,10 @@ class Training:
             return self.told.setdefault(promise, Future())
 
     def close(self) -> None:
-        """Take no more requests; those that wait are done by the next server. The desk stays open."""
+        """Take no more requests; those that wait are done by the next server. The worker stays open."""
         self.clerk.shutdown(cancel_futures=True)
 
-    # In the desk's thread
+    # In the worker's thread
 
     def do(self, asked: ModelRequest) -> None:
         """Do a request and keep its answer. After an OSError the model is as on the disk, and none is given."""

@@ -150,7 +150,7 @@ def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
     talk = Talk([[5, 6, 7]])
     call = OpenTurns(talk, sampling(), torch.device("cpu"))
     for turn in range(3):
-        (request,) = talk.take(busy=False)
+        (request,) = talk.next_requests(busy=False)
         call.open[0], call.keys["1"] = (request, None), 0
         output = Output.of(request.ids, [8, 9], 10 * turn)
         call.give_turn(SimpleNamespace(request_id="1-abc", outputs=[output], num_cached_tokens=0), 0)

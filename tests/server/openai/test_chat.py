@@ -22,14 +22,14 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
-    desk = scripted_desk(lambda prompt: "Good day.", context=1000)
-    yield chat_over(desk)
-    desk.engine.gate.set()  # type: ignore[union-attr]
-    desk.close()
+    worker = scripted_desk(lambda prompt: "Good day.", context=1000)
+    yield chat_over(worker)
+    worker.engine.gate.set()  # type: ignore[union-attr]
+    worker.close()
 
 
 def engine(chat: Chat) -> Any:
-    return chat.desk.engine
+    return chat.worker.engine
 
 
 def asked(chat: Chat, **fields: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_what_a_request_leaves_out_is_drawn_as_in_training_with_all_the_room(cha
         assert engine(chat).requests[-1].max_tokens == expected
         assert reply["choices"][0]["finish_reason"] == ("length" if most == 5 else "stop")
     assert {temperature for temperature, _ in engine(chat).rounds} == {1.0}
-    short = chat_over(chat.desk, max_turn_tokens=7)
+    short = chat_over(chat.worker, max_turn_tokens=7)
     asked(short, max_tokens=50)
     assert engine(chat).requests[-1].max_tokens == 7
 
@@ -137,7 +137,7 @@ def test_a_field_that_cannot_be_served_is_refused_by_name(chat: Chat, fields: di
     error = caught.value.body()["error"]
     assert caught.value.status == (404 if fields.get("model") else 400)
     assert error["type"] == "invalid_request_error" and error["param"] is not None
-    assert not engine(chat).rounds and not chat.desk.waiting.lines
+    assert not engine(chat).rounds and not chat.worker.waiting.lines
 
 
 def test_a_field_that_asks_for_what_happens_anyway_is_accepted(chat: Chat) -> None:
@@ -220,15 +220,15 @@ def test_what_goes_wrong_in_the_engine_or_after_the_end_is_an_error_of_the_serve
         with pytest.raises(ChatError, match=words) as caught:
             asked(chat)
         assert caught.value.status == status
-    chat.desk.close()
-    with pytest.raises(ChatError, match="the desk is closed") as caught:
+    chat.worker.close()
+    with pytest.raises(ChatError, match="the worker is closed") as caught:
         asked(chat)
     assert caught.value.status == 503 and caught.value.kind == "server_error"
 
 
 def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> None:
-    desk = scripted_desk(lambda prompt: f"I heard {prompt.rpartition('user')[2].partition('<|im_end|>')[0].strip()}")
-    chat = chat_over(desk)
+    worker = scripted_desk(lambda prompt: f"I heard {prompt.rpartition('user')[2].partition('<|im_end|>')[0].strip()}")
+    chat = chat_over(worker)
 
     async def client(number: int) -> None:
         messages, ids = [{"role": "user", "content": f"{number % 4}"}], list[int]()
@@ -245,12 +245,12 @@ def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> 
         await asyncio.gather(*(client(number) for number in range(64)))
 
     asyncio.run(all_of_them())
-    desk.close()
+    worker.close()
 
 
 def test_memory_is_flat_over_a_thousand_calls() -> None:
-    desk = scripted_desk(lambda prompt: "Good day.")
-    chat = chat_over(desk, histories=ConversationCache(desk.tokenizer, max_turns=50, max_tokens=5000))
+    worker = scripted_desk(lambda prompt: "Good day.")
+    chat = chat_over(worker, histories=ConversationCache(worker.tokenizer, max_turns=50, max_tokens=5000))
 
     async def calls(numbers: range) -> int:
         for start in numbers[::50]:
@@ -263,5 +263,5 @@ def test_memory_is_flat_over_a_thousand_calls() -> None:
     before, after = asyncio.run(calls(range(300))), asyncio.run(calls(range(300, 1500)))
     assert after - before < 500, after - before
     held = chat.histories
-    assert len(held.held) == 50 and held.tokens <= 5000 and len(held.ends) == 50 and not desk.waiting.lines
-    desk.close()
+    assert len(held.held) == 50 and held.tokens <= 5000 and len(held.ends) == 50 and not worker.waiting.lines
+    worker.close()

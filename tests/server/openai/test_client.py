@@ -23,10 +23,10 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
-    desk = scripted_desk(lambda prompt: "3" if "<tool_response>" in prompt else CALL)
-    yield chat_over(desk)
-    engine_of(desk).gate.set()
-    desk.close()
+    worker = scripted_desk(lambda prompt: "3" if "<tool_response>" in prompt else CALL)
+    yield chat_over(worker)
+    engine_of(worker).gate.set()
+    worker.close()
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def client(chat: Chat) -> openai.AsyncOpenAI:
     return client_of(chat)
 
 
-def engine_of(desk: Any) -> Any:
-    return desk.engine
+def engine_of(worker: Any) -> Any:
+    return worker.engine
 
 
 def asked(client: openai.AsyncOpenAI, **fields: Any) -> Any:
@@ -76,7 +76,7 @@ def test_a_stream_is_read_like_openais_and_may_be_left(client: openai.AsyncOpenA
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == CALL
     assert isinstance(chunks[0], ChatCompletionChunk) and chunks[0].choices[0].turn  # type: ignore[attr-defined]
     asyncio.run(leave())
-    assert chat.desk.engine.conversations == 1  # type: ignore[union-attr]
+    assert chat.worker.engine.conversations == 1  # type: ignore[union-attr]
 
 
 @every_row("fields, kind, words", [
@@ -96,7 +96,7 @@ def test_refusals_are_openais_errors(client: openai.AsyncOpenAI, fields: dict[st
 def test_a_call_that_takes_too_long_raises_openais_timeout_and_keeps_nothing(
     client: openai.AsyncOpenAI, chat: Chat,
 ) -> None:
-    engine = engine_of(chat.desk)
+    engine = engine_of(chat.worker)
     engine.gate.clear()
     for late in (client.with_options(timeout=0.05), client_of(chat, timeout=0.05)):
         with pytest.raises(openai.APITimeoutError):
@@ -107,7 +107,7 @@ def test_a_call_that_takes_too_long_raises_openais_timeout_and_keeps_nothing(
 
 
 def test_an_engine_that_fails_is_openais_internal_error(client: openai.AsyncOpenAI, chat: Chat) -> None:
-    engine_of(chat.desk).says = lambda prompt: 1 / 0
+    engine_of(chat.worker).says = lambda prompt: 1 / 0
     with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
         asked(client)
 

@@ -1,4 +1,4 @@
-"""The desk over the engines themselves and the embedded model: what is told of a turn is what the model computes."""
+"""The worker over the engines themselves and the embedded model: what is told of a turn is what the model computes."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ HIGHER: Any = {"role": "user", "content": "higher"}
 
 
 class Room:
-    """A model with its desk and chat; "saved" is the adapter as it was at the beginning."""
+    """A model with its worker and chat; "saved" is the adapter as it was at the beginning."""
 
     def __init__(self, engine: str, folder: Path) -> None:
         options: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if engine == "vllm" else {}
@@ -33,8 +33,8 @@ class Room:
         self.model = FastLanguageModel.get_peft_model(model, r=4)
         scatter(self.model, 0.05)
         self.model.save_lora(folder)
-        self.desk = EngineWorker(self.model, tokenizer)
-        self.chat = Chat(self.desk, tokenizer, lambda: {"live": LIVE, "base": None, "saved@3": folder})
+        self.worker = EngineWorker(self.model, tokenizer)
+        self.chat = Chat(self.worker, tokenizer, lambda: {"live": LIVE, "base": None, "saved@3": folder})
         self.client = client_of(self.chat)
 
     def ask(self, *messages: Any, model: str = "live", **fields: Any) -> Any:
@@ -57,14 +57,14 @@ class Room:
                 found: list[float] = policy.logprobs(batch, 1.0)[0].tolist()
             return found
 
-        return self.desk.run(work).result(60)
+        return self.worker.run(work).result(60)
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
 def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     made = Room(request.param, tmp_path_factory.mktemp("adapter"))
     yield made
-    made.desk.close()
+    made.worker.close()
     made.model.close_engine()
 
 
@@ -78,7 +78,7 @@ def test_the_turns_of_a_conversation_are_what_the_trainer_computes(room: Room) -
     turns = [room.turn(first), room.turn(second)]
     before = turns[0].prompt_ids + turns[0].completion_ids
     assert turns[1].prompt_ids[:len(before)] == before
-    if room.desk.engine is not None and room.desk.engine.name == "transformers":
+    if room.worker.engine is not None and room.worker.engine.name == "transformers":
         assert second.usage.prompt_tokens_details.cached_tokens == turns[1].cached_tokens >= len(before) - 1
     assert all(close_to(turn, room.recomputed(turn)) for turn in turns)
 
@@ -110,7 +110,7 @@ def test_conversations_with_two_models_by_turns_go_on_from_what_was_computed_wit
         said[name] += [reply.choices[0].message, HIGHER]
         turns.append((name, room.turn(reply)))
     assert all(close_to(turn, room.recomputed(turn, base=name == "base")) for name, turn in turns)
-    if room.desk.engine is not None and room.desk.engine.name == "transformers":
+    if room.worker.engine is not None and room.worker.engine.name == "transformers":
         assert all(turn.cached_tokens > 0 for _, turn in turns[2:])
 
 
@@ -131,9 +131,9 @@ def test_turns_carry_the_policy_that_drew_them(room: Room) -> None:
 
     def train() -> None:
         scatter(room.model, 0.3, seed=2)
-        room.desk.on_policy_update(1)
+        room.worker.on_policy_update(1)
 
-    room.desk.run(train).result(60)
+    room.worker.run(train).result(60)
     second = room.ask(GUESS, first.choices[0].message, HIGHER)
     turns = [room.turn(first), room.turn(second)]
     assert [turn.policy_version for turn in turns] == [0, 1]

@@ -54,7 +54,7 @@ class Arrivals(threading.Condition):
 
 
 class Line:
-    """A line of calls of one flavour, of which one waits and `later` come one by one."""
+    """A line of calls of one batch_key, of which one waits and `later` come one by one."""
 
     def __init__(self, later: int) -> None:
         self.waiting, self.arrivals = RequestQueue(), Arrivals()
@@ -63,13 +63,13 @@ class Line:
         self.call()
 
     def call(self) -> None:
-        self.waiting.add(CALL.flavour, OpenCall(CALL, 0, Future()))
+        self.waiting.add(CALL.batch_key, OpenCall(CALL, 0, Future()))
 
     def job(self) -> None:
         self.waiting.add(None, WorkerTask(lambda: None, False, Future()))
 
     def taken(self, first: bool, last: Round, widest: Round) -> int:
-        return len(self.waiting.take_calls(CALL.flavour, None, True, first, last, widest))
+        return len(self.waiting.take_calls(CALL.batch_key, None, True, first, last, widest))
 
 
 @pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
@@ -106,14 +106,14 @@ def test_those_who_were_just_served_are_decoded_together_again_where_decoding_go
     line, served_by = Line(later=0), SimpleNamespace(name=engine)
     for _ in range(7):
         line.call()
-    sitting: Any = EngineSession(line.waiting, CALL.flavour, Keys())
-    sitting.meet(served_by)
-    first = sitting.take(busy=False)
+    engine_session: Any = EngineSession(line.waiting, CALL.batch_key, Keys())
+    engine_session.meet(served_by)
+    first = engine_session.next_requests(busy=False)
     now[0] += 0.8
     for request in first:
-        sitting.give(request.key, Rollout([9], [0.0], "stop"))
+        engine_session.add_rollout(request.key, Rollout([9], [0.0], "stop"))
     line.arrivals.later = [line.call] * 8
-    assert (len(first), len(sitting.take(busy=False))) == (8, second)
+    assert (len(first), len(engine_session.next_requests(busy=False))) == (8, second)
 
 
 def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
-    desk = scripted_desk(lambda prompt: f"<{len(prompt)}> a time", context=1000)
-    yield chat_over(desk)
-    desk.close()
+    worker = scripted_desk(lambda prompt: f"<{len(prompt)}> a time", context=1000)
+    yield chat_over(worker)
+    worker.close()
 
 
 def engine(chat: Chat) -> Any:
-    return chat.desk.engine
+    return chat.worker.engine
 
 
 def asked(chat: Chat, **fields: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_what_waits_is_taken_back_when_the_reader_of_a_stream_leaves(chat: Chat)
         engine(chat).gate.set()
 
     asyncio.run(leave())
-    assert asked(chat)["choices"] and not chat.desk.waiting.lines
+    assert asked(chat)["choices"] and not chat.worker.waiting.lines
 
 
 def test_an_endpoint_of_agents_has_the_route_and_its_sessions_do_not(chat: Chat) -> None:

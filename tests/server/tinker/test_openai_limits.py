@@ -33,9 +33,9 @@ def client(served: Serving) -> Iterator[openai.OpenAI]:
 
 @contextmanager
 def held_up(served: Serving) -> Iterator[None]:
-    """Inside, the desk does something else."""
+    """Inside, the worker does something else."""
     gate = threading.Event()
-    served.model.desk.run(gate.wait)
+    served.model.worker.run(gate.wait)
     try:
         yield
     finally:
@@ -91,13 +91,13 @@ def test_a_client_that_vanishes_is_counted_no_more(served: Serving, stream: bool
 def test_a_client_that_leaves_in_the_middle_of_a_stream_is_counted_no_more(
     served: Serving, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk, gate = served.model.desk, threading.Event()
-    plain, looks = desk.look_again, iter([1])
+    worker, gate = served.model.worker, threading.Event()
+    plain, looks = worker.look_again, iter([1])
 
     def held_up_after_the_first(*given: Any) -> Any:
         return plain(*given) if next(looks, 0) else gate.wait(60)
 
-    monkeypatch.setattr(desk, "look_again", held_up_after_the_first)  # which each choice takes a pass of, for logprobs
+    monkeypatch.setattr(worker, "look_again", held_up_after_the_first)  # a pass for each choice, for logprobs
     try:
         chunks = text(client, n=2, logprobs=2, stream=True)
         next(iter(chunks))

@@ -45,7 +45,7 @@ def begun(http: httpx.Client) -> dict[str, str]:
 def test_its_gradient_is_made_once_and_its_sample_is_there(served: Serving, http: httpx.Client) -> None:
     ids, gate = begun(http), threading.Event()
     data = [{"tokens": [5, 6, 7], "target_tokens": [6, 7, 8], "weights": [1, 1, 1]}]
-    served.model.desk.run(gate.wait)
+    served.model.worker.run(gate.wait)
     promises = [
         ask(http, "forward_backward", model_id=ids["model"], seq_id=1, loss_fn="cross_entropy", data=data),
         ask(http, "optim_step", model_id=ids["model"], seq_id=2, adam_params={"learning_rate": 0.01}),

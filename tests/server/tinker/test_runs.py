@@ -45,7 +45,7 @@ def sample(server: Server, sampler: str, seq: int = 1) -> Any:
 
 
 def at_rest(server: Server) -> None:
-    server.model.desk.run(lambda: None).result()
+    server.model.worker.run(lambda: None).result()
 
 
 def files(folder: Path) -> set[str]:

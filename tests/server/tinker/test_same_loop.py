@@ -36,14 +36,14 @@ class Verbs(Protocol):
 
 
 @contextmanager
-def begun_together(desk: EngineWorker) -> Iterator[None]:
+def begun_together(worker: EngineWorker) -> Iterator[None]:
     """The samples that are asked for inside are begun as soon as all of them wait: which of them are decoded together,
     and so their last bits, depends on nothing else."""
     gate = threading.Event()
-    desk.run(gate.wait)
+    worker.run(gate.wait)
     try:
         yield
-        until(lambda: sum(map(len, desk.waiting.lines.values())) == COUNT)
+        until(lambda: sum(map(len, worker.waiting.lines.values())) == COUNT)
     finally:
         gate.set()
 
@@ -51,14 +51,14 @@ def begun_together(desk: EngineWorker) -> Iterator[None]:
 class OverHttp:
     """The verbs of the real client."""
 
-    def __init__(self, client: Any, desk: EngineWorker) -> None:
-        self.desk = desk
+    def __init__(self, client: Any, worker: EngineWorker) -> None:
+        self.worker = worker
         self.training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         params = tinker.SamplingParams(max_tokens=TOKENS, seed=seed, temperature=1.0)
         sampler = self.training.save_weights_and_get_sampling_client().result()
-        with begun_together(self.desk):
+        with begun_together(self.worker):
             found = sampler.sample(
                 prompt=tinker.ModelInput.from_ints(prompt), num_samples=COUNT, sampling_params=params)
         return [(list(one.tokens), list(one.logprobs)) for one in found.result().sequences]
@@ -78,14 +78,14 @@ class InProcess:
     """The verbs that the server calls, in this process: no requests, no ledger, no client."""
 
     def __init__(self, served: ServedModel, folder: Path) -> None:
-        self.desk, self.adapters, self.folder = served.desk, served.training.adapters, folder
-        self.desk.run(lambda: self.adapters.create("mine", LoraSettings(8, 1))).result()
+        self.worker, self.adapters, self.folder = served.worker, served.training.adapters, folder
+        self.worker.run(lambda: self.adapters.create("mine", LoraSettings(8, 1))).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         folder = self.folder / f"at-{seed}"
-        self.desk.run(lambda: self.adapters.snapshot("mine", folder)).result()
-        with begun_together(self.desk):
-            futures = [self.desk.submit(Call(prompt, SamplingParams(max_tokens=TOKENS, seed=seed + place), folder))
+        self.worker.run(lambda: self.adapters.snapshot("mine", folder)).result()
+        with begun_together(self.worker):
+            futures = [self.worker.submit(Call(prompt, SamplingParams(max_tokens=TOKENS, seed=seed + place), folder))
                        for place in range(COUNT)]
         return [(turn.completion_ids, turn.logprobs) for turn in (one.result() for one in futures)]
 
@@ -93,8 +93,8 @@ class InProcess:
         asked = Pass([Datum(ids, torch.tensor(targets), {"logprobs": torch.tensor(logprobs),
                                                          "advantages": torch.tensor(advantages)})
                       for ids, targets, logprobs, advantages in data], LOSS, {}, False)
-        logprobs, metrics = self.desk.run(lambda: self.adapters.run("mine", asked)).result()
-        stepped = self.desk.run(lambda: self.adapters.optim_step("mine", Adam(RATE))).result()
+        logprobs, metrics = self.worker.run(lambda: self.adapters.run("mine", asked)).result()
+        stepped = self.worker.run(lambda: self.adapters.optim_step("mine", Adam(RATE))).result()
         return [metrics["loss:sum"], stepped["grad_norm"], *(one.tolist() for one in logprobs)]
 
 
@@ -124,14 +124,14 @@ def served(tmp_path: Path) -> Iterator[Serving]:
 def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served: Serving, tmp_path: Path) -> None:
     with tinker_client(served) as client:
         model = served.model
-        remote = OverHttp(client, model.desk)
+        remote = OverHttp(client, model.worker)
         over_http = loop(remote)
-        state = model.desk.run(lambda: model.training.adapters.state(remote.training.model_id)).result()
+        state = model.worker.run(lambda: model.training.adapters.state(remote.training.model_id)).result()
     database = Database(tmp_path / "server.sqlite")
     alone = serve_model("tiny", database, tmp_path / "models", load_in_4bit=False, max_seq_length=64)
     local = InProcess(alone, tmp_path)
     in_process = loop(local)
-    expected: dict[str, Tensor] = alone.desk.run(lambda: local.adapters.state("mine")).result()
+    expected: dict[str, Tensor] = alone.worker.run(lambda: local.adapters.state("mine")).result()
     alone.close()
     database.close()
     assert over_http == in_process

@@ -136,7 +136,7 @@ def test_a_wrong_save_is_named_and_costs_nothing(words: str, server: Server) -> 
     assert words in asked(server, "save_weights", model_id=model, seq_id=4, **WRONG[words])["error"]
     replaced = asked(server, "save_weights", model_id=model, seq_id=5, path="taken", overwrite=True)
     assert replaced["path"].endswith("/weights/taken")
-    server.model.desk.run(lambda: None).result()  # the older file goes after the answer
+    server.model.worker.run(lambda: None).result()  # the older file goes after the answer
     assert len(list(server.model.training.shelf.folder.iterdir())) == 1
 
 

@@ -34,21 +34,21 @@ def adapter(server: Server) -> Path:
 def whole(server: Server, ids: list[int], adapter: Path | None) -> Tensor:
     """Log-probabilities (P, V) by whole logits."""
     def compute() -> Tensor:
-        desk = server.model.desk
+        worker = server.model.worker
         batch = torch.tensor([ids])
-        with torch.no_grad(), desk.computing_with(adapter):
-            found: Tensor = desk.model.inner(input_ids=batch).logits[0].float().log_softmax(-1)
+        with torch.no_grad(), worker.computing_with(adapter):
+            found: Tensor = worker.model.inner(input_ids=batch).logits[0].float().log_softmax(-1)
         return found
 
-    return server.model.desk.run(compute).result()
+    return server.model.worker.run(compute).result()
 
 
 def test_many_prompts_are_scored_in_one_pass_for_each_adapter(
     server: Server, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scoring, passes = PromptScoring(server.model.desk), []
-    plain = server.model.desk.policy.logprobs
-    monkeypatch.setattr(server.model.desk.policy, "logprobs", lambda *given: passes.append(1) or plain(*given))
+    scoring, passes = PromptScoring(server.model.worker), []
+    plain = server.model.worker.policy.logprobs
+    monkeypatch.setattr(server.model.worker.policy, "logprobs", lambda *given: passes.append(1) or plain(*given))
     torch.manual_seed(0)
     prompts = [torch.randint(3, 300, (length,)).tolist() for length in (5, 17, 2, 9, 1, 30)]
     with server.held_up():
@@ -62,7 +62,7 @@ def test_many_prompts_are_scored_in_one_pass_for_each_adapter(
 
 
 def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as_asked(server: Server) -> None:
-    scoring, ids = PromptScoring(server.model.desk), [5, 6, 7, 8, 9]
+    scoring, ids = PromptScoring(server.model.worker), [5, 6, 7, 8, 9]
     with server.held_up():
         asked = [scoring.ask(ids, None, top, last) for top, last in ((3, None), (0, None), (7, 2))]
     three, none, seven = [one.result(60) for one in asked]
@@ -81,7 +81,7 @@ def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.server.tinker.scoring.AT_ONCE", 7)
-    scoring = PromptScoring(server.model.desk)
+    scoring = PromptScoring(server.model.worker)
     with server.held_up():
         asked = [scoring.ask([5] * length, None) for length in (3, 4, 9, 2)]
         assert [len(one.ids) for one in scoring.waiting] == [3, 4, 9, 2]
@@ -90,7 +90,7 @@ def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
 
 def test_an_error_and_a_closed_desk_are_told_to_all_that_wait(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    scoring = PromptScoring(server.model.desk)
+    scoring = PromptScoring(server.model.worker)
     with server.held_up():
         lost = [scoring.ask([5, 6], tmp_path / "nothing") for _ in range(2)]
         good = scoring.ask([5, 6], None)

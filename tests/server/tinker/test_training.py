@@ -153,7 +153,7 @@ def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(tmp
 
     setattr(failing, broken, fails)
     server.optim_step(models[1], 2)
-    server.model.desk.run(lambda: None).result()
+    server.model.worker.run(lambda: None).result()
     assert not any("/exp_avg" in name for name in server.state(models[1]))  # as the disk has it
     server.close()
     server = Server(tmp_path / "broken")
