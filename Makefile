@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry \
+.PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry gpu-dry-pip \
 	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
 # The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
@@ -50,6 +50,10 @@ gpu-bundle:  ## what a GPU machine without a network lacks, packed; there: bench
 gpu-dry: gpu-bundle  ## the gate on a pretend card (a CUDA build of torch is needed: several GB), never in CI
 	bench/gate/pretend.sh $(GPU_TOOLS) $(BUNDLE) $(PRETEND)
 	$(PRETEND)/run -m bench.gate.bench $(GATE)
+
+gpu-dry-pip:  ## the same with the versions that pip installs
+	bench/gate/pretend.sh $(GPU_TOOLS) pip $(PRETEND)-pip
+	$(PRETEND)-pip/run -m bench.gate.bench $(GATE)
 
 # With JSON=1 the benches print their rows on standard output, one JSON object a line and nothing else; none is recorded.
 JSON ?=

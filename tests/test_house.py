@@ -9,10 +9,10 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 61_825, "core lines": 46_373, "package files": 446, "files below 60 lines with one importer": 3,
+    "package lines": 61_826, "core lines": 46_373, "package files": 446, "files below 60 lines with one importer": 3,
     "folders at the top": 17, "files at the top": 10, "arrows between folders": 136, "class names that stand twice": 7,
-    "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "docstrings without a verb": 0,
-    "comments that begin with of": 1, "bench lines": 8_899, "tests lines": 68_255,
+    "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 8,
+    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_906, "tests lines": 68_258,
 }
 FILES = {"first rollout()": 65, "second rollout()": 50, "update()": 56, "chat call": 46, "train(groups)": 110}
 MODULE = '''"""A module."""
@@ -26,6 +26,9 @@ class Word(Word):
         """Whether it is short."""
         found = len(self)
         return found < 3  # of letters
+
+    def take(self):
+        """Return it."""
 
     def letters(self, one):
         """What it is made of."""
@@ -57,6 +60,6 @@ def test_the_figures_are_those_of_a_package_counted_by_hand(tmp_path: Path) -> N
         "package lines": 2 + MODULE.count("\n"), "core lines": 2 + MODULE.count("\n"), "package files": 5,
         "median lines of a file": 0, "files below 60 lines with one importer": 1, "folders at the top": 2,
         "files at the top": 1, "arrows between folders": 1, "class names that stand twice": 1, "uses of `found`": 2,
-        "uses of `one`": 2, "uses of `given`": 0, "docstrings without a verb": 1, "comments that begin with of": 2,
-        "bench lines": 2, "tests lines": 0,
+        "uses of `one`": 2, "uses of `given`": 0, "methods without an object": 1, "docstrings without a verb": 1,
+        "comments that begin with of": 2, "bench lines": 2, "tests lines": 0,
     }

@@ -22,9 +22,10 @@ from rich.console import Console
 from bench.common import child, tables
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTER = ("service", "agents", "integrations", "recipes", "jobs", "commands", "cli", "server")  # not the core
+OUTER = ("server", "agents", "integrations", "recipes", "cli")  # not the core
 SHORT = 60  # lines: a file below it earns its place by two importers
 VAGUE = ("found", "one", "given")  # names of variables that say nothing of the thing
+NO_OBJECT = {"begin", "end", "take", "give", "of", "whole", "look", "told", "said"}  # methods that say not what they do
 NO_VERB = re.compile(r"\W*(What|Whether|Of|How|Where)\b")  # begins a docstring that is no sentence
 Figures = dict[str, int]
 
@@ -90,6 +91,7 @@ class Checkout:
                                            for module in modules if room(name) != room(module)}),
             "class names that stand twice": sum(number > 1 for number in self.class_names().values()),
             **{f"uses of `{word}`": number for word, number in self.vague_names().items()},
+            "methods without an object": sum(map(self.methods_without_object, self.trees.values())),
             "docstrings without a verb": sum(map(self.docstrings_without_verb, self.trees)),
             "comments that begin with of": sum(map(self.comments_with_of, self.sources)),
             "bench lines": self.lines("bench"),
@@ -107,6 +109,11 @@ class Checkout:
                  for node in ast.walk(tree) if isinstance(node, ast.Name | ast.arg))
         counts = Counter(name for name in names if name in VAGUE)
         return {word: counts[word] for word in VAGUE}
+
+    def methods_without_object(self, tree: ast.Module) -> int:
+        """Return the number of methods that are named by a word of NO_OBJECT."""
+        return sum(isinstance(method, ast.FunctionDef) and method.name in NO_OBJECT for node in ast.walk(tree)
+                   if isinstance(node, ast.ClassDef) for method in node.body)
 
     def docstrings_without_verb(self, name: str) -> int:
         """Return the number of docstrings of functions that begin with What, Whether, Of, How or Where. Properties may

@@ -34,13 +34,13 @@ class LoopSettings:
 
     model: str = "tiny"
     steps: int = 60
-    prompts: int = 32  # P, of a step
-    generations: int = 8  # G, of a prompt
-    max_tokens: int = 64  # of a completion
+    prompts: int = 32  # P, a step
+    generations: int = 8  # G, a prompt
+    max_tokens: int = 64  # a completion
     temperature: float = 1.0
     learning_rate: float = 3e-3  # falls linearly to 0
     lora_rank: int = 16
-    places: int = 8192  # tokens of a micro-batch
+    places: int = 8192  # tokens in a micro-batch
     test_problems: int = 512
     seed: int = 0
 

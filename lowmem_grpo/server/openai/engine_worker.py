@@ -103,7 +103,7 @@ class EngineWorker:
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuse what waits and all that comes, with WorkerClosedError; wait until what is in the engine is finished, at
+        """Refuse what waits and all that comes, with WorkerClosedError; wait until what the engine has is finished, at
         most `timeout` seconds. The model stays. A second call does nothing."""
         atexit.unregister(self.close)
         for item in self.waiting.close():
