@@ -238,8 +238,8 @@ PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "un
 def learner(setup: Setup) -> list[Piece]:
     """The model in the package learns two recipes with the full stack: NF4, CUDA graphs, offload, packing."""
     engine = "transformers" if setup.form == CPU else "vllm"
-    words = ("load_in_4bit=true", f"engine={engine}", "gradient_checkpointing_mode=offload", "save_strategy=no",
-             *(FEW_PROBLEMS if setup.form != CARD else ()))
+    words = ("gpu=cpu", "load_in_4bit=true", f"engine={engine}", "gradient_checkpointing_mode=offload",
+             "save_strategy=no", *(FEW_PROBLEMS if setup.form != CARD else ()))
     command = ("--runs", str(setup.out / "learner"), *(word for given in words for word in ("--option", given)),
                *(("--must-rise",) if setup.form == CARD else ("--steps", "2")), *setup.rows("card_learning"))
     needs = ("bitsandbytes", "datasets", "bf16") + (("vllm",) if setup.form != CPU else ())

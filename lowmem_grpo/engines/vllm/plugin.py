@@ -72,9 +72,14 @@ def check_architecture(name: str) -> None:
     ModelRegistry.register_model(name, known.load_model_cls())
 
 
+def names_in(kind: Any) -> list[str]:
+    """Return the texts of a Literal, also inside of a union (vLLM 0.33 has one: other packages may add names)."""
+    return [name for part in get_args(kind) for name in ([part] if isinstance(part, str) else names_in(part))]
+
+
 def check_cache_dtype(name: str) -> None:
     """Raise BorrowError where this vLLM cannot hold its cache in such numbers."""
-    kinds = {field.name: get_args(field.type) for field in fields(CacheConfig)}.get("cache_dtype", ())
+    kinds = names_in({field.name: field.type for field in fields(CacheConfig)}.get("cache_dtype"))
     if "kv_cache_dtype" not in {field.name for field in fields(EngineArgs)} or name not in kinds:
         raise BorrowError(f"kv_cache_dtype is {name!r}, which this vLLM does not have (it has "
                           f"{', '.join(kinds) or 'no such setting'}). {IN_16_BITS}, or install vLLM 0.32")

@@ -4,7 +4,7 @@ import importlib
 import inspect
 from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -105,6 +105,7 @@ def test_vllm_has_each_form_of_the_cache_and_a_version_without_it_is_refused_by_
         borrow.check_cache_dtype(name)
     with pytest.raises(BorrowError, match=r"'fp6', which this vLLM does not have \(it has auto, .*fp8"):
         borrow.check_cache_dtype("fp6")
+    assert borrow.names_in(Literal["auto", "fp8"] | str) == borrow.names_in(Literal["auto", "fp8"]) == ["auto", "fp8"]
     monkeypatch.setattr(borrow, "EngineArgs", make_dataclass("EngineArgs", ["model"]))
     with pytest.raises(BorrowError, match=r'Leave kv_cache_dtype at "auto", or install vLLM 0\.32'):
         borrow.check_cache_dtype("fp8")
