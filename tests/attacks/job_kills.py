@@ -58,9 +58,9 @@ import sys
 from pathlib import Path
 from lowmem_grpo.server.jobs import dispatcher
 from lowmem_grpo.server.jobs.queue import JobQueue
-from lowmem_grpo.server.server_dir import Home
+from lowmem_grpo.server.server_dir import ServerDir
 dispatcher.EVERY, dispatcher.COMES_UP = 0.05, 3.0
-home = Home(Path(sys.argv[1]))
+home = ServerDir(Path(sys.argv[1]))
 with home.owned() as database:
     dispatcher.Dispatcher(JobQueue(database, home.jobs), Path(sys.argv[2])).work()
 """
