@@ -260,6 +260,7 @@ def as_request(adapter: Any) -> LoraRequest | None:
 
 
 def check_bare(model: Any) -> None:
+    """Raise TypeError or ValueError unless it is a loaded model without LoRA."""
     if not isinstance(model, BareModel | FastPeftModel):
         raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
     if hasattr(model.inner, "peft_config"):

@@ -144,6 +144,7 @@ def of_yaml(value: Any) -> str:
 
 
 def check_value(cls: Any, name: str, value: Any) -> None:
+    """Raise ValueError where a field of such a dataclass would break its rule with this value."""
     check_ranges(cls, {name: value})
 
 

@@ -9,7 +9,7 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 61_831, "core lines": 46_378, "package files": 446, "files below 60 lines with one importer": 3,
+    "package lines": 61_981, "core lines": 46_507, "package files": 446, "files below 60 lines with one importer": 3,
     "folders at the top": 17, "files at the top": 10, "arrows between folders": 136, "class names that stand twice": 7,
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 8,
     "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_906, "tests lines": 68_259,

@@ -129,6 +129,7 @@ async def scored(
 
 
 async def asked(judge: Judge, question: Any) -> Ratings:
+    """Return the judge's ratings. JudgeError without them."""
     now: Any = judge.rate([question])
     if inspect.isawaitable(now):
         now = await now

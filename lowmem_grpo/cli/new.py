@@ -82,6 +82,7 @@ def is_installed(name: str, out: Path) -> bool:
 
 
 def check_place(recipe: Path, overwrite: bool) -> None:
+    """Raise ValueError where the recipe cannot be written."""
     if recipe.parent.exists() and not recipe.parent.is_dir():
         raise ValueError(f"--out {recipe.parent} is no folder")
     place = next(place for place in (recipe.parent.absolute(), *recipe.parent.absolute().parents) if place.exists())
@@ -190,6 +191,7 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
 
 
 def save(recipe: Path, text: str, rows: str = "") -> None:
+    """Write example rows and the recipe. ValueError where the folder does not take them."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         if rows:

@@ -117,6 +117,7 @@ def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
 
 
 def check_adapter(path: Path | None, unfinished: bool = True) -> None:
+    """Raise RunError or CheckpointError for a path that leads to no adapter."""
     if path is not None:
         find_adapter(path, unfinished)
 
@@ -163,6 +164,7 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
+    """Return the value that an expression writes out; None where it does not."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):

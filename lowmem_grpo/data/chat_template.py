@@ -113,6 +113,7 @@ def get_chat_template(
 
 
 def format_of(name: str) -> ChatFormat:
+    """Return the format of that name; ValueError lists the names."""
     if name.lower() not in FORMATS:
         close = difflib.get_close_matches(name.lower(), FORMATS, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""

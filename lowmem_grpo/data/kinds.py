@@ -1,5 +1,6 @@
 """The kinds of data files; needs no library, so that a file that is missing, empty or broken is refused at once."""
 
+import codecs
 import csv
 import json
 from collections.abc import Collection, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 NAMED = 12  # columns that a message lists
 LOOKED = 10_000  # lines that are parsed before the library reads all of them
+CHUNK = 1 << 20  # bytes of a file that are read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
@@ -52,7 +54,7 @@ def has_one_row(path: Path) -> bool:
         if kind == ".jsonl":
             return len([*islice((line for line in file if line.strip()), 2)]) == 1
         try:
-            held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < 1 << 20 else None
+            held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
         except ValueError:
             return False
         return isinstance(held, list) and len(held) == 1
@@ -76,16 +78,19 @@ def check_rows(path: Path) -> None:
 
 
 def check_encoding(path: Path) -> None:
-    """Raise OSError unless a text file is in UTF-8."""
-    place = 0
+    """Raise OSError unless a text file is in UTF-8. It is read piece by piece: a line may be as long as the file."""
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
-        for line in file:
+        while True:
+            chunk = file.read(CHUNK)
             try:
-                line.decode()
+                decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
                               f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
-            place += len(line)
+            if not chunk:
+                return
+            place += len(chunk)
 
 
 def broken_line(path: Path, most: int | None = None) -> str:

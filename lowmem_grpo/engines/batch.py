@@ -169,6 +169,7 @@ class Passes:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits (B, Q, V) after hidden states (B, Q, D)."""
         return self.policy.head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 

@@ -42,6 +42,7 @@ class RandomNumbers:
         return numbers
 
     def block(self, index: int) -> Tensor:
+        """Return the numbers of a block, made again where it was dropped."""
         if index not in self.blocks:
             seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -118,6 +119,7 @@ class DecodeState:
         self.real = self.real[:, width - held :]
 
     def select(self, keep: Tensor) -> None:
+        """Keep only these rows (R,), or repeat them."""
         self.cache.batch_select_indices(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.real, self.positions = self.alive[keep], self.real[keep], self.positions[keep]

@@ -79,6 +79,7 @@ class GrowingLayer(DynamicLayer):
         self.view(length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows (R,)."""
         length = self.get_seq_length()
         self.storage = self.storage.index_select(1, indices)
         self.view(length)
@@ -110,9 +111,11 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return sum(state.untyped_storage().nbytes() for state in self.states)
 
     def copied(self, rows: Tensor) -> "StateLayer":
+        """Return some of the rows (R,)."""
         return self.holding(*(state.index_select(0, rows) for state in self.states))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the states of these rows (R,)."""
         self.conv_states[0], self.recurrent_states[0] = (state.index_select(0, indices) for state in self.states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
@@ -214,6 +217,7 @@ class GrowingCache(Cache):
                 layer.reserve(capacity)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows (R,), or repeat them."""
         for place, layer in enumerate(self.layers):
             if self.lasting is not None:
                 layer.storage = layer.storage[:, :, :, : layer.get_seq_length()]

@@ -237,6 +237,7 @@ def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offl
 
 
 def refuse_graphs(why: str, fix: str = FIX) -> None:
+    """Raise EngineUnavailableError with the reason and what to do; nothing for no reason."""
     if why:
         raise EngineUnavailableError(f"enforce_eager is False, which asks for token steps as CUDA graphs, and {why}; "
                                      f"{fix}")

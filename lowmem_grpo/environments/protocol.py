@@ -260,6 +260,7 @@ def text_only(message: Message) -> Message:
 
 
 def number(value: Any, source: str) -> float | None:
+    """Return a finite number, or None; EnvironmentFailedError for anything else."""
     value = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
     if value is None:
         return None

@@ -80,6 +80,7 @@ class Workers:
         return job
 
     def man(self) -> None:
+        """Begin as many threads as there are jobs, within the bound."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)
@@ -132,6 +133,7 @@ class Workers:
             job.limit, job.deadline = min(job.limit, seconds), min(job.deadline, time.monotonic() + seconds)
 
     def close(self) -> None:
+        """Let the threads end."""
         for _ in range(self.threads):
             self.waiting.put(None)
         self.threads = 0

@@ -221,6 +221,7 @@ def scan(
 def check(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor | None
 ) -> None:
+    """Raise ValueError where shapes do not fit."""
     tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)
     if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "

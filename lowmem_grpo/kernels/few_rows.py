@@ -98,6 +98,7 @@ def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Lau
 
 
 def grid(rows: int, outputs: int, launch: Launch) -> tuple[int, int]:
+    """Return blocks of outputs, and blocks of rows."""
     return triton.cdiv(outputs, launch.constexprs["BLOCK_N"]), triton.cdiv(rows, launch.constexprs["BLOCK_M"])
 
 

@@ -111,6 +111,7 @@ def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Wei
 
 
 def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the largest value of each block of (rows, columns)."""
     by_rows = torch.stack([part.amax(0) for part in values.split(block[0])]) if block[0] > 1 else values
     if block[1] >= values.shape[1]:
         return by_rows.amax(1, keepdim=True)

@@ -70,6 +70,7 @@ def fp8_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> Tensor:
+    """Launch the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
     rows, outputs, chip, (codes, scales) = x.shape[0], sum(features), capability(x.device), tensors
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = few_rows.decode_launch(rows, outputs, chip, STEP)
@@ -87,6 +88,7 @@ fp8_decode_op = few_rows.decode_op(
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Return every launch that the rule chooses, with scales by row and by block."""
     types = {"codes_ptr": "*u8", "scales_ptr": "*fp32"}
     return [
         few_rows.variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, types, dtype, launch, BY_ROW=by_row,

@@ -164,6 +164,7 @@ def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) 
 
 
 def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return act(gate) * up, (N, F)."""
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
@@ -288,6 +289,7 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
 
 
 def check_reuse(gate: Tensor, up: Tensor | None) -> None:
+    """Raise ValueError where gradients cannot replace gate and up."""
     if gate is up:
         raise ValueError("reuse_inputs=True needs two tensors; gate and up are one and the same")
     for name, values in (("gate", gate), ("up", up)):
@@ -306,6 +308,7 @@ def gelu_name(approximate: str) -> str:
 
 
 def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     if activation not in APPROXIMATE:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
     if not gate.is_floating_point():

@@ -220,6 +220,7 @@ def check_arguments(
     hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, bias: Tensor | None, temperature: float,
     chunk_rows: int | None,
 ) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
@@ -241,6 +242,7 @@ def check_arguments(
 
 
 def check_lora(hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None) -> None:
+    """Raise ValueError where the adapter of the head is half there or does not fit."""
     if lora_a is None and lora_b is None:
         return
     if lora_a is None or lora_b is None:

@@ -63,6 +63,7 @@ class Head:
         return out
 
     def buffer(self, rows: int, columns: int) -> Tensor:
+        """Return uninitialised room for logits (rows, columns), float32 or float64."""
         dtype = accumulator_dtype(self.hidden.dtype)
         return torch.empty(rows, columns, dtype=dtype, device=self.hidden.device)
 

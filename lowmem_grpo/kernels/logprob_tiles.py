@@ -100,6 +100,7 @@ class HeadGradients:
         return cls(**made)
 
     def add(self, head: Head, band: slice, weight: Tensor, difference: Tensor, scale: Tensor) -> None:
+        """Take one band's d (N, T) in; weight (T, D) is the band's."""
         if self.hidden is not None:
             addmm_fp32(self.hidden, difference, weight)
         if self.weight is not None:

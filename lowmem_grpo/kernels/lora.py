@@ -156,6 +156,7 @@ def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[
 
 
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
             raise ValueError(f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of "
@@ -176,6 +177,7 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
 
 
 def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     shapes = list(shapes_of(weights))
     if len(biases) != len(shapes):
         raise ValueError(f"expected one entry of biases for each weight; got {len(shapes)} and {len(biases)}")

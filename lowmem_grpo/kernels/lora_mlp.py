@@ -195,6 +195,7 @@ def gradients(
 
 
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(ACTIVATIONS)}")
     shapes = [shape for shape, _ in lora.shapes_of(weights.inner)]

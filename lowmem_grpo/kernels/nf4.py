@@ -160,6 +160,7 @@ class NF4Weight:
 
 
 def check_adjacent(weights: Sequence[NF4Weight]) -> None:
+    """Raise ValueError that says which weight does not fit under the others."""
     if not weights:
         raise ValueError("expected at least one weight; got none")
     first = weights[0]

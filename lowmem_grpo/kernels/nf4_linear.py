@@ -87,6 +87,7 @@ def check_arguments(
     x: Tensor, weight: NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None, scale: float | Tensor,
     bias: Tensor | None,
 ) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     out, columns = weight.shape
     if x.ndim < 1 or x.shape[-1] != columns or not x.is_floating_point():
         raise ValueError(f"expected x (..., {columns}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")

@@ -161,6 +161,7 @@ def new_sums(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tenso
 
 
 def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
+    """Launch the backward kernel on up to three tensors (S, H, W, K) of any strides."""
     sums = new_sums(grads, sources, places, copies, width)
     tensors, heads = three(grads)
     launch, size = launch_rule(grads[0].shape[3]), grads[0].shape[3]
@@ -173,6 +174,7 @@ def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copi
 
 
 def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+    """Return uninitialised y (S, H, W, K) for each x (T, H, K)."""
     return laid_side_by_side([part.new_empty(len(sources), *part.shape[1:]) for part in packed], width)
 
 

@@ -154,6 +154,7 @@ def adjacent(rows: Tensor) -> Tensor:
 def rms_norm_fwd_triton(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward kernel on rows (N, D) of any strides."""
     y, total, rstd = new_results(x, weight, residual, offset, round_once)
     rows, columns = x.shape
     launch = launch_rule(columns)
@@ -169,6 +170,7 @@ def rms_norm_fwd_triton(
 def rms_norm_bwd_triton(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
+    """Launch the backward kernel on rows (N, D) of any strides, and adds up its partial sums."""
     rows, columns = h.shape
     grad, h, weight = adjacent(grad), adjacent(h), weight.contiguous()
     other = grad if grad_sum is None else adjacent(grad_sum)
@@ -262,6 +264,7 @@ def rms_norm(
 
 
 def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     if x.ndim == 0 or not 0 < x.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"expected x (..., D) with D from 1 to {MAX_WIDTH}; got {tuple(x.shape)}")
     if weight.shape != x.shape[-1:]:

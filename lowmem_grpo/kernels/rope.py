@@ -239,6 +239,7 @@ def angles(values: Tensor) -> Tensor:
 
 
 def check_in_place(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError where q or k cannot be overwritten."""
     if q is k:
         raise ValueError("in place needs two tensors; q and k are one and the same")
     for name, x in (("q", q), ("k", k)):
@@ -249,6 +250,7 @@ def check_in_place(q: Tensor, k: Tensor) -> None:
 
 
 def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     order = "(B, H, T, D)" if heads_first else "(B, T, H, D) or (T, H, D)"
     shapes = [tuple(x.shape) for x in (q, k)]
     if q.ndim != k.ndim or q.ndim not in ((4,) if heads_first else (3, 4)):

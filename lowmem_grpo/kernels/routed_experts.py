@@ -57,6 +57,7 @@ def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack
 
 
 def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
+    """Raise ValueError that says what was expected and what was got."""
     experts, size, inner = down.shape
     if gate_up.shape != (experts, 2 * inner, size):
         raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")
@@ -115,6 +116,7 @@ def routed_forward(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
     down_sizes: list[int],
 ) -> Tensor:
+    """Return y (T, D) in the dtype of x."""
     stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_forward(x, ids, weights, *stacks)
@@ -152,6 +154,7 @@ def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bo
 
 
 def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+    """Return y (T, D) through the grouped kernels."""
     places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     parts = nf4_grouped(glu_forward(*halves(both), "silu"), down, places, scale=weights.flatten())
@@ -161,6 +164,7 @@ def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
 def grouped_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> tuple[Tensor, Tensor]:
+    """Return (dx (T, D), dw (T, k)) through the grouped kernels."""
     places = Places.from_ids(ids.flatten(), gate_up.experts)
     both = nf4_grouped(x, gate_up, places, ids.shape[1])
     back = nf4_grouped(grad, down, places, ids.shape[1], back=True).to(weights.dtype)

@@ -45,6 +45,7 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def batch_std(values: Tensor) -> Tensor:
+    """Return unbiased standard deviation () of all values that are not NaN."""
     return nanstd(values.flatten(), dim=-1)
 
 
@@ -66,10 +67,12 @@ def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int)
 
 
 def of_batch(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Subtract the mean of the batch, divided by its std."""
     return centered(rewards.reshape(1, -1)).view_as(rewards) / (batch_std(rewards) + STD_EPSILON)
 
 
 def of_batch_and_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Return less the group's mean, then divided by the std of the batch of those."""
     return centered(rewards) / (batch_std(centered(rewards)) + STD_EPSILON)
 
 
@@ -88,6 +91,7 @@ def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> 
 
 
 def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
+    """Return `pass_at_k` of one group (G,)."""
     scored = rewards.isnan().logical_not()
     values, order = rewards[scored].sort()
     count = len(values)
@@ -193,6 +197,7 @@ class AdvantageSettings:
         self.check_advantage_options()
 
     def check_advantage_options(self) -> None:
+        """Raise ValueError for an option that the estimator does not use."""
         if self.scale_rewards in TRUTHS:
             self.scale_rewards = TRUTHS[self.scale_rewards]
         name = self.advantage_estimator
@@ -208,6 +213,7 @@ class AdvantageSettings:
             )
 
     def check_rloo(self) -> None:
+        """Raise ValueError for RLOO's options where they have no meaning."""
         limits = self.reward_clip_range
         if self.normalize_advantages and self.advantage_estimator != "rloo":
             raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
@@ -244,11 +250,13 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
 
 
 def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
+    """Return weighted sums (P, G) of rewards (P, G, R), within `reward_clip_range`."""
     sums, limits = combine_rewards(rewards, weights), settings.reward_clip_range
     return sums if limits is None else sums.clamp(*limits)
 
 
 def normalized(advantages: Tensor) -> Tensor:
+    """Return advantages (P, G) less their mean, divided by their std, over those that are not NaN."""
     return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
 
 

@@ -90,6 +90,7 @@ def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, d
 
 
 def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
+    """Return |log pi_old - log mu| over tokens (N,), mean and max."""
     if mismatch.numel() == 0:
         return {}, {}
     name, values = "sampling/sampling_logp_difference", mismatch.abs()

@@ -80,6 +80,7 @@ class LossSettings:
         self.check_loss_options()
 
     def check_loss_options(self) -> None:
+        """Raise ValueError for the first option that the loss type does not use, or that contradicts another."""
         self.check_used()
         self.check_clipping()
         self.check_entropy()

@@ -104,6 +104,7 @@ def sapo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def of_sign(name: str, positive: Tensor, options: Mapping[str, Any], like: Tensor) -> Tensor:
+    """Return the option `name`_pos or `name`_neg of each token (N,), in the precision of `like`."""
     return torch.where(positive, torch.full_like(like, options[f"{name}_pos"]), options[f"{name}_neg"])
 
 

@@ -42,6 +42,7 @@ class Reducer:
             self.samples.setdefault(name, []).extend(parts)
 
     def keep(self, samples: dict[str, Tensor]) -> None:
+        """Keep values (N,) that are wanted for the whole step."""
         for name, values in samples.items():
             self.samples.setdefault(name, []).append(values)
 

@@ -86,6 +86,7 @@ class Report:
         self.counts |= {name: count for name, (_, count) in means.items()}
 
     def mean(self, name: str, values: Tensor) -> None:
+        """The mean of values (N,), where there are any."""
         if values.numel():
             self.add(({name: (values.detach().mean(), float(len(values)))}, {}))
 
@@ -180,6 +181,7 @@ def given(value: float | None, default: float | Tensor) -> float:
 
 
 def needed(values: Tensor | None, name: str, why: str) -> Tensor:
+    """Return the values; ValueError where they are missing."""
     if values is None:
         raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
     return values

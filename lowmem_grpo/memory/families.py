@@ -173,6 +173,7 @@ def has_experts(config: Any) -> bool:
 
 
 def family_of(config: Any) -> Family | None:
+    """Return the row of a model's config, or of a config.json's fields; None for a family without one."""
     return FAMILIES.get(model_type_of(config))
 
 
@@ -190,6 +191,7 @@ def check_family(config: Any, name: str) -> str | None:
 
 
 def check_images(config: Any, name: str) -> None:
+    """Raise ValueError for a model of images that is no causal language model."""
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
@@ -198,6 +200,7 @@ def check_images(config: Any, name: str) -> None:
 
 
 def check_float16(config: Any) -> None:
+    """Raise ValueError for a model that cannot compute in float16."""
     row = family_of(config)
     if row is not None and row.only_bfloat16:
         raise ValueError(NO_FLOAT16.format(row.name))

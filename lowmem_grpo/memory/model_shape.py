@@ -167,6 +167,7 @@ class ModelShape:
         return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
 
     def layer_bytes(self, form: str) -> int:
+        """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) for linear in self.linears())
         linears += self.offset_bytes() if form == layer_forms.NF4 else 0
         biases = 2 * sum(linear.rows for linear in self.linears() if linear.bias)

@@ -35,6 +35,7 @@ def named_config(name: str) -> dict[str, Any]:
 
 
 def shape_name(name: str) -> str | None:
+    """Return the shipped shape that a name means; None where there is none."""
     plain = plain_name(name)
     plain = NAMESAKES.get(plain, plain)
     return plain if plain in named_shapes() else None
@@ -49,6 +50,7 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json; ValueError says why it cannot be read."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

@@ -178,9 +178,11 @@ class StepTime:
         return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights))
 
     def move(self, size: float) -> float:
+        """Return the seconds in which device memory moves so many bytes."""
         return size / (self.speed.memory_tb_s * MEMORY)
 
     def dequantize(self, linears: Iterable[Linear]) -> float:
+        """Return the seconds of weights from 4 bits or FP8 to 16, read and written; 0 where they are not quantized."""
         form = self.settings.form
         return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
 
@@ -214,9 +216,11 @@ class StepTime:
         return sizes
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
+        """Return the seconds of these token steps."""
         return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
 
     def token_step(self, rows: int, cached: float) -> float:
+        """Return the seconds of a step of M rows with so many tokens each in the cache."""
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
             cached = cards.graph_width(ceil(cached))
@@ -242,6 +246,7 @@ class StepTime:
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
+        """Return the seconds of one matrix times M rows by the kernel that reads codes."""
         instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
@@ -262,6 +267,7 @@ class StepTime:
         return self.shape.layers * max(card, passes * host * 1e-6)
 
     def attention(self, squared: float) -> float:
+        """Return the seconds of a layer's attention, forward, for so many tokens squared."""
         return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
@@ -292,6 +298,7 @@ class StepTime:
         return self.micro_batches * seconds + self.products(linears, lora)
 
     def products(self, linears: list[Linear], lora: int) -> float:
+        """Return the seconds of their products alone."""
         adapted = sum(linear.rows + linear.columns for linear in self.linears if linear.experts == 1)
         numbers = sum(linear.passed for linear in linears) + lora * self.settings.lora_rank * adapted
         return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
@@ -303,6 +310,7 @@ class StepTime:
         return self.move(self.work.places * size)
 
     def optimizer(self) -> float:
+        """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
         numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways

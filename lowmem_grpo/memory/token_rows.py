@@ -45,6 +45,7 @@ def widest(prompts: Prompts) -> int:
 
 
 def window_block(width: int) -> int:
+    """Return queries of a block where the longest sequence has `width` tokens."""
     return min(BLOCK, width)
 
 

@@ -200,6 +200,7 @@ class StepShape:
         return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band()}
 
     def head(self) -> Moment:
+        """Return the output head: trained states, U, and a chunk of logits in float32."""
         logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
         kept = self.angles + (0 if self.checkpointing else self.layers_kept())
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}

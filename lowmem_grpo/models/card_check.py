@@ -79,6 +79,7 @@ def no_card(driver: str | None, built_for: str | None, version: str, why: str | 
 
 
 def driver_version() -> str | None:
+    """Return the NVIDIA driver's version; None where there is none."""
     text = DRIVER_FILE.read_text() if DRIVER_FILE.is_file() else ""
     if match := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text):
         return match[1]

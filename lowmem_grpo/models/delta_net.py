@@ -106,6 +106,7 @@ class DeltaNet(nn.Module):
         return output
 
     def packed(self, inputs: RuleInputs, layout: PackedLayout) -> Tensor:
+        """Return (T, H, V) of a packed micro-batch."""
         if layout.stages is None:
             layout.stages = Stages.from_layout(layout, inputs.g.device)
         stages: Stages = layout.stages
@@ -156,11 +157,13 @@ class DeltaNet(nn.Module):
 
     @property
     def conv_weight(self) -> Tensor:
+        """(C, W) of the convolution."""
         weight: Tensor = self.get_submodule("conv1d").weight  # type: ignore[assignment]
         return weight[:, 0]
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in float32, or in float64 if they are that."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 

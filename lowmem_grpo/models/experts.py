@@ -96,10 +96,12 @@ class RoutedBlock(nn.Module):
 
 
 def routed_blocks(model: nn.Module) -> Iterator[RoutedBlock]:
+    """Return the blocks of a model, in the order of its layers."""
     return (module for module in model.modules() if isinstance(module, RoutedBlock))
 
 
 def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
+    """Return the stacks of all blocks."""
     return (module for module in model.modules() if isinstance(module, ExpertStack))
 
 

@@ -72,6 +72,7 @@ class LeanAttention(nn.Module):
         return result
 
     def heads(self, x: Tensor) -> list[Tensor]:
+        """Return q (B, T, H, K), k and v (B, T, H_kv, K) of x (B, T, D)."""
         layers = [self.get_submodule(name) for name in self.form.inner]
         parts = one_node(x, layers, self.weights)
         if len(parts) == 1:

@@ -57,6 +57,7 @@ class PackedLayout:
         return tuple(heads for together in alike for heads in packed_to_padded(together, *places))
 
     def gather(self, side_by_side: Tensor) -> Tensor:
+        """Return (S, H, W, K) to (1, T, H, K)."""
         if self.num_sequences == 1:
             return side_by_side.transpose(1, 2)
         return padded_to_packed(side_by_side, self.sources, self.places)[None]
@@ -201,6 +202,7 @@ class PartsFunction(torch.autograd.Function):
 
 
 def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Return views (S, H, end - start, K) of (S, H, T, K), one for each range."""
     if ranges == [(0, whole.shape[2])]:
         return (whole,)
     views: tuple[Tensor, ...] = PartsFunction.apply(whole, ranges)

@@ -72,6 +72,7 @@ class OutputHead:
                           for block in blocks])
 
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """Return the same of one block, in float32 at least."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
         if self.bias is not None:

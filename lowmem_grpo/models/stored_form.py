@@ -80,6 +80,7 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def check_scale_format(quantization: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError for 8-bit floats of another kind than e4m3."""
     kind = quantization.get("fmt", quantization.get("weight_format", "e4m3"))
     if kind not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
         raise refusal(name, f"FP8 of the kind {kind}")

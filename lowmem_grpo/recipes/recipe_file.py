@@ -117,6 +117,7 @@ def show(error: BaseException, trace: Any) -> None:
 
 
 def first_frame(trace: Any, path: Path) -> Any:
+    """Return the part of a traceback that begins in this file; None where the file is not in it."""
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
         trace = trace.tb_next
     return trace

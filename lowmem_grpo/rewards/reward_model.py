@@ -125,6 +125,7 @@ class RewardModel(Reward):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
+        """Keep the model where it scores, inside of the block."""
         if self.device == self.home:
             yield
             return
@@ -136,6 +137,7 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
+        """The bytes of its weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -151,6 +151,7 @@ class SignIn:
         return self.cookie_of(self.tickets.pop(hashed(ticket), None))
 
     def by_key(self, key: str) -> str | None:
+        """Return the cookie for who has this key; None where nobody has."""
         return self.cookie_of(self.user_of(key))
 
     def cookie_of(self, user: User | None) -> str | None:

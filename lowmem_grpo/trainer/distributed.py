@@ -181,6 +181,7 @@ class Ranks:
 
 
 def card_of(device: torch.device) -> str | None:
+    """Return the identity of a card; None for a processor."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -256,6 +257,7 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def digest(*parts: bytes) -> str:
+    """Return a short sum over bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 

@@ -117,6 +117,7 @@ class EpisodeSetup:
 
 
 def tool_list(tools: Any) -> Sequence[Function]:
+    """Return the functions passed as `tools`; TypeError for anything else."""
     if tools is None:
         return []
     functions = list(tools) if isinstance(tools, (list, tuple)) else [tools]

@@ -173,5 +173,6 @@ def spelled(value: float | None) -> float | str | None:
 
 
 def broken_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Return the names of those whose gradient holds NaN or infinity; all names if only their norm overflowed."""
     broken = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     return broken or list(parameters)

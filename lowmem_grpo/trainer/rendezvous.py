@@ -130,6 +130,7 @@ class Pulse:
             return [word.size for word in self.words]
 
     def check(self) -> None:
+        """Raise RankError where a rank has failed or is lost."""
         if self.broken or not self.thread.is_alive():
             raise RankError(self.broken or "the ranks have parted already")
 

@@ -301,5 +301,6 @@ class VLLMEngine:
         free(self.policy.device)
 
     def check_open(self) -> None:
+        """Raise EngineUnavailableError after `close`."""
         if self.llm is None:
             raise EngineUnavailableError("this engine was closed; make a new one")

@@ -59,6 +59,7 @@ def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
 
 
 def numbers_of(text: str) -> tuple[int, int] | None:
+    """Return (major, minor) of a version; None where it has none."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return None if match is None else (int(match[1]), int(match[2]))
 

@@ -77,6 +77,7 @@ def living() -> Any:
 
 
 def check_alone() -> None:
+    """Raise EngineUnavailableError where another engine is open."""
     if living() is not None:
         gc.collect()  # it may be unreachable already
     if living() is not None:

@@ -80,6 +80,7 @@ class Product:
         self.one_kernel = one_kind and not isinstance(weight, Tensor)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map x (N, in) to (N, out), with biases and adapters."""
         codes = self.wide is None or x.shape[0] <= self.few
         if self.one_kernel and codes:
             if isinstance(self.weight, NF4Weight):
@@ -163,6 +164,7 @@ class BorrowedLinear:
         same_tensors(self.name, self.held, self.tensors())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map (N, in) to (N, sum of out)."""
         outputs = [product.forward(x) for product in self.products]
         if self.twice:
             outputs.append(outputs[-1][:, -self.shapes[-1][0] :])
@@ -209,6 +211,7 @@ class BorrowedExperts:
         return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
 
     def check(self) -> None:
+        """Raise BorrowError if a tensor has been moved or replaced since."""
         same_tensors(self.name, self.held, self.tensors())
 
     @torch.no_grad()
@@ -245,6 +248,7 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
 
 
 def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+    """Raise BorrowError if the tensors that are there now are not those that were borrowed."""
     places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, now)]
     if places[0] != places[1]:
         raise BorrowError(

@@ -63,6 +63,7 @@ class WeightSharing:
         return self.linears[prefix]
 
     def routed(self, prefix: str) -> BorrowedExperts:
+        """Return the trainer's block behind the engine's experts `prefix`, or behind their router."""
         experts = BorrowedExperts.from_model(self.base, prefix)
         return self.experts.setdefault(experts.path, experts)
 

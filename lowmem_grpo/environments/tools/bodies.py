@@ -89,6 +89,7 @@ def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def add(arguments: dict[str, str], key: str, value: str) -> None:
+    """Put in a new argument. CallError for one that is there."""
     if key in arguments:
         raise CallError(f"{key[:60]} is given twice")
     arguments[key] = value

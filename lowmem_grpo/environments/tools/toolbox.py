@@ -210,6 +210,7 @@ class Toolbox:
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
+    """Return the tools by name. ValueError for a name that comes twice."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in by_name:

@@ -37,6 +37,7 @@ def available_host_bytes() -> int | None:
 
 
 def system_room(meminfo: Path) -> int | None:
+    """Return MemAvailable of /proc/meminfo, in bytes."""
     if not meminfo.is_file():
         return None
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)

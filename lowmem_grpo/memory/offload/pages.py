@@ -98,6 +98,7 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
+        """Host bytes of the pages that are handed out."""
         return len(self.in_use) * self.page_bytes
 
     def take_pages(self, num_bytes: int) -> list[Tensor]:
@@ -122,6 +123,7 @@ class PagePool:
             yield page[: len(part)], part
 
     def storages(self) -> list[torch.UntypedStorage]:
+        """Return the host memory of all pages, for those who count bytes."""
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:

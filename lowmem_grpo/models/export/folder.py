@@ -74,6 +74,7 @@ def finish(temp: Path, done: Exported) -> None:
 
 
 def check_disk(folder: Path, needed: int) -> None:
+    """Raise ExportError if the disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "

@@ -138,6 +138,7 @@ def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> Sta
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
+    """Return what is added to a tensor; None for a bias."""
     return pairs.get(weight.module) if weight.name.endswith(".weight") else None
 
 

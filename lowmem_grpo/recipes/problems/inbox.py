@@ -74,6 +74,7 @@ def mailbox(name: str, seed: int = 0) -> Mailbox:
 
 
 def check_name(name: str) -> None:
+    """Raise ValueError for a mailbox that does not exist."""
     if name not in WORLDS:
         raise ValueError(f"mailbox is {name!r}; allowed: {', '.join(WORLDS)}")
 

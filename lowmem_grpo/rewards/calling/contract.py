@@ -80,6 +80,7 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 
 
 def own_limit(func: RewardFunction) -> float | None:
+    """Return its own time limit in seconds, if it has one."""
     return getattr(unwrap(func), "time_limit", None)
 
 
@@ -96,6 +97,7 @@ def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dic
 
 
 def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
+    """Raise RewardError for a list that does not have one entry per completion."""
     wrong = {name: len(values) for name, values in lists.items() if len(values) != expected}
     if wrong:
         raise RewardError(f"{expected} completions need lists of that length; these have another: {wrong}")

@@ -51,6 +51,7 @@ class LimitedClient(DefaultAsyncHttpxClient):
 
 
 async def body_of(response: Any) -> bytes:
+    """Return the whole body. Raises ReplyTooLargeError as soon as it is too large."""
     packed = response.headers.get("content-encoding", "identity")
     if packed != "identity":
         raise ReplyTooLargeError(f"its answer is packed ({packed[:20]}), though it was asked not to pack it")

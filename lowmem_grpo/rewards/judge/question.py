@@ -145,6 +145,7 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
 
 
 def id_of(value: Any) -> int | None:
+    """Return 1 for 1 and for "1"; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -63,6 +63,7 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
 
 
 def labelled_number(label: Any) -> Fraction | None:
+    """Return the number that a label is, or states as its answer; None where there is none."""
     number = read_number(label)
     return read_number(stated(label)) if number is None and isinstance(label, str) else number
 

@@ -217,6 +217,7 @@ class ShareReward(OfTests):
 
 
 def unreadable(tests: Any, function: str | None = None) -> str | None:
+    """Return why a row's tests cannot be read; None if they can."""
     try:
         read_cases(tests, function)
     except ValueError as error:

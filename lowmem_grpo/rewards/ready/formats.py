@@ -56,6 +56,7 @@ def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
 
 
 def checked(tags: tuple[str, ...]) -> tuple[str, ...]:
+    """Raise ValueError unless they are pairs of different tags."""
     if isinstance(tags, str) or not tags or len(tags) % 2 or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"tags is {tags!r}; give an even number of strings: opening, closing, opening, closing, ...")
     overlapping = [(a, b) for i, a in enumerate(tags) for j, b in enumerate(tags) if i != j and a in b]

@@ -78,6 +78,7 @@ def after(mark: str) -> Place:
 
 
 def behind(text: str, mark: str) -> str | None:
+    """Return the rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
     _, separator, rest = text.rpartition(mark)
     return (rest.partition("\n")[0].strip() or None) if separator else None
 
@@ -187,6 +188,7 @@ def value_of(text: str) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return a power of a whole number. Raises ValueError if it is beyond reason."""
     if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
         raise ValueError("beyond reason")
     return base ** int(exponent)

@@ -82,6 +82,7 @@ def sweep(below: str) -> None:
 
 
 def remove_unowned(folder: str) -> None:
+    """Remove a folder if nobody holds its lock."""
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -100,5 +101,6 @@ def remove(folder: str) -> None:
 
 
 def usage_of_tmpfs(place: int) -> tuple[int, int]:
+    """Return files and bytes in the tmpfs of a descriptor."""
     state = os.fstatvfs(place)
     return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize

@@ -141,6 +141,7 @@ def with_prctl() -> ctypes.CDLL:
 
 
 def check(result: int, what: str) -> None:
+    """Raise OSError if a call failed: the C library then returns -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -109,6 +109,7 @@ def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None,
 
 
 def rows_table(plan: MemoryPlan) -> Table:
+    """Return every component in both phases, in GiB."""
     settings = plan.settings
     cards = f"each of {settings.ranks} x {plan.device.name}" if settings.ranks > 1 else plan.device.name
     title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {cards}, GiB"
@@ -131,6 +132,7 @@ def choices_table(plan: MemoryPlan) -> Table:
 
 
 def time_table(time: TimePlan) -> Table:
+    """Each part's seconds, and what they are spent on."""
     title = "A step's time (estimated, not measured)"
     table = Table(title=title, title_justify="left", show_footer=True)
     table.add_column("part", footer="together")

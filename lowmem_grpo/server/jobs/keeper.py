@@ -84,6 +84,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
+    """Return whether a process holds this lock."""
     if not path.exists():
         return False
     try:

@@ -107,6 +107,7 @@ def user_of(request: Request) -> User:
 
 
 def whose(user: User) -> str | None:
+    """Return whose jobs a user sees; None for all."""
     return None if user.is_owner else user.name
 
 

@@ -99,6 +99,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
+        """Raise ChatError for fields that do not go together."""
         if self.stream_options and not self.stream:
             raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
         return self
@@ -204,6 +205,7 @@ class TextRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def check_count(self) -> Self:
+        """Raise ChatError for more completions than a request may ask for."""
         if (count := len(self.prompt) * self.n) > MOST_TEXTS:
             raise ChatError(400, f"{len(self.prompt)} prompts with n={self.n} ask for {count} completions; at most "
                                  f"{MOST_TEXTS} are made for a request", "prompt", "invalid_value")

@@ -103,6 +103,7 @@ def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: fl
 
 
 def owner_of(path: Path) -> dict[str, Any]:
+    """Who the lock's file names; empty where there is none."""
     try:
         return json_object(end_of(path, OWNER_BYTES))
     except ValueError:

@@ -176,6 +176,7 @@ class SampleRequest(Body):
 
     @cached_property
     def ids(self) -> list[int]:
+        """The token ids (P,) of the prompt."""
         return [token for chunk in self.prompt for token in chunk]
 
     @property

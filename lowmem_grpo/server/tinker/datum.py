@@ -104,6 +104,7 @@ def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
 
 
 def as_bytes(values: Tensor) -> bytes:
+    """Return the bytes of values on the host, little-endian."""
     return values.contiguous().numpy().tobytes()
 
 
@@ -197,6 +198,7 @@ def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
 
 
 def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
+    """Raise ValueError for an id that is none of the model's."""
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])
