@@ -29,7 +29,7 @@ from datasets import Dataset, DatasetDict
 from bench.common import options
 from bench.common import public_code as public
 from bench.common.tables import markdown
-from lowmem_grpo.recipes.problems.arithmetic import problems
+from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
 
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM

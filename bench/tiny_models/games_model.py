@@ -21,9 +21,9 @@ from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE, wrong_total
 from lowmem_grpo.models.model_names import TINY
-from lowmem_grpo.recipes.games import guess, tictactoe
-from lowmem_grpo.recipes.games.calculator import Sum, calculate, sums
-from lowmem_grpo.recipes.games.playing import G, Player
+from lowmem_grpo.recipes import guess, tictactoe
+from lowmem_grpo.recipes.calculator import Sum, calculate, sums
+from lowmem_grpo.recipes.tasks.playing import G, Player
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
 LISTENS = 0.5  # share of the demonstrations of `guess` that guess what is still possible

@@ -23,9 +23,8 @@ from bench.tiny_models.from_scratch import OUT, SEED, Batch, train, write_model
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
 from lowmem_grpo.models.model_names import TINY_GAMES
-from lowmem_grpo.recipes.games.inbox import Inbox
-from lowmem_grpo.recipes.problems.inbox import Question, mailbox
-from lowmem_grpo.recipes.problems.inbox_worlds import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS
+from lowmem_grpo.recipes.tasks.inbox import Inbox
+from lowmem_grpo.recipes.tasks.mailbox import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS, Question, mailbox
 
 MAILBOXES = 32  # from which demonstrations are drawn, so that no answer can be learned by heart
 FIRST_SEED = 1_000_000  # of these

@@ -22,9 +22,9 @@ from bench.tiny_models.games_model import game_talk
 from bench.tiny_models.talks import Source, Talk, begun, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
 from lowmem_grpo.models.model_names import TINY_INBOX
-from lowmem_grpo.recipes.games import game2048, twenty_questions
-from lowmem_grpo.recipes.games.game2048 import MOVES, SIZES, Game2048, possible
-from lowmem_grpo.recipes.games.twenty_questions import LARGEST, NUMBERS, TwentyQuestions, about, question_of, truth
+from lowmem_grpo.recipes import game2048, twenty_questions
+from lowmem_grpo.recipes.game2048 import MOVES, SIZES, Game2048, possible
+from lowmem_grpo.recipes.twenty_questions import LARGEST, NUMBERS, TwentyQuestions, about, question_of, truth
 
 LISTENS = 0.4  # share of the turns of `twenty_questions` that heed what is left; at first all do
 LOOKS = 0.4  # share of the moves of 2048 that are possible ones on purpose; at first all are

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from bench.tiny_models.from_scratch import OUT, SEED, batches, make_model, make_tokenizer, train, write_model
-from lowmem_grpo.recipes.problems.arithmetic import MAX_TOTAL, Problem, apply_step, problems
+from lowmem_grpo.recipes.tasks.arithmetic import MAX_TOTAL, Problem, apply_step, problems
 
 ERROR_RATE = 0.28
 WRONG_BY = (-20, -10, -9, -5, -3, -2, -1, 1, 2, 3, 5, 9, 10, 20)

@@ -16,7 +16,7 @@ import click
 
 from lowmem_grpo import recipes
 from lowmem_grpo.data.kinds import ONE_ROW, has_one_row, is_file_name, refuse_unreadable
-from lowmem_grpo.recipes.problems.arithmetic import problems
+from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.runs.views.terminal import plain_errors
 
 if TYPE_CHECKING:

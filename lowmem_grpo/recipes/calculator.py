@@ -4,18 +4,21 @@
     lowmem-grpo eval runs/calculator --recipe calculator
 """
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from datasets import Dataset
 
+from lowmem_grpo.recipes.countdown import evaluate
 from lowmem_grpo.recipes.eval_task import Exam
-from lowmem_grpo.recipes.games.calculator import calculate, sums
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.problems.arithmetic import last_integer
-from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.recipes.tasks.arithmetic import last_integer
+from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.trainer.play import Play
 
@@ -35,6 +38,58 @@ PRESETS: Presets = {
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
 }
+SMALLEST, LARGEST = 10, 99
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Two numbers and a sign between them."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def expression(self) -> str:
+        return f"{self.left} {self.sign} {self.right}"
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.expression}?"
+
+    @property
+    def answer(self) -> int:
+        return {"+": self.left + self.right, "-": self.left - self.right, "*": self.left * self.right}[self.sign]
+
+
+def draw_sum(rng: random.Random) -> Sum:
+    """Two numbers of two digits; the result is never negative, and mostly a product."""
+    right, left = sorted(rng.randint(SMALLEST, LARGEST) for _ in range(2))
+    return Sum(left, rng.choice("+-**"), right)
+
+
+def sums(split: str, seed: int) -> Iterator[Sum]:
+    """Different problems of one split ("train" or "test"). Raises ValueError once there are no more."""
+    return distinct(split, seed, draw_sum, lambda problem: problem.expression)
+
+
+def calculate(expression: str) -> str:
+    """Work out an arithmetic expression.
+
+    Args:
+        expression: Whole numbers, + - * / and parentheses, for example "12 * (3 + 4)".
+
+    Returns:
+        The value: a whole number, or a fraction such as 7/3.
+    """
+    answer = evaluate(expression)
+    if answer is None:
+        raise ValueError(f"{expression[:60]!r} is no expression of whole numbers, + - * / and parentheses")
+    return text_of(answer.value)
+
+
+def text_of(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
 
 
 @dataclass

@@ -7,8 +7,14 @@ Puzzles that the model never solves teach it nothing: begin with easy ones. On a
 model, which cannot learn this task: the run then only shows in a minute that everything works.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ast
+import operator
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from datasets import Dataset
@@ -17,8 +23,7 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.problems.countdown import Difficulty, allowed, answer_text, countdowns, evaluate
-from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.recipes.tasks.splits import FRUITLESS, check_split, split_of, take
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
@@ -36,6 +41,192 @@ PRESETS: Presets = {
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1536, 64, 128,
                  {"max_completion_length": 1152, "optim": "adamw_8bit"}),
 }
+LARGEST_RESULT = 999  # on the way to the target
+OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+}
+NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # what binds tighter
+ATOM = 3
+LONGEST = 120  # characters of an expression that is read
+HOPELESS = 50_000  # draws in a row without any puzzle: there is none, or hardly any
+QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. End "
+            "with a line `Answer: ` and the expression.")
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """Which puzzles are drawn. Raises ValueError for settings that make none."""
+
+    min_numbers: int = 3
+    max_numbers: int = 4
+    largest_number: int = 50
+    largest_target: int = 99
+    operators: str = "+-*/"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_numbers <= self.max_numbers <= 6:
+            raise ValueError(f"min_numbers is {self.min_numbers} and max_numbers {self.max_numbers}; they must be 2 to "
+                             "6, the first not above the second")
+        for name, most in (("largest_number", 99), ("largest_target", LARGEST_RESULT)):
+            if not 4 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 4 to {most}")
+        if not self.operators or set(self.operators) - set(OPERATORS) or not set(self.operators) & set("+*"):
+            raise ValueError(f"operators is {self.operators!r}; allowed are those of {''.join(OPERATORS)}, with + or *")
+
+
+@dataclass(frozen=True)
+class Term:
+    """A number, or two terms combined: its value, its text, and how tightly the text binds."""
+
+    value: int
+    text: str
+    rank: int = ATOM
+
+    def within(self, rank: int) -> str:
+        """The text as part of an expression, in parentheses where it binds less tightly than `rank`."""
+        return self.text if self.rank >= rank else f"({self.text})"
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """Numbers, and a target that `solution` makes from them: two numbers at a time are combined until one is left.
+
+        Make 54 from the numbers 25, 3, 7. Use + - * / and parentheses, each number at most once. ...
+
+    Each result on the way is a positive integer. The split depends on the target and on the numbers in any order.
+    """
+
+    numbers: tuple[int, ...]
+    target: int
+    operators: str = field(default="+-*/", compare=False)
+    solution: str = field(default="", compare=False)
+
+    @property
+    def question(self) -> str:
+        return QUESTION.format(target=self.target, numbers=", ".join(map(str, self.numbers)),
+                               operators=" ".join(self.operators))
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """The same for the same numbers in any order."""
+        return tuple(sorted(self.numbers)), self.target
+
+    @property
+    def split(self) -> str:
+        return split_of(repr(self.key))
+
+
+def possible_signs(left: int, right: int, operators: str) -> list[str]:
+    """Operators that make a positive integer of left >= right, and not just one of the two again."""
+    rules = {"+": left + right <= LARGEST_RESULT, "-": left > right and left - right != right,
+             "*": right > 1 and left * right <= LARGEST_RESULT,
+             "/": right > 1 and left % right == 0 and left // right != right}
+    return [sign for sign in operators if rules[sign]]
+
+
+def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> Term | None:
+    """Return all numbers combined at random; None where two are left that no operator may combine."""
+    terms = [Term(number, str(number)) for number in numbers]
+    while len(terms) > 1:
+        left, right = sorted(rng.sample(terms, 2), key=lambda term: -term.value)
+        signs = possible_signs(left.value, right.value, operators)
+        if not signs:
+            return None
+        terms = [*(term for term in terms if term is not left and term is not right),
+                 join(left, rng.choice(signs), right)]
+    return terms[0]
+
+
+def join(left: Term, sign: str, right: Term) -> Term:
+    """`left sign right`, with the parentheses that it needs."""
+    rank = RANK[sign]
+    text = f"{left.within(rank)} {sign} {right.within(rank + (sign in '-/'))}"
+    return Term(int(OPERATORS[sign](Fraction(left.value), Fraction(right.value))), text, rank)
+
+
+def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | None:
+    """A random puzzle whose target is not one of its numbers; None where the drawn numbers make no such puzzle."""
+    size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
+    numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
+    made = combine(rng, numbers, difficulty.operators)
+    if made is None or made.value > difficulty.largest_target or made.value in numbers:
+        return None
+    return Countdown(numbers, made.value, difficulty.operators, made.text)
+
+
+def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Countdown]:
+    """Endless puzzles of one split, with repetitions. Raises ValueError where a difficulty makes none."""
+    check_split(split)
+    hopeless = 0
+    while hopeless < HOPELESS:
+        puzzle = draw_countdown(rng, difficulty)
+        if puzzle is None or puzzle.split != split:
+            hopeless += 1
+        else:
+            hopeless = 0
+            yield puzzle
+    raise ValueError(f"no {split} puzzle was found in {HOPELESS:,} draws with {difficulty}; allow fewer or smaller "
+                     "numbers, a larger target, or more operators")
+
+
+def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
+    """Different puzzles of one split. Raises ValueError once there are no more of this difficulty."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    rng, fruitless = random.Random(f"{split}-{seed}"), 0
+    for puzzle in draws(split, rng, difficulty or Difficulty()):
+        fruitless = 0 if puzzle.key not in seen else fruitless + 1
+        if fruitless > FRUITLESS:
+            raise ValueError(f"there are only about {len(seen)} {split} puzzles with {difficulty}; ask for fewer, or "
+                             "allow more numbers, larger ones or larger targets")
+        if not fruitless:
+            seen.add(puzzle.key)
+            yield puzzle
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The exact value of an expression, and the numbers that it uses."""
+
+    value: Fraction
+    numbers: Counter[int]
+
+
+def answer_text(text: str) -> str | None:
+    """Return what follows the last `Answer:` on its line, without the marks that chat models put around it."""
+    _, label, after = text.rpartition("Answer:")
+    if not label:
+        return None
+    return after.partition("\n")[0].strip(" *`$\t\r").translate({ord("×"): "*", ord("÷"): "/", ord("−"): "-"})  # noqa: RUF001
+
+
+def evaluate(expression: str | None) -> Answer | None:
+    """Return the exact value of an expression of numbers, + - * / and parentheses that a model wrote: none of it is
+    run. None for anything else, a division by 0, and for more than LONGEST characters."""
+    if expression is None or len(expression) > LONGEST or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        return None
+    numbers: Counter[int] = Counter()
+    try:
+        value = value_of(ast.parse(expression.strip(), mode="eval").body, numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):  # the last: parentheses deeper than the parser
+        return None
+    return Answer(value, numbers)
+
+
+def value_of(node: ast.expr, numbers: Counter[int]) -> Fraction:
+    """The value of a part of an expression; its numbers are counted. Raises ValueError for anything else."""
+    match node:
+        case ast.Constant(value=int(number)):
+            numbers[number] += 1
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in NODES:
+            return OPERATORS[NODES[type(op)]](value_of(left, numbers), value_of(right, numbers))
+    raise ValueError(f"an answer may not contain a {type(node).__name__}")
+
+
+def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool:
+    """Return whether an answer uses only the given numbers, each at most as often as it is given."""
+    return answer is not None and answer.numbers <= Counter(numbers)
 
 
 @dataclass

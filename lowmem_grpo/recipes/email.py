@@ -19,7 +19,7 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.problems.splits import distinct, take
+from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
 DEFAULTS: dict[str, Any] = {
@@ -83,7 +83,6 @@ class EmailRequest:
     @property
     def ideal(self) -> str:
         return f"Dear {self.recipient},\n\n{self.fact[0].upper()}{self.fact[1:]}.\n\n{SIGNATURE}"
-
 
 
 def draw_request(rng: random.Random) -> EmailRequest:

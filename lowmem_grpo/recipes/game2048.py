@@ -6,19 +6,22 @@
     lowmem-grpo generate --recipe game2048 --you beside
 """
 
+import math
+import random
+import re
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from datasets import Dataset
 
+from lowmem_grpo.environments.observations import Anew
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.eval_task import Exam
-from lowmem_grpo.recipes.games.game2048 import PLAYERS, SIZES, Game2048, Size
-from lowmem_grpo.recipes.games.playing import baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.tasks.playing import baselines, won
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {
@@ -39,6 +42,164 @@ PRESETS: Presets = {
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 512, 64, 128, {"optim": "adamw_8bit"}),
 }
 OF_TINY, OF_OTHERS = 3, 4  # tiles in a row
+Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is an empty place
+FOURS = 0.1  # share of new tiles that are a 4
+MOVES = ("left", "down", "right", "up")
+WON, INVALID = 2.0, -1.0  # what an episode earns that reaches the goal, and one whose reply is no move
+IN_VAIN = 0.1  # what a move costs that changes nothing
+OF_ALL = 0.2  # weight of all tiles together beside the largest one
+
+
+@dataclass(frozen=True)
+class Size:
+    """A board, what has to be reached on it, and in how many moves."""
+
+    side: int
+    goal: int
+    moves: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.side <= 6:
+            raise ValueError(f"side is {self.side}; a board has from 2 to 6 tiles in a row")
+        if self.goal < 8 or self.goal & (self.goal - 1):
+            raise ValueError(f"goal is {self.goal}; it must be 8, 16, 32, or another power of two above")
+        if self.moves < 1:
+            raise ValueError(f"moves is {self.moves}; it must be at least 1")
+
+
+SIZES = {3: Size(3, 32, 25), 4: Size(4, 256, 250)}  # the goals need about half of these moves
+
+
+class Game2048:
+    """An environment whose every turn has a prompt of its own. Its seed decides where new tiles appear."""
+
+    def __init__(self, size: Size = SIZES[3]) -> None:
+        self.size = size
+        self.reset()
+
+    def reset(self, seed: int = 0, side: int | None = None, **row: object) -> str:
+        """A board with two tiles. A `side` in the row replaces size, goal and moves by those usual for it."""
+        if side is not None:
+            self.size = SIZES[side]
+        self.rng = random.Random(f"2048-{seed}")
+        self.board: Board = ((0,) * self.size.side,) * self.size.side
+        self.board = self.grown(self.grown(self.board))
+        self.left, self.in_vain, self.earned = self.size.moves, 0, 0.0
+        return self.shown()
+
+    def step(self, reply: str) -> tuple[Anew, float, bool]:
+        """Slide the tiles, and add one. A move that changes nothing is lost; no move at all ends the game."""
+        move = move_in(reply)
+        if not move:
+            return Anew(f"That is no move.\n{self.shown()}"), self.pay(INVALID), True
+        self.left -= 1
+        if move not in possible(self.board):
+            self.in_vain += 1
+        else:
+            self.board = slid(self.board, move)
+            self.board = self.board if self.won else self.grown(self.board)
+        reached = WON if self.won else worth(self.board, self.size.goal)
+        return Anew(self.shown()), self.pay(reached - IN_VAIN * self.in_vain), self.over
+
+    def pay(self, earned: float) -> float:
+        before, self.earned = self.earned, earned
+        return earned - before
+
+    def grown(self, board: Board) -> Board:
+        free = [(y, x) for y, row in enumerate(board) for x, tile in enumerate(row) if not tile]
+        y, x = self.rng.choice(free)
+        return placed(board, y, x, 4 if self.rng.random() < FOURS else 2)
+
+    def shown(self) -> str:
+        rows = "\n".join(" ".join(str(tile) for tile in row) for row in self.board)
+        return f"2048: reach {self.size.goal}. Reply with a move.\n{rows}\nPossible: {' '.join(possible(self.board))}"
+
+    @property
+    def won(self) -> bool:
+        return largest(self.board) >= self.size.goal
+
+    @property
+    def over(self) -> bool:
+        return self.won or not self.left or not possible(self.board)
+
+    def state_key(self) -> str:
+        """The board and the moves left: how they came about does not matter."""
+        return f"{self.board} {self.left}"
+
+
+def move_in(reply: str) -> str:
+    """The only move that a reply names; else nothing."""
+    moves = set(re.findall(r"\b(?:left|down|right|up)\b", reply.lower()))
+    return moves.pop() if len(moves) == 1 else ""
+
+
+def placed(board: Board, y: int, x: int, tile: int) -> Board:
+    row = (*board[y][:x], tile, *board[y][x + 1 :])
+    return (*board[:y], row, *board[y + 1 :])
+
+
+@cache
+def joined(row: tuple[int, ...]) -> tuple[int, ...]:
+    """A row after its tiles slid to its beginning; two equal neighbours become one, each tile once."""
+    tiles, out = [tile for tile in row if tile], []
+    while tiles:
+        tile = tiles.pop(0)
+        if tiles and tiles[0] == tile:
+            tile += tiles.pop(0)
+        out.append(tile)
+    return (*out, *(0,) * (len(row) - len(out)))
+
+
+def turned(board: Board) -> Board:
+    """Rows become columns."""
+    return tuple(zip(*board, strict=True))
+
+
+def mirrored(board: Board) -> Board:
+    """Each row from its end."""
+    return tuple(row[::-1] for row in board)
+
+
+def slid(board: Board, move: str) -> Board:
+    """The board after a move, without a new tile."""
+    if move in ("up", "down"):
+        return turned(slid(turned(board), "left" if move == "up" else "right"))
+    if move == "right":
+        return mirrored(slid(mirrored(board), "left"))
+    return tuple(joined(row) for row in board)
+
+
+def possible(board: Board) -> list[str]:
+    return [move for move in MOVES if slid(board, move) != board]
+
+
+def largest(board: Board) -> int:
+    return max(max(row) for row in board)
+
+
+def worth(board: Board, goal: int) -> float:
+    """From 0 to 1 for the largest tile, by its power of two, and a little for the sum of all tiles."""
+    total = sum(sum(row) for row in board)
+    return (math.log2(largest(board)) + OF_ALL * math.log2(total)) / math.log2(goal)
+
+
+def random_move(game: Game2048, rng: random.Random) -> str:
+    """A player that takes any possible move."""
+    return rng.choice(possible(game.board))
+
+
+def corner(game: Game2048, rng: random.Random) -> str:
+    """A player that keeps its tiles in a corner: left where that is possible, else down, right, up."""
+    return possible(game.board)[0]
+
+
+def greedy(game: Game2048, rng: random.Random) -> str:
+    """A player that makes the board as empty as it can."""
+    empty = {move: sum(row.count(0) for row in slid(game.board, move)) for move in possible(game.board)}
+    return rng.choice([move for move, count in empty.items() if count == max(empty.values())])
+
+
+PLAYERS = {"random": random_move, "corner": corner, "greedy": greedy}
 
 
 @dataclass

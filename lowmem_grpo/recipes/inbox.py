@@ -6,7 +6,7 @@
     lowmem-grpo eval runs/inbox --recipe inbox
 
 The mails lie in a SQLite database with full-text search, which a seed makes. Each question has one mail that answers
-it. What an answer earns is in `games/inbox.py`. With reward=ruler a judge compares the episodes of a question instead:
+it. What an answer earns is in `tasks/inbox.py`. With reward=ruler a judge compares the episodes of a question instead:
 it knows neither the answer nor the source, and what the rules would have paid is only logged (`rewards/earned/mean`).
 """
 
@@ -16,16 +16,14 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
-from lowmem_grpo.recipes.games.inbox import UNKNOWN, WRONG, Inbox, earned
-from lowmem_grpo.recipes.games.inbox_players import baselines
-from lowmem_grpo.recipes.games.playing import won
 from lowmem_grpo.recipes.judging import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
-from lowmem_grpo.recipes.problems.inbox import check_name, mailbox
-from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
-from lowmem_grpo.recipes.problems.mail_database import check_sqlite
-from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
+from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
+from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
+from lowmem_grpo.recipes.tasks.playing import won
+from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {

@@ -17,7 +17,7 @@ import jinja2
 
 from lowmem_grpo.data.kinds import ONE_ROW, is_file_name, listed
 from lowmem_grpo.data.layouts import CHOICES, Columns, answer_of, find_columns, holds_tests, value_at
-from lowmem_grpo.recipes.problems.arithmetic import QUESTION
+from lowmem_grpo.recipes.tasks.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
 
 ENDS_IN = "Think step by step. Then end with a line of its own: `Answer: ` and the {}, nothing else."

@@ -11,9 +11,9 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.sampled import Sampled
-from lowmem_grpo.recipes.games.calculator import Sum, calculate, sums
-from lowmem_grpo.recipes.problems.arithmetic import last_integer
-from lowmem_grpo.recipes.problems.splits import take
+from lowmem_grpo.recipes.calculator import Sum, calculate, sums
+from lowmem_grpo.recipes.tasks.arithmetic import last_integer
+from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.types import Rollout
 
 WHY = "LangGraph is not installed: pip install langgraph langchain-openai"

@@ -18,8 +18,8 @@ from lowmem_grpo.cli import new as command
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.models import hub
 from lowmem_grpo.recipes.new_recipe import KINDS, kind_of
-from lowmem_grpo.recipes.problems.arithmetic import problems
 from lowmem_grpo.recipes.recipe_file import load_recipe
+from lowmem_grpo.recipes.tasks.arithmetic import problems
 
 CHOICES = [kind for kind in KINDS if kind not in ("example", "none")]
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import code
-from lowmem_grpo.recipes.problems.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
+from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
 from lowmem_grpo.rewards.ready.code import code_passes_tests
 from lowmem_grpo.rewards.sandbox import command
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not

@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 from tables import not_refused
 
 from lowmem_grpo.recipes import countdown
-from lowmem_grpo.recipes.countdown import answer_line, given_numbers, make_dataset, reaches_target
-from lowmem_grpo.recipes.problems import countdown as countdown_problems
-from lowmem_grpo.recipes.problems.countdown import (
+from lowmem_grpo.recipes import countdown as countdown_problems
+from lowmem_grpo.recipes.countdown import (
     LONGEST,
     Countdown,
     Difficulty,
     allowed,
+    answer_line,
     answer_text,
     countdowns,
     evaluate,
+    given_numbers,
+    make_dataset,
+    reaches_target,
 )
 
 EASY = Difficulty(3, 3, 20)

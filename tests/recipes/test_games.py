@@ -16,8 +16,8 @@ from lowmem_grpo.cli.main import main
 from lowmem_grpo.environments.rows import HELD_OUT
 from lowmem_grpo.models.model_names import resolve
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
-from lowmem_grpo.recipes.games.calculator import Sum, calculate
-from lowmem_grpo.recipes.games.tictactoe import TicTacToe
+from lowmem_grpo.recipes.calculator import Sum, calculate
+from lowmem_grpo.recipes.tictactoe import TicTacToe
 
 MODELS = {"guess": "tiny-games", "calculator": "tiny-games", "tictactoe": "tiny-games", "game2048": "tiny-talks",
           "twenty_questions": "tiny-talks"}

@@ -14,10 +14,10 @@ from bench.tiny_models.inbox_model import PHRASES, TOOLS, clerk_talk
 from bench.tiny_models.talks import encode_talk
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.models.model_names import resolve
-from lowmem_grpo.recipes.games.inbox import Inbox
 from lowmem_grpo.recipes.inbox import make_dataset
-from lowmem_grpo.recipes.problems import mail_database
-from lowmem_grpo.recipes.problems.inbox import mailbox
+from lowmem_grpo.recipes.tasks import mail_database
+from lowmem_grpo.recipes.tasks.inbox import Inbox
+from lowmem_grpo.recipes.tasks.mailbox import mailbox
 from tests.attacks.judge_server import by_length, serving
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import judge
-from lowmem_grpo.recipes.problems.summary import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
+from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
 from tests.attacks.judge_server import by_length, serving
 
 

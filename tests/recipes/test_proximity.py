@@ -12,16 +12,22 @@ from click.testing import CliRunner, Result
 from datasets import Dataset
 
 from lowmem_grpo.cli.main import main
-from lowmem_grpo.recipes.problems.stock import (
+from lowmem_grpo.recipes.proximity import (
     GOODS,
     MAX_STEPS,
     MAX_STOCK,
     MIN_STEPS,
     MIN_STOCK,
+    RIGHT,
+    STEPS,
+    WORDS,
     StockProblem,
+    Task,
+    make_dataset,
+    make_demonstrations,
+    rewards,
     stock_problems,
 )
-from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, Task, make_dataset, make_demonstrations, rewards
 
 TASKS = pytest.mark.parametrize("task", [WORDS, STEPS], ids=["words", "steps"])
 PARTS = {"Half": 2, "A third": 3, "A quarter": 4, "A fifth": 5, "An eighth": 8}

@@ -29,7 +29,7 @@ from lowmem_grpo.recipes.gsm8k import Gsm8kOptions
 from lowmem_grpo.recipes.lesson import SHOWN, Lesson, teach
 from lowmem_grpo.recipes.options import fill, parse
 from lowmem_grpo.recipes.presets import prepare
-from lowmem_grpo.recipes.problems import arithmetic as arithmetic_problems
+from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.rewards import RewardError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"

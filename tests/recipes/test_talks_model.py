@@ -21,8 +21,8 @@ from bench.tiny_models.talks_model import (
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.environments.template import SpecialTokens
 from lowmem_grpo.models.model_names import resolve
-from lowmem_grpo.recipes.games.game2048 import MOVES, Game2048, move_in
-from lowmem_grpo.recipes.games.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no
+from lowmem_grpo.recipes.game2048 import MOVES, Game2048, move_in
+from lowmem_grpo.recipes.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no
 
 
 @pytest.fixture(scope="module")

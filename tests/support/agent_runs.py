@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import agents as art
-from lowmem_grpo.recipes.games.guess import Guess
+from lowmem_grpo.recipes.guess import Guess
 
 LOADING: dict[str, Any] = {
     "load_in_4bit": False, "max_seq_length": 256, "r": 4, "use_gradient_checkpointing": False, "parity_steps": 1,

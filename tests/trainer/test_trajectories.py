@@ -11,7 +11,7 @@ import torch
 from trainer_runs import adapter, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
-from lowmem_grpo.recipes.games.guess import Guess
+from lowmem_grpo.recipes.guess import Guess
 from lowmem_grpo.rollout.from_turns import group_of
 from lowmem_grpo.rollout.parity import ParityError
 from lowmem_grpo.runs.records import read_lines

@@ -11,7 +11,7 @@ from served import OTHER, Serving, serving, tinker_client
 from tables import every_row
 from transformers.utils import get_json_schema
 
-from lowmem_grpo.recipes.games.calculator import calculate
+from lowmem_grpo.recipes.calculator import calculate
 from lowmem_grpo.server.users import User
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")

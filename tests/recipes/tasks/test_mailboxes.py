@@ -10,10 +10,9 @@ import pytest
 from click.testing import CliRunner
 from tables import not_refused
 
-from lowmem_grpo.recipes.problems import mail_database
-from lowmem_grpo.recipes.problems.inbox import Mail, mailbox
-from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
-from lowmem_grpo.recipes.problems.mail_database import MailDatabase, SearchError, database_of, main, write
+from lowmem_grpo.recipes.tasks import mail_database
+from lowmem_grpo.recipes.tasks.mail_database import MailDatabase, SearchError, database_of, main, write
+from lowmem_grpo.recipes.tasks.mailbox import WORLDS, Mail, mailbox
 
 
 @pytest.fixture(scope="module", params=list(WORLDS))

@@ -1,6 +1,6 @@
 """A SQLite database of mails with full-text search (FTS5): written once, and then only read.
 
-    python -m lowmem_grpo.recipes.problems.mail_database --mailbox large --seed 0 --out inbox.db
+    python -m lowmem_grpo.recipes.tasks.mail_database --mailbox large --seed 0 --out inbox.db
 
 writes the database that the recipe `inbox` searches.
 """
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.recipes.problems.inbox import Mail, mailbox
-from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
+from lowmem_grpo.recipes.tasks.mailbox import WORLDS, Mail, mailbox
 
 SCHEMA = """
 CREATE TABLE mails (id INTEGER PRIMARY KEY, sender TEXT, recipient TEXT, date TEXT, subject TEXT, body TEXT);

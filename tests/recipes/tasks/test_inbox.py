@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from scripted import played
 
-from lowmem_grpo.recipes.games.inbox import Inbox, earned, says
-from lowmem_grpo.recipes.games.inbox_players import PLAYERS, baselines, understood
-from lowmem_grpo.recipes.games.inbox_players import played as asked
-from lowmem_grpo.recipes.problems.inbox import mailbox
-from lowmem_grpo.recipes.problems.inbox_worlds import WORLDS
+from lowmem_grpo.recipes.tasks.inbox import PLAYERS, Inbox, baselines, earned, says, understood
+from lowmem_grpo.recipes.tasks.inbox import played as asked
+from lowmem_grpo.recipes.tasks.mailbox import WORLDS, mailbox
 
 QUESTION = mailbox("small").questions[0]
 *_, THING, _, NAME = QUESTION.text.rstrip("?").split()

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowmem_grpo.recipes.problems.splits import distinct
+from lowmem_grpo.recipes.tasks.splits import distinct
 
 MAX_TOTAL = 99  # every intermediate total lies in [0, MAX_TOTAL]
 MIN_STEPS, MAX_STEPS = 2, 4
@@ -51,7 +51,6 @@ class Problem:
     @property
     def answer(self) -> int:
         return self.totals[-1]
-
 
 
 def apply_step(total: int, operator: str, operand: int) -> int:

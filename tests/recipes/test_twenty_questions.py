@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.environments import AskBase
-from lowmem_grpo.recipes.games.playing import baselines
-from lowmem_grpo.recipes.games.twenty_questions import (
+from lowmem_grpo.recipes.tasks.playing import baselines
+from lowmem_grpo.recipes.twenty_questions import (
     NUMBERS,
     PLAYERS,
     THINGS,
     WORLDS,
     TwentyQuestions,
+    TwentyQuestionsOptions,
     about,
     answered_truly,
     guess_in,
@@ -23,7 +24,6 @@ from lowmem_grpo.recipes.games.twenty_questions import (
     truthful,
     yes_or_no,
 )
-from lowmem_grpo.recipes.twenty_questions import TwentyQuestionsOptions
 
 
 def game_of(thing: str) -> TwentyQuestions:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.environments import Anew
-from lowmem_grpo.recipes.game2048 import Game2048Options
-from lowmem_grpo.recipes.games.game2048 import (
+from lowmem_grpo.recipes.game2048 import (
     IN_VAIN,
     PLAYERS,
     SIZES,
     Board,
     Game2048,
+    Game2048Options,
     Size,
     joined,
     largest,
@@ -22,7 +22,7 @@ from lowmem_grpo.recipes.games.game2048 import (
     slid,
     worth,
 )
-from lowmem_grpo.recipes.games.playing import baselines, play
+from lowmem_grpo.recipes.tasks.playing import baselines, play
 
 FULL: Board = ((2, 4, 2), (4, 2, 4), (2, 4, 2))
 

@@ -1,1 +1,0 @@
-"""The problems that the recipes generate."""

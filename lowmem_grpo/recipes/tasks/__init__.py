@@ -1,0 +1,1 @@
+"""Problems and games that several recipes share, and the mails of the recipe `inbox`."""
