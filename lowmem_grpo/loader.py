@@ -8,7 +8,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.config.engine import TRANSFORMERS, VLLM, EngineSettings, check_engine, named_device
 from lowmem_grpo.config.launcher import own_device
 from lowmem_grpo.config.loading import (
     FROM_PRETRAINED,
@@ -17,12 +16,17 @@ from lowmem_grpo.config.loading import (
     NO_MODEL,
     NO_NAME,
     PLAIN,
+    TRANSFORMERS,
+    VLLM,
+    EngineSettings,
+    check_engine,
     form_of_weights,
+    named_device,
     one_dtype,
 )
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
-from lowmem_grpo.memory.cache_dtype import AUTO
+from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.models.model_names import find
 from lowmem_grpo.models.stored_form import check_stored, refuse_longer
 from lowmem_grpo.utils import WHOLE, check_given, require, size_text, torch

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from bench.common.rows import append_row, machine
-from lowmem_grpo.memory.offload.host_room import available_host_bytes
+from lowmem_grpo.memory.offload.pages import available_host_bytes
 from lowmem_grpo.utils import GIB
 
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "vllm",

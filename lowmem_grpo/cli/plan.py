@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
+from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.runs.views.terminal import plain_errors
 from lowmem_grpo.utils import check_given, up_to

@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lowmem_grpo.config.engine import GPU_SHARE
-from lowmem_grpo.config.episodes import EpisodeSettings
-from lowmem_grpo.config.sampling import Draws, SamplingParams, as_sampling_params
+from lowmem_grpo.config.loading import GPU_SHARE
+from lowmem_grpo.config.sampling import Draws, EpisodeSettings, SamplingParams, as_sampling_params
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.engine import VLLM
+from lowmem_grpo.config.loading import VLLM
 from lowmem_grpo.engines.batch import Passes
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.engine import FOUR, SIXTEEN
+from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup
 from lowmem_grpo.engines.batch import Batch, Passes, left_padded

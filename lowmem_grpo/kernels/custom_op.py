@@ -1,4 +1,5 @@
-"""Operations that PyTorch sees as one each, whatever is inside: in graphs, on fake tensors, in a dispatch mode.
+"""Operations that PyTorch sees as one each, whatever is inside: in graphs, on fake tensors, in a dispatch mode; and
+backward passes that refuse to be differentiated once more.
 
 A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
 launch itself. Here an operation is registered with the dispatcher directly: about 2. What a kernel writes to gets a new
@@ -6,6 +7,7 @@ version, so that autograd and the checks of `offload` refuse a saved tensor that
 gradient of their own: they are called inside of autograd functions, or without autograd.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map_only
 
 NAMESPACE = "lowmem_grpo"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # the operations are there for as long as this object is
@@ -58,3 +61,37 @@ def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
 
     return run
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `backward` of an autograd function whose results raise RuntimeError when they are differentiated.
+
+    Where autograd is asked for a graph of the gradients (`create_graph=True`), a penalty on them would be a constant to
+    it, without a word. torch's own decorator notices that only if the incoming gradients need gradients too.
+    """
+    name = backward.__qualname__.partition(".")[0]
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled graph has a refusal of its own
+            return results
+        return tree_map_only(Tensor, lambda grad: FirstOrderOnly.apply(grad.detach().requires_grad_(), name), results)
+
+    return run
+
+
+class FirstOrderOnly(torch.autograd.Function):
+    """A gradient as it is; its own derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> None:
+        raise RuntimeError(f"{ctx.name} has no second derivative, so a gradient penalty (create_graph=True) cannot "
+                           "pass through it. Leave the penalty out, or compute it on a model whose layers are torch's "
+                           "own")

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_grpo.kernels import fla
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 NORM_EPSILON = 1e-6

@@ -14,8 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.logits import NONE_IGNORED, Head, LogitShape
 from lowmem_grpo.kernels.logprob_rows import Rows, forward_rows
 from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, where chunk_rows is not given
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card

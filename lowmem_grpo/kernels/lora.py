@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen import FrozenWeight, project, project_back, project_back_each, project_each
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_grpo.kernels import lora
+from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"), "gelu": F.gelu,

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 Adapter = Tensor | Sequence[Tensor | None] | None
 

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
 
 TILE = 4096  # numbers of one program

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # an expert, on average: one large tile each (not measured yet)

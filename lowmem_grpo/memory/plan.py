@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES, in_8_bits
-from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES, Device, in_8_bits
 from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of

@@ -7,8 +7,7 @@ step that is weighed. Those of the rollout engine and of the driver are estimate
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.memory.cache_dtype import in_8_bits
-from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.cards import Device, in_8_bits
 from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config, named_shapes

@@ -1,8 +1,16 @@
 """The rows of a plan: every component's bytes in both phases, for complete settings."""
 
 from lowmem_grpo.memory import training_step
-from lowmem_grpo.memory.cache_dtype import cache_itemsize, cache_text
-from lowmem_grpo.memory.cards import GRAPH_PLACES, LARGE_PREFILL, MIB, Device, prefill_piece, prefill_tokens
+from lowmem_grpo.memory.cards import (
+    GRAPH_PLACES,
+    LARGE_PREFILL,
+    MIB,
+    Device,
+    cache_itemsize,
+    cache_text,
+    prefill_piece,
+    prefill_tokens,
+)
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings

@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import ceil
 
 from lowmem_grpo.memory import cards
-from lowmem_grpo.memory.cache_dtype import cache_itemsize
+from lowmem_grpo.memory.cards import cache_itemsize
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings

@@ -7,10 +7,10 @@ optimizer. The sizes are those of the code that runs, and tests that weigh a rea
 
 from dataclasses import dataclass
 
+from lowmem_grpo.memory.cutting import mask_numbers
 from lowmem_grpo.memory.families import FUSED
 from lowmem_grpo.memory.layer_forms import ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.token_rows import mask_numbers
 
 WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # dequantized weights at a time

@@ -20,8 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lowmem_grpo.memory.cutting import ALIGNED
 from lowmem_grpo.memory.families import family_of
-from lowmem_grpo.memory.token_rows import ALIGNED
 from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.custom_op import once_differentiable
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

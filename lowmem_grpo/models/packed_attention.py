@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lowmem_grpo.kernels.once_differentiable import once_differentiable
+from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
-from lowmem_grpo.memory.token_rows import ALIGNED, prompts_once, window_block, window_reach
+from lowmem_grpo.memory.cutting import ALIGNED, prompts_once, window_block, window_reach
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.types import MicroBatch
 

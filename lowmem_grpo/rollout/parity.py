@@ -12,10 +12,10 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.losses.off_policy import MismatchWatch, k3_of
 from lowmem_grpo.losses.sequences import with_context
-from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
+from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import BatchLimit, RunMemory
-from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState

@@ -8,7 +8,7 @@ from operator import and_
 
 import torch
 
-from lowmem_grpo.config.episodes import EpisodeSettings
+from lowmem_grpo.config.sampling import EpisodeSettings
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone

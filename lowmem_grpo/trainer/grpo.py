@@ -20,7 +20,7 @@ from lowmem_grpo.data.prompts import Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.memory.cache_dtype import AUTO
+from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch

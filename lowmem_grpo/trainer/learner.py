@@ -17,8 +17,7 @@ from lowmem_grpo.losses.objective import Objective, StepTotals, policy_tokens
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
-from lowmem_grpo.models.packer import Packer
-from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks

@@ -12,7 +12,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEF
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.engine import EngineSettings
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, check_plain, with_lora, with_values_to_come

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lowmem_grpo.config.episodes import EpisodeSettings
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.sampling import EpisodeSettings, SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request

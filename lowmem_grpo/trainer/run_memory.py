@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lowmem_grpo.config.engine import TRANSFORMERS, VLLM
+from lowmem_grpo.config.loading import TRANSFORMERS, VLLM
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
-from lowmem_grpo.memory.cache_dtype import AUTO
-from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.offload import host_room
+from lowmem_grpo.memory.cards import AUTO, Device
+from lowmem_grpo.memory.offload import pages
 from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
@@ -56,8 +55,8 @@ def tiled_mlps(base: Any) -> list[LeanMLP]:
 
 def host_bytes_to_fill(processes: int = 1) -> int | None:
     """Return the bytes of the host's memory that one of so many processes may take; None if that is unknown."""
-    available = host_room.available_host_bytes()
-    return None if available is None else max(0, available - host_room.SPARE) // processes
+    available = pages.available_host_bytes()
+    return None if available is None else max(0, available - pages.SPARE) // processes
 
 
 def plan_memory(
@@ -101,8 +100,8 @@ def plan_training(
     """Plan a run on its card and bound its micro-batches; None without a plan. `own`: settings of the engine."""
     own["keeps_reference"] = bool(policy.reference_adapter)
     settings = replace(settings_of(model, config, engine, context), **own)
-    if host_room.on_wsl():
-        logger.warning(host_room.WSL_ADVICE)
+    if pages.on_wsl():
+        logger.warning(pages.WSL_ADVICE)
     memory.advice.plan = run_plan = plan_run(settings, model, this_card(policy.device))
     if run_plan is not None:
         bind(memory.train, run_plan, config)
@@ -132,8 +131,8 @@ def check_room(policy: Policy, run_plan: MemoryPlan) -> None:
     if run_plan.settings.checkpointing == "offload":
         shape, dtype = policy.base.config.get_text_config(), policy.head.weight.dtype
         tokens = run_plan.settings.max_tokens or run_plan.settings.context
-        host_room.check_host_room(
-            host_room.host_bytes_needed(shape.num_hidden_layers, tokens, shape.hidden_size, dtype))
+        pages.check_host_room(
+            pages.host_bytes_needed(shape.num_hidden_layers, tokens, shape.hidden_size, dtype))
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:

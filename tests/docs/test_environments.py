@@ -10,7 +10,7 @@ import pytest
 from small_models import random_model
 from template_tokenizers import tokenizer_of
 
-from lowmem_grpo.config.episodes import EpisodeSettings
+from lowmem_grpo.config.sampling import EpisodeSettings
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 BEGIN, *EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lowmem_grpo.models
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.custom_op import FirstOrderOnly
 from lowmem_grpo.kernels.delta_rule import delta_rule
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.glu import geglu, swiglu
@@ -25,7 +26,6 @@ from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
-from lowmem_grpo.kernels.once_differentiable import FirstOrderOnly
 from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope

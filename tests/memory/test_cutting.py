@@ -5,8 +5,18 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_grpo.memory.cutting import Lengths, Limits, Span, area, cut, cut_spans, ordered, places
-from lowmem_grpo.memory.token_rows import prompts_once, token_rows
+from lowmem_grpo.memory.cutting import (
+    Lengths,
+    Limits,
+    Span,
+    area,
+    cut,
+    cut_spans,
+    ordered,
+    places,
+    prompts_once,
+    token_rows,
+)
 from lowmem_grpo.models.packing import pack, sequences_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
 

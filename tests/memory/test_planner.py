@@ -11,12 +11,12 @@ import pytest
 from tables import every_row, not_refused
 
 from lowmem_grpo.memory.cards import Device, device
+from lowmem_grpo.memory.cutting import prompts_once, token_rows
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.memory.rows import build
-from lowmem_grpo.memory.token_rows import prompts_once, token_rows
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.memory import token_rows
+from lowmem_grpo.memory import cutting
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.experts import RoutedBlock
@@ -47,7 +47,7 @@ def test_packed_logprobs_and_every_gradient_are_those_of_plain_transformers(
     kind: str, once: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if once:
-        monkeypatch.setattr(token_rows, "PAIRS_A_CALL", -(10**9))
+        monkeypatch.setattr(cutting, "PAIRS_A_CALL", -(10**9))
     model, _ = loaded(folders(kind))
     batch = batch_of(GROUPS)
     ours, our_grads = learned(Policy(model), batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.memory import token_rows
+from lowmem_grpo.memory import cutting
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.offload.pages import Copies
 from lowmem_grpo.models.head_groups import by_head_groups, ranges, without_waiting
@@ -80,8 +80,8 @@ def test_a_model_learns_the_same_with_prompts_side_by_side_and_computed_once(
         policy.model.train()
     batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
     exact = trained(Policy(copy.deepcopy(policy.model).double()), batch)
-    for pairs in (token_rows.PAIRS_A_CALL, -(10**9)):
-        monkeypatch.setattr(token_rows, "PAIRS_A_CALL", pairs)
+    for pairs in (cutting.PAIRS_A_CALL, -(10**9)):
+        monkeypatch.setattr(cutting, "PAIRS_A_CALL", pairs)
         policy.head_groups = 1
         together = trained(policy, batch)
         policy.head_groups = 4

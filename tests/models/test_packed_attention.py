@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowmem_grpo.memory import token_rows
+from lowmem_grpo.memory import cutting
 from lowmem_grpo.models import packed_attention
 from lowmem_grpo.models.packed_attention import Causal, PackedLayout
 from lowmem_grpo.models.policy import Policy
@@ -59,7 +59,7 @@ def alone(query: Tensor, key: Tensor, value: Tensor, batch: MicroBatch, window: 
 def test_results_and_gradients_are_those_of_each_sequence_alone(
     window: int | None, block: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_rows, "BLOCK", block)
+    monkeypatch.setattr(cutting, "BLOCK", block)
     for name, once in product(GROUPS, (False, True)):
         assert_as_accurate_as_alone(name, once, window, dtype, device)
 
@@ -84,7 +84,7 @@ def assert_as_accurate_as_alone(
 @pytest.fixture
 def always_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are computed once whatever it costs."""
-    monkeypatch.setattr(token_rows, "PAIRS_A_CALL", -(10**9))
+    monkeypatch.setattr(cutting, "PAIRS_A_CALL", -(10**9))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -100,7 +100,7 @@ def test_a_model_that_computes_prompts_once_learns_the_same(
     batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
     assert not PackedLayout.from_batch(batch).once
     expected, grads = trained(policy, batch)
-    monkeypatch.setattr(token_rows, "PAIRS_A_CALL", -(10**9))
+    monkeypatch.setattr(cutting, "PAIRS_A_CALL", -(10**9))
     assert PackedLayout.from_batch(batch).once
     ours, ours_grads = trained(policy, batch)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -119,19 +119,19 @@ def test_mixed_precision_computes_prompts_once_in_its_own_dtype() -> None:
 
 
 def test_short_prompts_stay_side_by_side_and_long_ones_are_computed_once() -> None:
-    assert not token_rows.prompts_once([(99, *[200] * 8)] * 8)  # GSM8K: 8 prompts of 8 completions
-    assert not token_rows.prompts_once([(511, *[512] * 8)])
-    assert token_rows.prompts_once([(2047, *[512] * 8)])
-    assert token_rows.prompts_once([(8191, *[512] * 8)])
-    assert token_rows.prompts_once([(0, 20_000), (0, 100)])  # nothing is shared, but half would be padding
-    assert not token_rows.prompts_once([(20_000, 480)])
-    assert not token_rows.prompts_once([(3, 5), (2, 4)])
+    assert not cutting.prompts_once([(99, *[200] * 8)] * 8)  # GSM8K: 8 prompts of 8 completions
+    assert not cutting.prompts_once([(511, *[512] * 8)])
+    assert cutting.prompts_once([(2047, *[512] * 8)])
+    assert cutting.prompts_once([(8191, *[512] * 8)])
+    assert cutting.prompts_once([(0, 20_000), (0, 100)])  # nothing is shared, but half would be padding
+    assert not cutting.prompts_once([(20_000, 480)])
+    assert not cutting.prompts_once([(3, 5), (2, 4)])
 
 
 def test_rows_that_attention_lays_side_by_side_are_counted() -> None:
-    assert token_rows.token_rows([(8191, 512)]) == 0
-    assert token_rows.token_rows([(99, *[200] * 8), (49, 100)]) == 9 * 299
-    assert token_rows.token_rows([(8191, *[512] * 8)]) == 8191 + 8 * 512 + 8 * (8191 + 512) // 2
+    assert cutting.token_rows([(8191, 512)]) == 0
+    assert cutting.token_rows([(99, *[200] * 8), (49, 100)]) == 9 * 299
+    assert cutting.token_rows([(8191, *[512] * 8)]) == 8191 + 8 * 512 + 8 * (8191 + 512) // 2
 
 
 def layers_heads(tokens: int) -> list[Tensor]:
@@ -188,7 +188,7 @@ def test_a_window_makes_no_mask_of_tokens_by_tokens(once: bool) -> None:
             for _ in range(3):  # layers
                 packed_attention.packed_attention(*heads, layout, None, 0.0, window).sum().backward()
     masks = sum(mask.untyped_storage().nbytes() for mask in layout.masks.values())
-    assert masks == 2 * token_rows.mask_numbers(window, width) == 2 * 1024 * (1024 + 1024)
+    assert masks == 2 * cutting.mask_numbers(window, width) == 2 * 1024 * (1024 + 1024)
     assert storage.largest < width * width / 16  # bytes: a boolean mask alone would take width * width
 
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from lowmem_grpo.memory.cache_dtype import AUTO, cache_itemsize
-from lowmem_grpo.memory.cards import sequences_at_once
+from lowmem_grpo.memory.cards import AUTO, cache_itemsize, sequences_at_once
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
 from lowmem_grpo.models.policy import Policy

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.engine import FOUR
+from lowmem_grpo.config.loading import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, ExpectedLengths, Meanwhile, OnGroup
 from lowmem_grpo.engines.pace import Pace
@@ -25,7 +25,7 @@ from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, ra
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
 from lowmem_grpo.engines.vllm.shared_linear import check_family
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing, active_adapter
-from lowmem_grpo.memory.cache_dtype import AUTO, in_8_bits
+from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout

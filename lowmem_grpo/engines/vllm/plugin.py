@@ -35,7 +35,7 @@ from lowmem_grpo.engines.vllm.shared_linear import (
 )
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.matmul import matmul_fp32
-from lowmem_grpo.memory.cache_dtype import IN_16_BITS
+from lowmem_grpo.memory.cards import IN_16_BITS
 
 __all__ = [
     "LLM", "NAME", "SamplingParams", "check_architecture", "check_cache_dtype", "check_routes",

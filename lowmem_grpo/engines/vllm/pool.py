@@ -25,7 +25,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from lowmem_grpo.config.engine import FOUR
+from lowmem_grpo.config.loading import FOUR
 from lowmem_grpo.engines.step_buffers import forget_all_graphs
 from lowmem_grpo.engines.vllm import sampling_weights as wide
 from lowmem_grpo.engines.vllm.capacity import Capacity

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.engine import FOUR, SIXTEEN
+from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.shared_linear import Product
-from lowmem_grpo.memory.cache_dtype import AUTO
-from lowmem_grpo.memory.cards import DEFAULT_SHARE
+from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.time_plan import faster_in_16_bit, rows_of_codes

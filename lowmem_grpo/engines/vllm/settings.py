@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.shared_linear import NO_ROUTES, BorrowError
-from lowmem_grpo.memory.cache_dtype import in_8_bits
-from lowmem_grpo.memory.cards import prefill_tokens
+from lowmem_grpo.memory.cards import in_8_bits, prefill_tokens
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.policy import Policy
 

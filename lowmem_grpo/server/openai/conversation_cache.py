@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.episodes import HISTORIES
+from lowmem_grpo.config.sampling import HISTORIES
 from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, parser_of

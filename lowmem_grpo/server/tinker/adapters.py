@@ -23,8 +23,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope, lora_targets
-from lowmem_grpo.models.packer import Packer
-from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.files import flush, remove, removed_after
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass

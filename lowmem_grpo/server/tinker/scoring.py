@@ -12,8 +12,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cutting import Limits
-from lowmem_grpo.models.packer import Packer
-from lowmem_grpo.models.packing import unpack
+from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.tinker.adapters import group_of
 from lowmem_grpo.types import MicroBatch

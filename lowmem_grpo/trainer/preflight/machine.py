@@ -158,13 +158,13 @@ def card_facts(torch: Any) -> dict[str, Any]:
 
 def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
     """Note available memory, and room on the disks of this folder and of downloaded models."""
-    memory, _ = attempt(lambda: look.load("lowmem_grpo.memory.offload.host_room").available_host_bytes())
+    memory, _ = attempt(lambda: look.load("lowmem_grpo.memory.offload.pages").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
     checkup.host = {"available_bytes": memory, "disk_free_bytes": free_bytes(Path.cwd()),
                     "model_cache": None if cache is None else str(cache),
                     "model_cache_free_bytes": None if cache is None else free_bytes(cache)}
-    if attempt(lambda: look.load("lowmem_grpo.memory.offload.host_room").on_wsl())[0]:
-        checkup.say(*look.load("lowmem_grpo.memory.offload.host_room").WSL_ADVICE.split(". ", 1))
+    if attempt(lambda: look.load("lowmem_grpo.memory.offload.pages").on_wsl())[0]:
+        checkup.say(*look.load("lowmem_grpo.memory.offload.pages").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
         checkup.say(f"{size_text(memory)} of host memory are free; it holds layer inputs with "
                     'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from lowmem_grpo.memory.cache_dtype import in_8_bits
-from lowmem_grpo.memory.offload.host_room import SPARE, available_host_bytes
+from lowmem_grpo.memory.cards import in_8_bits
+from lowmem_grpo.memory.offload.pages import SPARE, available_host_bytes
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.runs.files import existing, free_bytes, place_fault

@@ -7,7 +7,7 @@ from typing import Any
 from lowmem_grpo.data.packing import PackedRows, of_any_length
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.memory.cache_dtype import AUTO
+from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.scorer import RewardScorer

@@ -16,7 +16,7 @@ from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.requests import CallSampling
 from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
-from lowmem_grpo.memory.cache_dtype import CACHE_DTYPES
+from lowmem_grpo.memory.cards import CACHE_DTYPES
 
 pytestmark = NEEDS_VLLM
 

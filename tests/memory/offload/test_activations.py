@@ -22,8 +22,7 @@ from lowmem_grpo.memory.offload.activations import (
     enable_checkpointing,
     offload_activations,
 )
-from lowmem_grpo.memory.offload.host_room import host_bytes_needed
-from lowmem_grpo.memory.offload.pages import Copies
+from lowmem_grpo.memory.offload.pages import Copies, host_bytes_needed
 
 
 @every_row("nested", [False, True])

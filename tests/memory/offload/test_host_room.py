@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_grpo.memory.offload import host_room
-from lowmem_grpo.memory.offload.host_room import (
+from lowmem_grpo.memory.offload import pages
+from lowmem_grpo.memory.offload.pages import (
+    PAGE_BYTES,
     available_host_bytes,
     check_host_room,
     container_room,
     host_bytes_needed,
     system_room,
 )
-from lowmem_grpo.memory.offload.pages import PAGE_BYTES
 from lowmem_grpo.utils import GIB
 
 
@@ -47,7 +47,7 @@ def test_a_containers_room_is_its_limit_less_what_it_cannot_drop(tmp_path: Path)
     assert container_room(tmp_path) is None
 
 
-@pytest.mark.skipif(not host_room.MEMINFO.is_file(), reason="needs /proc/meminfo")
+@pytest.mark.skipif(not pages.MEMINFO.is_file(), reason="needs /proc/meminfo")
 def test_this_machines_room_is_a_number_of_bytes() -> None:
     room = available_host_bytes()
     assert room is not None
@@ -58,8 +58,8 @@ def test_this_machines_room_is_a_number_of_bytes() -> None:
 def five_gib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A host with 5 GiB available."""
     path = meminfo(tmp_path, f"MemAvailable: {5 * 2**20} kB\n")
-    monkeypatch.setattr(host_room, "MEMINFO", path)
-    monkeypatch.setattr(host_room, "CGROUP", tmp_path / "none")
+    monkeypatch.setattr(pages, "MEMINFO", path)
+    monkeypatch.setattr(pages, "CGROUP", tmp_path / "none")
 
 
 @pytest.mark.usefixtures("five_gib")
@@ -84,7 +84,7 @@ def test_little_left_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 def test_room_that_cannot_be_told_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_room, "MEMINFO", tmp_path / "none")
-    monkeypatch.setattr(host_room, "CGROUP", tmp_path / "none")
+    monkeypatch.setattr(pages, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(pages, "CGROUP", tmp_path / "none")
     check_host_room(6 * GIB)
     assert "cannot tell whether the host has 6.00 GiB" in caplog.text

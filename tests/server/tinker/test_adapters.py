@@ -12,7 +12,7 @@ from trainer_runs import exact
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import RunMemory
-from lowmem_grpo.models.packer import Packer
+from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.tinker.adapters import Adam, Adapters, LoraSettings, one_each
 from lowmem_grpo.server.tinker.calls import CreateModel, OptimStep, read

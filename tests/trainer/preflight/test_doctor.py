@@ -162,7 +162,7 @@ def with_card(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": fake_torch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
-                             lowmem_grpo_trainer_grpo=object(), lowmem_grpo_memory_offload_host_room=object()))
+                             lowmem_grpo_trainer_grpo=object(), lowmem_grpo_memory_offload_pages=object()))
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +213,14 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 2**30)
     room = SimpleNamespace(available_host_bytes=lambda: 2 * 2**30)
     found = Checkup()
-    machine.look_at_host(fake_look(lowmem_grpo_memory_offload_host_room=room), found)
+    machine.look_at_host(fake_look(lowmem_grpo_memory_offload_pages=room), found)
     assert "2.00 GiB of host memory are free" in found.advice[0]
     assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
 
 def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from lowmem_grpo.engines.choice import EngineChoice
-    from lowmem_grpo.memory.offload import host_room
+    from lowmem_grpo.memory.offload import pages
 
     def advice(major: int, files: list[str]) -> str:
         choice = SimpleNamespace(choose_engine=lambda *_: EngineChoice("vllm", "it is here"))
@@ -232,7 +232,7 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     assert "no memory pool" in advice(8, ["vllm/__init__.py"])
     assert advice(8, ["vllm/__init__.py", "vllm/cumem_allocator.abi3.so"]) == ""
     for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
-        monkeypatch.setattr(host_room.platform, "uname", lambda release=release: SimpleNamespace(release=release))
+        monkeypatch.setattr(pages.platform, "uname", lambda release=release: SimpleNamespace(release=release))
         found = Checkup()
         machine.look_at_host(MachineProbe(), found)
         assert any("this is WSL" in line for line in found.advice) == wsl

@@ -1,7 +1,7 @@
 """What a number of the key-value cache takes, and where it can be held in 8 bits."""
 
 
-from lowmem_grpo.memory.cache_dtype import CACHE_DTYPES, cache_itemsize, cache_text, why_not_on_card, why_not_on_cpu
+from lowmem_grpo.memory.cards import CACHE_DTYPES, cache_itemsize, cache_text, why_not_on_card, why_not_on_cpu
 
 
 def test_only_the_models_own_dtype_takes_its_bytes() -> None:
