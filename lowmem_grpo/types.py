@@ -92,6 +92,11 @@ class Rollout:
         return len(self.completion_ids) if self.trained is None else sum(self.trained)
 
     @property
+    def has_routes(self) -> bool:
+        """Whether the sampler told which experts some tokens took."""
+        return self.routes is not None or any(turn.routes is not None for turn in self.turns)
+
+    @property
     def failed(self) -> bool:
         """Whether the episode ended for a reason that is not the policy's: it counts nowhere."""
         return self.ending in FAILURES

@@ -38,6 +38,7 @@ LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
 def field_names(cls: Any) -> set[str]:
+    """Return the names of a dataclass's fields."""
     return {field.name for field in fields(cls)}
 
 
@@ -50,8 +51,8 @@ class CheckedCall(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
-        refuse({name: value for name, value in options.items() if name not in known or name in ONE_MEANING},
-               cls.unsupported, known, cls.__name__)
+        if others := {name: value for name, value in options.items() if name not in known or name in ONE_MEANING}:
+            refuse(others, cls.unsupported, known, cls.__name__)
         return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
 
 

@@ -59,6 +59,7 @@ class Sequence:
 
     @property
     def mask(self) -> Tensor:
+        """The flags of those of `ids` that the policy drew, (len(ids),) bool."""
         if self.rollout.trained is None and not self.lead:
             return torch.full((self.end - self.start,), True)
         return torch.tensor([*[False] * len(self.lead), *self.drawn])
@@ -90,7 +91,10 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
     splits, count = [Split(0), *rollout.splits], len(rollout.completion_ids)
     sequences = []
     ends = [*(later.start for later in rollout.splits), count]
-    for split, end, routes in zip(splits, ends, routes_of(rollout, group.prompt_ids), strict=True):
+    routed: list[Routes | None] = [None] * len(splits)
+    if rollout.has_routes:
+        routed = routes_of(rollout, group.prompt_ids)
+    for split, end, routes in zip(splits, ends, routed, strict=True):
         while rollout.trained and end > split.start and not rollout.trained[end - 1]:
             end -= 1
         parts = shared(split.prompt_ids, group.prompt_ids, repeated)
@@ -183,7 +187,9 @@ def collate(completions: list[Completion]) -> MicroBatch:
         return torch.cat([piece.values(field) for piece in packed])
 
     input_ids = torch.tensor([token for piece in packed for token in piece.ids])
-    routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
+    routes = routed = None
+    if any(piece.routes is not None for piece in packed):
+        routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
     return MicroBatch(
         input_ids=input_ids, host_ids=input_ids,
         position_ids=position_ids,
@@ -224,6 +230,8 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
+    """Return where each trained token stands among all completions' tokens, (N,); None where all are trained in
+    order."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]
@@ -287,14 +295,12 @@ class Packer:
             if not isinstance(done, OutOfMemory):
                 return done
             divisible = [len(batch.input_ids) for batch in batches if len(batch.rollouts) > 1]
-            self.bound.lower(self.describe(what), done, smaller(tokens or self.size, divisible))
+            self.bound.lower(f"{what} of {self.size:,} tokens", done, smaller(tokens or self.size, divisible))
             if again is not None:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield micro-batches on the device; `size` is that of the one in progress."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)
-
-    def describe(self, what: str) -> str:
-        return f"{what} of {self.size:,} tokens"

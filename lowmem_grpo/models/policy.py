@@ -50,6 +50,7 @@ class OutputHead:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "OutputHead":
+        """Return a model's head; ValueError unless it is a plain linear layer."""
         linear = model.get_output_embeddings()
         if type(linear) is not nn.Linear:
             raise ValueError(
@@ -138,7 +139,10 @@ class Policy:
         self.head = OutputHead.from_model(base)
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may want more
-        self.dropped: bool | None = None  # whether the last pass had dropout
+        self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
+        row = family_of(base.config)
+        self.lends_keys = row is not None and row.unlike_layers  # whether layers lend each other keys and values
+        self.host_embeddings = on_host(base)
         self.routed_places = follow_routes(base)  # the layers that have experts, and take routes
         self.reference_adapter: dict[str, Tensor] | None = None  # on the host; see `keep_reference`
         self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not take, and all
@@ -162,12 +166,12 @@ class Policy:
 
     def follow_dropout(self) -> None:
         """Checkpointed layers must keep random states while there is dropout, which may change at any time."""
-        now = self.drops
-        if now != self.dropped and getattr(self.base, "is_gradient_checkpointing", False):
+        if getattr(self.base, "is_gradient_checkpointing", False) and self.drops != self.dropped:
             enable_checkpointing(self.base, True)
-        self.dropped = now
+            self.dropped = self.drops
 
     def autocast(self) -> AbstractContextManager:
+        """Return the context of mixed precision; one that does nothing without it."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
@@ -177,10 +181,10 @@ class Policy:
         self.follow_dropout()
         layout, replay = PackedLayout.from_batch(batch, self.head_groups), self.replay_of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
-        with self.autocast(), knowing(on_host(self.base), batch.host_ids):
+        with self.autocast(), self.known_ids(batch):
             out = self.backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
-                use_cache=False, packed=layout, **self.lent_keys(),
+                use_cache=False, packed=layout, **({"shared_kv_states": FirstKeys()} if self.lends_keys else {}),
                 **({} if replay is None else {"routes": replay}),
             )
         self.check_packed(layout.calls)
@@ -189,10 +193,9 @@ class Policy:
             self.route_counts = counts if self.route_counts is None else self.route_counts + counts
         return out.last_hidden_state[0]
 
-    def lent_keys(self) -> dict[str, Any]:
-        """Return the store of one pass for keys and values that layers of a family lend each other."""
-        row = family_of(self.base.config)
-        return {"shared_kv_states": FirstKeys()} if row is not None and row.unlike_layers else {}
+    def known_ids(self, batch: MicroBatch) -> AbstractContextManager:
+        """Return the context in which embeddings on the host know the ids of a pass."""
+        return knowing(self.host_embeddings, batch.host_ids) if self.host_embeddings else nullcontext()
 
     def replay_of(self, batch: MicroBatch) -> Replay | None:
         """Return the routes of a micro-batch for one pass of a mixture; None where all are routed live."""

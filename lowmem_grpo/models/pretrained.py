@@ -22,7 +22,8 @@ from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
-from lowmem_grpo.models.experts import ExpertsNF4Config, use_routed_blocks
+from lowmem_grpo.models.expert_loading import ExpertsNF4Config
+from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_loading import keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
@@ -82,6 +83,7 @@ class Pretrained:
         return model.requires_grad_(False), tokenizer
 
     def config(self) -> Any:
+        """Return the config of the model that is loaded, of a checkpoint with images that of its text part."""
         return self.parts()[0]
 
     def parts(self) -> tuple[Any, dict[str, str]]:
@@ -90,6 +92,7 @@ class Pretrained:
         return text_part(whole), text_names(whole)
 
     def tokenizer(self) -> Any:
+        """Load the tokenizer, whose chat template answers as in both versions of transformers."""
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
@@ -190,6 +193,7 @@ def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig)
 
 
 def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
+    """Return the layers whose weight bitsandbytes holds in 4 bits."""
     return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
 
 
@@ -242,6 +246,7 @@ def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
 
 
 def attribute_name(attribute: str, layer_type: str | None) -> str:
+    """Return the name under which transformers keeps an attribute for one type of layers."""
     return attribute if layer_type is None else f"{layer_type}_{attribute}"
 
 

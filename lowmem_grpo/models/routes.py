@@ -28,6 +28,7 @@ NAMES = {torch.uint8: "uint8", torch.int16: "int16"}
 
 
 def dtype_of(experts: int) -> torch.dtype:
+    """Return the smallest integers that name so many experts."""
     return torch.uint8 if experts <= SMALL else torch.int16
 
 
@@ -61,12 +62,14 @@ class Routes:
         return Routes((*self.parts, *(part.clone() for part in more.cut(len(self)).parts)))
 
     def packed(self) -> dict[str, Any]:
+        """Return the routes as plain values for a file: shape, dtype, and base64 of the bytes."""
         whole = torch.cat(self.parts)
         data = base64.b64encode(whole.contiguous().view(torch.uint8).numpy().tobytes()).decode()
         return {"shape": list(whole.shape), "dtype": NAMES[whole.dtype], "data": data}
 
     @classmethod
     def unpacked(cls, saved: dict[str, Any]) -> "Routes":
+        """Read what `packed` returned."""
         flat = torch.frombuffer(bytearray(base64.b64decode(saved["data"])), dtype=getattr(torch, saved["dtype"]))
         return cls((flat.view(saved["shape"]),))
 
@@ -89,8 +92,6 @@ def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
     came up first, which are those they were drawn with.
     """
     routes: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
-    if not any(turn.routes is not None for turn in rollout.turns):
-        return routes
     for turn, number in of_sequences(rollout, prompt):
         if turn.routes is not None:
             known = routes[number]
@@ -158,6 +159,7 @@ class RouteRecorder:
         self.found: dict[int, Tensor] = {}
 
     def chosen(self, layer: int, live: Tensor) -> Tensor:
+        """Keep what the router of a layer chose, and let it stand."""
         self.found[layer] = live.to(self.dtype)
         return live
 
@@ -177,6 +179,7 @@ class Replay:
         self.differing: dict[int, Tensor] = {}  # by layer: recorded experts that are not among the live ones
 
     def chosen(self, layer: int, live: Tensor) -> Tensor:
+        """Return the recorded experts (T, k) of a layer, and count the tokens for which the live router differs."""
         recorded = self.routes[:, layer].long()
         mine = recorded if self.routed is None else torch.where(self.routed[:, None], recorded, live)
         if layer not in self.differing:
@@ -206,6 +209,7 @@ def follow_routes(model: Any) -> tuple[int, ...]:
 
 
 def live(layer: int, ids: Tensor) -> Tensor:
+    """Return the router's own choice."""
     return ids
 
 
@@ -216,8 +220,10 @@ class RouteHooks:
     block: RoutedBlock
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Let the block follow the routes that the pass was given."""
         routing: RouteRecorder | Replay | None = kwargs.get("routes")
         self.block.choice = live if routing is None else routing.chosen
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Let the block follow its own router again."""
         self.block.choice = live

@@ -155,33 +155,25 @@ def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | No
     return Countdown(numbers, made.value, difficulty.operators, made.text)
 
 
-def draws(split: str, rng: random.Random, difficulty: Difficulty) -> Iterator[Countdown]:
-    """Endless puzzles of one split, with repetitions. Raises ValueError where a difficulty makes none."""
+def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
+    """Different puzzles of one split. Raises ValueError where a difficulty makes none, and once there are no more."""
     check_split(split)
-    hopeless = 0
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    rng, chosen, hopeless, fruitless = random.Random(f"{split}-{seed}"), difficulty or Difficulty(), 0, 0
     while hopeless < HOPELESS:
-        puzzle = draw_countdown(rng, difficulty)
+        puzzle = draw_countdown(rng, chosen)
         if puzzle is None or puzzle.split != split:
             hopeless += 1
-        else:
-            hopeless = 0
-            yield puzzle
-    raise ValueError(f"no {split} puzzle was found in {HOPELESS:,} draws with {difficulty}; allow fewer or smaller "
-                     "numbers, a larger target, or more operators")
-
-
-def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
-    """Different puzzles of one split. Raises ValueError once there are no more of this difficulty."""
-    seen: set[tuple[tuple[int, ...], int]] = set()
-    rng, fruitless = random.Random(f"{split}-{seed}"), 0
-    for puzzle in draws(split, rng, difficulty or Difficulty()):
-        fruitless = 0 if puzzle.key not in seen else fruitless + 1
+            continue
+        hopeless, fruitless = 0, fruitless + 1 if puzzle.key in seen else 0
         if fruitless > FRUITLESS:
             raise ValueError(f"there are only about {len(seen)} {split} puzzles with {difficulty}; ask for fewer, or "
                              "allow more numbers, larger ones or larger targets")
         if not fruitless:
             seen.add(puzzle.key)
             yield puzzle
+    raise ValueError(f"no {split} puzzle was found in {HOPELESS:,} draws with {chosen}; allow fewer or smaller "
+                     "numbers, a larger target, or more operators")
 
 
 @dataclass(frozen=True)
@@ -272,6 +264,7 @@ def reaches_target(completions: list[Any], numbers: list[list[int]], target: lis
 
 
 def solves(text: str, numbers: list[int], target: int) -> bool:
+    """Return whether the expression after the last `Answer:` makes the target from these numbers."""
     answer = evaluate(answer_text(text))
     return answer is not None and answer.value == target and allowed(answer, numbers)
 

@@ -26,7 +26,8 @@ from lowmem_grpo.kernels.frozen_stack import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
-from lowmem_grpo.models.experts import STACKS, expert_stacks, quantized_stack
+from lowmem_grpo.models.expert_loading import quantized_stack
+from lowmem_grpo.models.experts import STACKS, expert_stacks
 from lowmem_grpo.models.fp8_linear import fp8_linears
 from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.fp8_loading import BLOCK, OF_ACTIVATIONS, scale_of
@@ -80,6 +81,7 @@ def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | st
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of a slice of a file."""
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
@@ -104,6 +106,7 @@ def live_weights(model: Any) -> list[Weight]:
 
 
 def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
+    """Yield the matrices of each expert of a stack, under the names that checkpoints have."""
     path, kind, _ = name.rsplit(".", 2)
     for number in range(stack.experts):
         whole = stack.expert(number)
@@ -115,6 +118,7 @@ def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
+    """Return a parameter or buffer, plain or in NF4, as a `Weight`."""
     if getattr(tensor, "quant_state", None) is not None:
         return quantized_weight(name, NF4Weight.from_bitsandbytes(tensor))
     plain = tensor.detach()
@@ -126,6 +130,7 @@ def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers, with their paths, that a checkpoint of the model has."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -208,6 +213,7 @@ class StoredExperts:
         self.stack = lru_cache(len(STACKS))(self.quantized)
 
     def weight(self, name: str, path: str, number: int, part: str) -> Weight:
+        """Return one matrix of one expert; reading it quantizes its whole stack."""
         shape = shape_of(file_slice(self.places[name], name))
         kind = next(kind for kind, parts in STACKS.items() if part in parts)
         start = STACKS[kind].index(part) * shape[0]
@@ -220,6 +226,7 @@ class StoredExperts:
         return Weight(name, shape, self.dtype, read, BLOCK_ROWS)
 
     def quantized(self, path: str, kind: str) -> FrozenStack:
+        """Read the matrices of all experts of a stack, and quantize them as loading does."""
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         names = [[f"{path}.{number}.{part}.weight" for number in range(count)] for part in STACKS[kind]]
         tensors = [[file_slice(self.places[name], name)[:].to(self.device, self.dtype) for name in part]
